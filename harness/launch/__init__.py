@@ -1,0 +1,1 @@
+"""Launchers: how the ranks of a world come to life."""
