@@ -1,0 +1,11 @@
+"""Logs of what a rank really did: the collectives it issued, the dtypes its modules received.
+
+Inside a rank; imports torch, and nothing else of harness. A query about something that was never seen raises:
+a check that looked at nothing must not pass.
+"""
+
+from harness.recorders.collectives import Collective, CollectivesLog
+from harness.recorders.forward_dtypes import ForwardCall, ForwardDtypes
+from harness.recorders.tensors import named_tensors
+
+__all__ = ["Collective", "CollectivesLog", "ForwardCall", "ForwardDtypes", "named_tensors"]
