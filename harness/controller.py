@@ -1,0 +1,345 @@
+"""The controller: the pytest process that collects, sends marked items to worlds, and reports.
+
+Under pytest-xdist each of its workers is a controller. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import shlex
+import sys
+import uuid
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from harness import reporting
+from harness.launch.processes import START_METHODS, LaunchError, ProcessLauncher
+from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
+from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
+from harness.world import ItemOutcome, World, WorldError
+from harness.worlds import Worlds
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one item asks of the controller."""
+
+    key: WorldKey
+    fresh: bool
+    timeout: float
+    skip: str | None = None
+    """Why this machine cannot run it."""
+
+
+_request_key = pytest.StashKey[Request]()
+
+
+class OutOfStepWarning(UserWarning):
+    """The ranks of a world passed a test without having done the same number of collectives."""
+
+
+class Controller:
+    """Runs `ranks` items on worlds; leaves every other item to pytest."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._numbers = itertools.count()
+        self._launcher: ProcessLauncher | None = None
+        self._worlds = Worlds(self._start_world, self._complain)
+        self._preload = tuple(config.getini("ranks_preload"))
+        self._start_method = str(config.getini("ranks_start_method"))
+        if self._start_method not in START_METHODS:
+            raise pytest.UsageError(
+                f"ranks_start_method = {self._start_method!r}: choose {' or '.join(START_METHODS)}"
+            )
+
+    # Before tests: find out what will be needed, and start it early
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        paths = [Path(str(argument).split("::")[0]) for argument in config.args]
+        for path in paths:
+            self._look_into(config.invocation_params.dir / path)
+
+    def pytest_pycollect_makemodule(self, module_path: Path) -> None:
+        self._look_into(module_path)
+
+    def _look_into(self, path: Path) -> None:
+        """Let the server import torch while pytest collects, as soon as a file mentions ranks."""
+        if self._launcher is None and path.suffix == ".py" and not self._config.option.collectonly:
+            try:
+                mentions = b"ranks" in path.read_bytes()
+            except OSError:  # pytest says what is wrong with it
+                return
+            if mentions:
+                self._launch().prestart()
+
+    def _launch(self) -> ProcessLauncher:
+        if self._launcher is None:
+            self._launcher = ProcessLauncher(self._start_method, self._preload)
+        return self._launcher
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        marked = [(item, mark) for item in items if (mark := _mark_of(item))]
+        for item, mark in marked:
+            item.stash[_request_key] = self._request(item, mark)
+        if marked and (self._config.option.usepdb or self._config.option.trace):
+            option = "--pdb" if self._config.option.usepdb else "--trace"
+            raise pytest.UsageError(
+                f"{option} cannot reach into ranks, which have no terminal, and {marked[0][0].nodeid} runs on "
+                f"ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
+            )
+
+    def _request(self, item: pytest.Item, mark: RanksMark) -> Request:
+        size = _size_of(item, mark)
+        backend = mark.backend or default_backend(self._config)
+        device = self._config.getoption("device") or ("cuda" if backend == "nccl" else "cpu")
+        if device not in BACKENDS[backend]:
+            raise pytest.UsageError(f"{item.nodeid}: the backend {backend} does not work on the device {device}")
+        timeout = mark.timeout or self._config.getoption("world_timeout")
+        fresh = mark.fresh or self._config.getoption("fresh_worlds")
+        request = Request(WorldKey(size, backend, device), fresh, timeout)
+        return replace(request, skip=_lack_of_gpus(request.key)) if device == "cuda" else request
+
+    # Running a test
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        request = item.stash.get(_request_key, None)
+        if request is None:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = self._run(item, request, nextitem) if request.skip is None else _skipped(item, request.skip)
+        self._tear_down_controllers_own(item, nextitem, reports[-1])
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+        try:
+            world = self._worlds.take(request.key, fresh=request.fresh)
+        except (WorldError, LaunchError) as error:
+            return _failed_to_start(item, f"no world of {request.key}: {error}")
+        order = self._order(item, request, nextitem)
+        try:
+            outcome = world.run(order, request.timeout)
+        except WorldError as error:
+            world.kill()
+            return _failed_to_start(item, str(error))
+        except BaseException:
+            world.kill()
+            raise
+        if len(outcome.finished()) < len(outcome.ranks):
+            world.kill()
+        else:
+            self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
+        self._pass_on_warnings(item, outcome)
+        reports = reporting.merge(outcome, item, self._rerun(item), self._config.getoption("world_seed"))
+        self._say_if_out_of_step(item, outcome, reports)
+        return reports
+
+    def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
+        following = None if request.fresh else self._next_of_world(request.key, nextitem)
+        number = next(self._numbers)
+        return RunItem(
+            nodeid=str(item.nodeid),
+            path=str(item.path),
+            next_item=None if following is None else (str(following.nodeid), str(following.path)),
+            shared_tmp_path=str(self._basetemp() / "shared" / f"{number}-{item.originalname}"[:40])
+            if isinstance(item, pytest.Function)
+            else str(self._basetemp() / "shared" / str(number)),
+        )
+
+    def _next_of_world(self, key: WorldKey, nextitem: pytest.Item | None) -> pytest.Item | None:
+        """Find the item that will run next on the same world, so that fixtures they share stay up until then."""
+        if nextitem is None:
+            return None
+        items = nextitem.session.items
+        for item in itertools.islice(items, items.index(nextitem), None):
+            request = item.stash.get(_request_key, None)
+            if request is not None and request.key == key and not request.fresh:
+                return item
+        return None
+
+    def _tear_down_controllers_own(
+        self, item: pytest.Item, nextitem: pytest.Item | None, report: pytest.TestReport
+    ) -> None:
+        """Tear down wider fixtures of unmarked items before this one, as pytest would between any two items."""
+        setup_state = item.session._setupstate  # pytest offers no other way to a plugin that runs items itself
+        call = pytest.CallInfo.from_call(lambda: setup_state.teardown_exact(nextitem), when="teardown")
+        if call.excinfo is not None:
+            failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
+            report.outcome, report.longrepr = failed.outcome, failed.longrepr
+
+    def _rerun(self, item: pytest.Item) -> str:
+        """The command that runs one item again: its node id, and what the user chose of our options."""
+        config = self._config
+        node = f"{os.path.relpath(item.path, config.invocation_params.dir)}::{str(item.nodeid).split('::', 1)[1]}"
+        words = ["pytest", node]
+        for option, default in (("backend", None), ("device", None), ("engine", "lockstep"), ("world_seed", 0)):
+            value = config.getoption(option)
+            if value != default:
+                words += [f"--{option.replace('_', '-')}", str(value)]
+        return shlex.join(words)
+
+    # What ranks say beside their reports
+
+    def _pass_on_warnings(self, item: pytest.Item, outcome: ItemOutcome) -> None:
+        """Hand each warning to pytest once, however many ranks raised it."""
+        for warned in dict.fromkeys(warned for rank in outcome.ranks for warned in rank.warnings):
+            self._record(_to_message(warned), str(item.nodeid))
+
+    def _say_if_out_of_step(
+        self, item: pytest.Item, outcome: ItemOutcome, reports: list[pytest.TestReport]
+    ) -> None:
+        counts = [fate.collectives for fate in outcome.finished()]
+        if len(set(counts)) > 1 and not any(report.failed for report in reports):
+            told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+            text = f"the ranks have begun unequal numbers of collectives ({told}); the world was thrown away"
+            message = warnings.WarningMessage(OutOfStepWarning(text), OutOfStepWarning, str(item.path), 1)
+            self._record(message, str(item.nodeid))
+
+    def _complain(self, line: str) -> None:
+        self._record(warnings.WarningMessage(pytest.PytestWarning(line), pytest.PytestWarning, __file__, 1), "")
+
+    def _record(self, message: warnings.WarningMessage, nodeid: str) -> None:
+        self._config.hook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": message, "when": "runtest", "nodeid": nodeid, "location": None}
+        )
+
+    # Worlds
+
+    def _start_world(self, key: WorldKey) -> World:
+        world = World(key, f"world-{next(self._numbers)}", self._session_spec(), self._launch())
+        try:
+            world.start(
+                seed=self._config.getoption("world_seed"),
+                basetemp=self._basetemp(),
+                timeout=self._config.getoption("world_timeout"),
+            )
+        except BaseException:
+            world.kill()
+            raise
+        return world
+
+    def _session_spec(self) -> SessionSpec:
+        config = self._config
+        args = [str(argument) for argument in config.invocation_params.args]
+        if hasattr(config.option, "no_cov"):
+            args.append("--no-cov")  # pytest-cov in a rank would erase what the controller has measured
+        environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        workerinput = getattr(config, "workerinput", None) or {
+            "workerid": "master",
+            "workercount": 1,
+            "testrunuid": uuid.uuid4().hex,
+            "mainargv": sys.argv,
+        }
+        return SessionSpec(
+            args=tuple(args),
+            cwd=str(config.invocation_params.dir),
+            argv=tuple(sys.argv),
+            sys_path=tuple(sys.path),
+            environ=environ,
+            workerinput=workerinput,
+            captures=config.getoption("capture") != "no",
+        )
+
+    def _basetemp(self) -> Path:
+        # The fixture's factory is the only one that knows; pytest-xdist asks it the same way.
+        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
+        return factory.getbasetemp()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.INTERRUPTED:
+            self._worlds.kill()
+        self._worlds.close()
+
+    def pytest_unconfigure(self) -> None:
+        self._worlds.kill()
+        if self._launcher is not None:
+            self._launcher.stop()
+
+
+def default_backend(config: pytest.Config) -> str:
+    """Return the backend of items that name none: `--backend`, else what suits `--device`."""
+    backend: str | None = config.getoption("backend")
+    return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
+
+
+def check_options(config: pytest.Config) -> None:
+    """Refuse options that no world can satisfy, before anything is collected.
+
+    Raises:
+        pytest.UsageError: with what was wrong and what to write.
+    """
+    backend = default_backend(config)
+    try:
+        check_backend(backend)
+    except MarkError as error:
+        raise pytest.UsageError(f"--backend: {error}") from None
+    device = config.getoption("device")
+    if device is not None and device not in BACKENDS[backend]:
+        raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
+    if (backend == "nccl" or device == "cuda") and _count_gpus() == 0:
+        raise pytest.UsageError(f"--backend {backend} on cuda: this machine has no GPU; run with --backend gloo")
+    if config.getoption("world_timeout") <= 0:
+        raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+
+
+def _mark_of(item: pytest.Item) -> RanksMark | None:
+    try:
+        return read_mark(item)
+    except MarkError as error:  # marks of functions are checked at collection; hooks may add one later
+        raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+
+
+def _size_of(item: pytest.Item, mark: RanksMark) -> int:
+    if len(mark.sizes) == 1:
+        return mark.sizes[0]
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "ranks_size" not in callspec.params:
+        raise pytest.UsageError(f"{item.nodeid}: several world sizes need a test function; give ranks() one size")
+    return int(callspec.params["ranks_size"])
+
+
+def _count_gpus() -> int:
+    torch = importlib.import_module("torch")  # only where someone asks for GPUs
+    return int(torch.cuda.device_count())
+
+
+def _lack_of_gpus(key: WorldKey) -> str | None:
+    have = _count_gpus()
+    need = key.size if key.backend == "nccl" else 1
+    if need <= have:
+        return None
+    return f"{key.size} ranks under {key.backend} need {need} GPUs, this machine has {have}; run with --backend gloo"
+
+
+def _report(item: pytest.Item, when: str, outcome: str, longrepr: object = None) -> pytest.TestReport:
+    keywords = dict.fromkeys(item.keywords, 1)
+    return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, when)  # type: ignore[arg-type]
+
+
+def _skipped(item: pytest.Item, reason: str) -> list[pytest.TestReport]:
+    longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")
+    return [_report(item, "setup", "skipped", longrepr), _report(item, "teardown", "passed")]
+
+
+def _failed_to_start(item: pytest.Item, text: str) -> list[pytest.TestReport]:
+    return [_report(item, "setup", "failed", text), _report(item, "teardown", "passed")]
+
+
+def _to_message(warned: Warned) -> warnings.WarningMessage:
+    """Rebuild a warning; one whose class is unknown here keeps its name in the text."""
+    category = getattr(sys.modules.get(warned.module), warned.category, None)
+    text = warned.text
+    if not (isinstance(category, type) and issubclass(category, Warning)):
+        category, text = UserWarning, f"{warned.category}: {text}"
+    return warnings.WarningMessage(text, category, warned.filename, warned.lineno)

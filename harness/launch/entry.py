@@ -1,0 +1,39 @@
+"""The first steps of a new process on its way to be a rank; standard library only until the path is set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from harness.protocol import RankSpec
+
+
+def become_rank(spec: RankSpec, wire: Connection) -> None:
+    """Take over the controller's surroundings, then run the rank until it is told to close.
+
+    The process leads a session of its own: a Ctrl-C on the terminal reaches the controller alone, and
+    whatever a test leaves running can be ended together with the rank.
+    """
+    os.setsid()
+    Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
+    session = spec.session
+    os.environ.clear()
+    os.environ.update(session.environ)
+    sys.argv[:] = session.argv
+    sys.path[:] = session.sys_path
+    os.chdir(session.cwd)
+    if session.captures:
+        _redirect_streams(spec.log_path)
+    from harness.rank import Rank
+
+    Rank(spec, wire).run()
+
+
+def _redirect_streams(path: str) -> None:
+    """Send what is written outside of pytest's capture (a C++ abort, say) to the rank's log."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)

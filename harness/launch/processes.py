@@ -1,0 +1,153 @@
+"""The launcher `processes`: ranks forked from a preloaded server, or spawned, by `multiprocessing`.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, util
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from harness.launch import server
+from harness.protocol import RankSpec
+
+START_METHODS = ("forkserver", "spawn")
+
+
+class LaunchError(RuntimeError):
+    """Ranks cannot be started here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A started rank: its process and the controller's end of the wire."""
+
+    process: BaseProcess
+    wire: Connection
+
+
+class ProcessLauncher:
+    """Starts ranks as processes of this machine.
+
+    Args:
+        start_method: "forkserver" (a fork of a server that has imported torch) or "spawn" (a new interpreter).
+        preload: modules that the server imports beside torch and pytest.
+    """
+
+    def __init__(self, start_method: str, preload: tuple[str, ...]) -> None:
+        self._context: BaseContext = multiprocessing.get_context(start_method)
+        self._forks = start_method == "forkserver"
+        self._preload = preload
+        self._checked = False
+        # multiprocessing makes this directory (mode 0700), keeps the server's socket in it and removes it.
+        self.directory = util.get_temp_dir()
+        os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
+
+    def prestart(self) -> None:
+        """Let the server begin its imports, and return at once. Starts it anew if it has died."""
+        if not self._forks:
+            return
+        setup = {"sys_path": sys.path, "modules": self._preload, "directory": self.directory}
+        # One BLAS thread: the server must be single-threaded to be forked from.
+        environ = {"OPENBLAS_NUM_THREADS": "1", server.SETUP_VARIABLE: json.dumps(setup)}
+        forkserver.set_forkserver_preload([server.__name__])
+        with _environment(environ), _no_main_module():
+            forkserver.ensure_running()
+
+    def start(self, specs: list[RankSpec], deadline: float) -> list[RankProcess]:
+        """Start one process for each spec; return them in the same order.
+
+        Args:
+            deadline: moment (`time.monotonic`) at which a server that is still importing is given up.
+
+        Raises:
+            LaunchError: the server did not come up, or a module of `ranks_preload` cannot be imported.
+        """
+        self.prestart()
+        self._await_server(deadline)
+        with _no_main_module():
+            return [self._start_one(spec) for spec in specs]
+
+    def _start_one(self, spec: RankSpec) -> RankProcess:
+        from harness.launch.entry import become_rank
+
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(  # type: ignore[attr-defined]
+            target=become_rank, args=(spec, theirs), name=f"rank-{spec.rank}", daemon=False
+        )
+        process.start()
+        theirs.close()
+        return RankProcess(process, ours)
+
+    def _await_server(self, deadline: float) -> None:
+        """Wait until the server has imported everything; then look, once, at what it says of that."""
+        if not self._forks or self._checked:
+            return
+        path = server.status_path(self.directory)
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the server that ranks are forked from is still importing {', '.join(self._preload)}; "
+                    "look for a module in `ranks_preload` that never finishes"
+                )
+            time.sleep(0.002)  # once a session; the server has no other way to tell
+        status = json.loads(path.read_text())
+        for module, error in status["failures"].items():
+            raise LaunchError(f"ranks_preload: cannot import {module}: {error}")
+        if status["threads"] > 1:
+            raise LaunchError(
+                f"the server that ranks are forked from has {status['threads']} threads after its imports; "
+                "a fork would copy only one. Take the module that starts a thread out of `ranks_preload`, "
+                "or set `ranks_start_method = spawn`"
+            )
+        self._checked = True
+
+    def forget(self, pid: int) -> None:
+        """Note that a rank is gone."""
+        Path(f"{self.directory}/ranks/{pid}").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End the server and wait for it, so that nothing is left when pytest returns."""
+        if self._forks:
+            # The only way to end it before the interpreter ends; the standard library's tests use it.
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Keep multiprocessing from importing the controller's main script in each new process.
+
+    Ranks need nothing of it, and a script that calls `pytest.main()` unguarded would run itself again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

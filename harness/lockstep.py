@@ -1,0 +1,169 @@
+"""Subtests that all ranks of a world run, pass and fail together. Runs inside a rank."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import pytest
+
+from harness.protocol import VICTIM_OF_A_POINT, Vote
+
+# The public name came with pytest 9; the type of the fixture is all we need of it.
+Subtests = Any
+
+
+class Lockstep(Protocol):
+    """What subtests need of a rank."""
+
+    def agree(self, vote: Vote) -> tuple[Vote, ...]: ...
+    def reseed(self) -> None: ...
+    def sever(self) -> None: ...
+    def repair(self) -> None: ...
+
+
+class PeerFailed(AssertionError):
+    """This rank had no quarrel with the point, but another one had."""
+
+
+class RunSubtests:
+    """The fixture `run_subtests`: one subtest for each point of a product of settings, on all ranks alike.
+
+    A point that fails on one rank fails on all; the ranks then meet in a new process group, and the points
+    that remain run. Groups and meshes made before `run_subtests` do not outlive a failed point: make them
+    inside it.
+    """
+
+    def __init__(self, rank: Lockstep, subtests: Subtests, selected: Mapping[str, str]) -> None:
+        self._rank = rank
+        self._subtests = subtests
+        self._selected = selected
+
+    def __call__(
+        self, settings: Mapping[str, Sequence[Any]], fn: Callable[..., object], *args: Any, **kwargs: Any
+    ) -> None:
+        """Call `fn(*args, **kwargs, **point)` for every point of the product of `settings`.
+
+        Args:
+            settings: for each keyword of `fn` the values it takes; the last one varies fastest.
+            fn: the claim; every generator is seeded anew before each call.
+
+        Raises:
+            ValueError: a setting has no values, or is given in `kwargs` too; no point would be run.
+        """
+        _check(settings, kwargs)
+        points = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+        chosen = [point for point in points if self._is_selected(point)]
+        if not chosen:
+            wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
+            pytest.skip(f"no point of {', '.join(settings)} matches --subtest {wanted}")
+        for point in chosen:
+            self._run_point(point, lambda point=point: fn(*args, **kwargs, **point))  # type: ignore[misc]
+
+    def _is_selected(self, point: Mapping[str, Any]) -> bool:
+        return all(
+            name in point and describe_value(point[name]) == value for name, value in self._selected.items()
+        )
+
+    def _run_point(self, point: Mapping[str, Any], call: Callable[[], object]) -> None:
+        name = describe_point(point)
+        outcome, votes = "failed", None
+        with self._subtests.test(name):
+            try:
+                self._rank.reseed()
+                call()
+                outcome = "passed"
+            except pytest.skip.Exception:
+                outcome = "skipped"
+                raise
+            # Inside the subtest, so that it fails here too if another rank has failed.
+            votes = self._rank.agree(Vote(name, outcome))
+            _expect_all(votes, outcome)
+        if votes is None:
+            votes = self._settle(name, outcome)
+        if any(vote.outcome == "ended" for vote in votes):
+            pytest.fail(_tell(votes), pytrace=False)
+        if {vote.outcome for vote in votes} not in ({"passed"}, {"skipped"}):
+            self._rank.repair()
+
+    def _settle(self, name: str, outcome: str) -> tuple[Vote, ...]:
+        """Vote for a point that raised here; its own report is out already."""
+        if outcome == "failed":
+            self._rank.sever()  # frees the ranks that wait for this one
+        votes = self._rank.agree(Vote(name, outcome))
+        if outcome == "skipped":
+            with self._subtests.test(name):
+                _expect_all(votes, outcome)
+        return votes
+
+
+def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
+    """Raise PeerFailed unless every rank was at the same point and fared alike."""
+    __tracebackhide__ = True
+    if any(vote.outcome != outcome or vote.point != votes[0].point for vote in votes):
+        raise PeerFailed(_tell(votes))
+
+
+def _tell(votes: tuple[Vote, ...]) -> str:
+    if len({vote.point for vote in votes}) > 1:
+        where = "; ".join(f"rank {rank} at [{vote.point}]" for rank, vote in enumerate(votes))
+        return f"ranks disagree on which subtest comes next: {where}"
+    if any(vote.outcome == "failed" for vote in votes):
+        culprits = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "failed"]
+        return f"{VICTIM_OF_A_POINT}rank {', '.join(culprits)}"
+    return "ranks disagree: " + "; ".join(f"rank {rank} {vote.outcome}" for rank, vote in enumerate(votes))
+
+
+def _check(settings: Mapping[str, Sequence[Any]], kwargs: Mapping[str, Any]) -> None:
+    for name, values in settings.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ValueError(f"run_subtests: setting {name!r} is {values!r}; it must be a list of values")
+        if not values:
+            raise ValueError(f"run_subtests: setting {name!r} has no values, so nothing would run")
+        if name in kwargs:
+            raise ValueError(f"run_subtests: {name!r} is both a setting and a keyword argument")
+        names = [describe_value(value) for value in values]
+        if len(set(names)) != len(names):
+            raise ValueError(f"run_subtests: setting {name!r} has two values that read the same: {names}")
+
+
+def describe_point(point: Mapping[str, Any]) -> str:
+    """Name a point: `key=value, key=value`."""
+    return ", ".join(f"{name}={describe_value(value)}" for name, value in point.items())
+
+
+def describe_value(value: Any) -> str:
+    """Name a setting's value in one word that can be typed on a command line."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, type) or callable(value):
+        text = getattr(value, "__name__", None) or type(value).__name__
+    else:
+        text = str(value)
+    text = re.sub(r" at 0x[0-9a-f]+", "", text).removeprefix("torch.")
+    return re.sub(r"[\s,]+", "_", text)
+
+
+def parse_selection(texts: Sequence[str]) -> dict[str, str]:
+    """Read `--subtest KEY=VALUE,...`.
+
+    Raises:
+        ValueError: a part is not of the form KEY=VALUE, or a key is given twice.
+    """
+    selection: dict[str, str] = {}
+    for part in _parts(texts):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise ValueError(f"--subtest {part!r}: write KEY=VALUE,KEY=VALUE")
+        if name in selection:
+            raise ValueError(f"--subtest: {name!r} is given twice")
+        selection[name] = value
+    return selection
+
+
+def _parts(texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        yield from filter(None, (part.strip() for part in text.split(",")))

@@ -1,0 +1,67 @@
+"""The `ranks` marker: what it may say, and what is wrong with it where it says something else.
+
+Used on both sides at collection; must not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}
+"""The backends of torch.distributed that worlds can use, and on which devices."""
+
+
+class MarkError(ValueError):
+    """A `ranks` mark that no world can satisfy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksMark:
+    """A validated `@pytest.mark.ranks(*sizes, backend=None, fresh=False, timeout=None)`."""
+
+    sizes: tuple[int, ...]
+    backend: str | None = None
+    fresh: bool = False
+    timeout: float | None = None
+    """Seconds for one item, from set-up to tear-down; None: `--world-timeout`."""
+
+
+def read_mark(node: pytest.Item | Any) -> RanksMark | None:
+    """Return the nearest `ranks` mark of a node, validated, or None if it has none.
+
+    Raises:
+        MarkError: the mark's arguments make no sense; the message says which, and what to write.
+    """
+    mark = node.get_closest_marker("ranks")
+    return None if mark is None else _parse(mark.args, dict(mark.kwargs))
+
+
+def _parse(sizes: tuple[Any, ...], options: dict[str, Any]) -> RanksMark:
+    unknown = sorted(options.keys() - {"backend", "fresh", "timeout"})
+    if unknown:
+        raise MarkError(f"ranks() has no option {unknown[0]!r}; it has backend, fresh and timeout")
+    if not sizes:
+        raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise MarkError(f"ranks({size!r}): a world size is a whole number: write ranks(2)")
+        if size < 1:
+            raise MarkError(f"ranks({size}): a world has at least 1 rank")
+    if len(set(sizes)) != len(sizes):
+        raise MarkError(f"ranks{sizes}: a world size is given twice")
+    mark = RanksMark(sizes, **options)
+    check_backend(mark.backend)
+    if not isinstance(mark.fresh, bool):
+        raise MarkError(f"ranks(fresh={mark.fresh!r}): fresh is True or False")
+    if mark.timeout is not None and not (isinstance(mark.timeout, (int, float)) and mark.timeout > 0):
+        raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
+    return mark
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise MarkError unless `backend` is None or one that worlds can use."""
+    if backend is not None and backend not in BACKENDS:
+        raise MarkError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")

@@ -1,0 +1,133 @@
+"""The pytest plugin: options, the `ranks` marker, fixtures. Loaded in every pytest run; must not import torch.
+
+In a run, and in a rank of it, everything else is delegated: to `controller` there, to `rank.session` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.marker import MarkError, read_mark
+from harness.protocol import RANK_PLUGIN
+
+if TYPE_CHECKING:
+    from harness.adapters import Engine
+    from harness.lockstep import RunSubtests
+    from harness.rank.session import RankSession
+    from harness.rank.view import RankWorld
+    from harness.recorders import CollectivesLog
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
+    group.addoption("--backend", help="torch.distributed's backend, gloo or nccl, for items that name none")
+    group.addoption("--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)")
+    group.addoption("--engine", default="lockstep", help="the engine under test (default: %(default)s)")
+    group.addoption(
+        "--world-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="deadline of a test on ranks, set-up and tear-down included (default: %(default)s)",
+    )
+    group.addoption("--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)")
+    group.addoption("--fresh-worlds", action="store_true", help="new processes for every test on ranks")
+    group.addoption(
+        "--rank-output",
+        choices=("failed", "all", "none"),
+        default="failed",
+        help="whose captured output a failure shows: of the ranks to blame, of all, of none",
+    )
+    group.addoption(
+        "--subtest",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="of run_subtests, run only the points with these settings",
+    )
+    parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
+    parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on so many ranks, one item a size; "
+        "on `backend`, in processes of its own if `fresh`, within `timeout` seconds. The nearest mark wins.",
+    )
+    if config.pluginmanager.hasplugin(RANK_PLUGIN) or _only_distributes(config):
+        return
+    from harness.controller import Controller, check_options
+
+    check_options(config)
+    config.pluginmanager.register(Controller(config), "harness-controller")
+
+
+def _only_distributes(config: pytest.Config) -> bool:
+    """Whether this is the process of `pytest -n` that runs no test; its workers are controllers."""
+    return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    nodeid = metafunc.definition.nodeid
+    try:
+        mark = read_mark(metafunc.definition)
+    except MarkError as error:
+        pytest.fail(f"{nodeid}: {error}", pytrace=False)
+    if mark is None:
+        if "world" in metafunc.fixturenames:
+            pytest.fail(
+                f"{nodeid}: the fixture `world` exists only on ranks: mark the test, its class or its module "
+                "with pytest.mark.ranks(2)",
+                pytrace=False,
+            )
+    elif len(mark.sizes) > 1:
+        metafunc.fixturenames.append("ranks_size")
+        ids = [f"{size}-rank" if size == 1 else f"{size}-ranks" for size in mark.sizes]
+        metafunc.parametrize("ranks_size", mark.sizes, ids=ids)
+
+
+def _session(request: pytest.FixtureRequest) -> RankSession:
+    session: RankSession | None = request.config.pluginmanager.get_plugin(RANK_PLUGIN)
+    if session is None:
+        pytest.fail(
+            f"the fixture `{request.fixturename}` exists only on ranks: mark the test with pytest.mark.ranks(2)",
+            pytrace=False,
+        )
+    return session
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> RankWorld:
+    """The world this rank belongs to: rank, size, device, mesh, gather and more."""
+    return _session(request).world
+
+
+@pytest.fixture
+def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
+    """Run a claim at each point of a product of settings, on all ranks alike."""
+    from harness.lockstep import RunSubtests, parse_selection
+
+    selection = parse_selection(request.config.getoption("subtest"))
+    return RunSubtests(_session(request).lockstep, subtests, selection)
+
+
+@pytest.fixture(scope="session")
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """The engine under test, chosen by `--engine`."""
+    from harness.adapters import find
+
+    return find(request.config.getoption("engine"))
+
+
+@pytest.fixture
+def collectives() -> Iterator[CollectivesLog]:
+    """A log of every collective that this rank issues during the test, forward and backward."""
+    from harness.recorders import CollectivesLog
+
+    with CollectivesLog() as log:
+        yield log

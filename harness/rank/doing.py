@@ -1,0 +1,87 @@
+"""What a rank is doing: Python stacks of its threads, and the collective in flight."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+import traceback
+from types import FrameType
+from typing import Any
+
+import pluggy
+import pytest
+import torch
+
+from harness.protocol import Doing
+
+WIRE_THREAD = "lockstep-wire"
+
+
+def describe_rank(main_thread: int) -> Doing:
+    """Describe all threads of this process but the one that asks, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    main = _frames(frames.pop(main_thread))
+    texts = [f"MainThread:\n{_format(main)}"]
+    for ident, frame in frames.items():
+        if names.get(ident) != WIRE_THREAD:
+            texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(frame))}")
+    collective, on_world = collective_in_flight()
+    return Doing("\n".join(texts), _users_line(main), collective, on_world)
+
+
+def _frames(innermost: FrameType | None) -> list[traceback.FrameSummary]:
+    """Summarise a stack, outermost first, without the frames above a pytest phase."""
+    linecache.checkcache()
+    stack = traceback.StackSummary.extract(traceback.walk_stack(innermost))
+    stack.reverse()
+    last_of_pytest = max((i for i, frame in enumerate(stack) if _is_pytests(frame.filename)), default=-1)
+    return stack[last_of_pytest + 1 :] or list(stack)
+
+
+def _format(frames: list[traceback.FrameSummary]) -> str:
+    return "".join(traceback.format_list(frames))
+
+
+def _is_pytests(filename: str) -> bool:
+    return "/_pytest/" in filename or filename.startswith(str(pluggy.__path__[0]))
+
+
+def _users_line(frames: list[traceback.FrameSummary]) -> str:
+    """Name the innermost line that belongs neither to an installed package nor to Python."""
+    for frame in reversed(frames):
+        if not _is_installed(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "?"
+
+
+def _is_installed(filename: str) -> bool:
+    roots = (sys.prefix, sys.base_prefix, *pluggy.__path__, *pytest.__path__, *torch.__path__)
+    return filename.startswith(roots) or filename.startswith("<") or "/harness/rank/" in filename
+
+
+def collective_in_flight() -> tuple[str | None, bool]:
+    """Return the oldest collective that has not ended, and whether it is one of the default group.
+
+    Read from torch's flight recorder, which records on gloo and nccl without a cost per collective.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None, False
+    entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    for entry in entries:
+        if not entry["retired"]:
+            return _describe(entry), entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
+    return None, False
+
+
+def _describe(entry: dict[str, Any]) -> str:
+    operation = entry["profiling_name"].split(":")[-1]
+    tensors = ", ".join(
+        f"{dtype.lower()} {size}"
+        for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    )
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    return f"{operation} #{number}" + (f" ({tensors})" if tensors else "")

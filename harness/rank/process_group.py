@@ -1,0 +1,113 @@
+"""The default process group of a rank: joined, severed when the rank has failed, joined anew."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from harness.protocol import RankSpec
+
+# The controller's deadline ends what hangs, and says more about it than torch's own would.
+_NO_TIMEOUT = datetime.timedelta(days=1)
+
+
+class DefaultGroup:
+    """The default process group as one rank holds it."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._generation = 0
+        self.device = _device(spec)
+
+    def join(self) -> None:
+        """Meet the other ranks in a file of the world's private directory: no port, no host name."""
+        key, rank = self._spec.key, self._spec.rank
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # the flight recorder: collectives in flight
+        # As torchrun does: ranks that share a machine's cores must not each take all of them.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._generation += 1
+        dist.init_process_group(
+            key.backend,
+            store=dist.FileStore(self._spec.path(f"store-{self._generation}"), key.size),
+            rank=rank,
+            world_size=key.size,
+            timeout=_NO_TIMEOUT,
+        )
+
+    def sever(self) -> None:
+        """Cut this rank's connections, so that ranks that wait for it in a collective fail at once.
+
+        Destroying the group would not do: it lives on while a traceback's frames, a model or work in flight
+        refer to it, and its destructor waits for that work.
+        """
+        if self._spec.key.backend == "nccl":
+            dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
+            return
+        for connection in _gloo_connections():
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def repair(self) -> None:
+        """Leave the group and meet the other ranks in a new one. Every rank must do so."""
+        self.sever()
+        self._destroy()
+        self.join()
+
+    def leave(self) -> None:
+        """Say goodbye where the backend complains otherwise; gloo's connections end with the process."""
+        if self._spec.key.backend == "nccl":
+            self._destroy()
+
+    def _destroy(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(spec: RankSpec) -> torch.device:
+    if spec.key.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", spec.rank % torch.cuda.device_count())
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
+
+
+def _gloo_connections() -> Iterator[socket.socket]:
+    """Yield a duplicate of every connection that gloo has open in this process.
+
+    They are told from Python's own by what gloo does not do: it leaves its sockets open across exec.
+    """
+    for name in os.listdir("/dev/fd"):
+        try:
+            fd = int(name)
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode) or fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                continue
+            connection = socket.socket(fileno=os.dup(fd))
+        except OSError:  # closed meanwhile: the directory's own descriptor is
+            continue
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(connection):
+            yield connection
+        else:
+            connection.close()
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return connection.type == socket.SOCK_STREAM

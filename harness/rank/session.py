@@ -1,0 +1,198 @@
+"""The rank's side of pytest: a plugin that runs single items on request and sends their reports."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+
+from harness.protocol import RANK_PLUGIN, Close, Finished, Reported, RunItem, Warned
+from harness.rank.state import RankState, RankStateWarning, count_collectives, count_groups
+
+if TYPE_CHECKING:
+    from harness.rank.process import Rank
+
+# What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
+# early, distributing, debugging, writing reports. An option that a missing plugin would add is left out.
+_CONTROLLERS_OPTIONS: dict[str, Any] = {
+    "keyword": "",
+    "markexpr": "",
+    "deselect": None,
+    "maxfail": 0,
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "stepwise": False,
+    "stepwise_skip": False,
+    "cacheclear": False,
+    "cacheshow": None,
+    "usepdb": False,
+    "trace": False,
+    "setupshow": False,
+    "durations": None,
+    "xmlpath": None,
+    "pastebin": None,
+    "debug": None,
+    "log_file": os.devnull,
+    "numprocesses": None,
+    "maxprocesses": None,
+    "dist": "no",
+    "distload": False,
+    "tx": [],
+}
+
+
+class RankSession:
+    """Runs items of the controller's choice inside a complete pytest session.
+
+    Registered with `pytest.main` over the arguments the user typed, so root, ini-file, plugins, conftests and
+    options mean what they mean in the controller.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.__name__ = RANK_PLUGIN  # by this pytest names a plugin that is an object
+        self._rank = rank
+        self._spec = rank.spec
+        self.world = rank.world
+        self.lockstep = rank
+        self.started = False
+        self._baseline: RankState | None = None
+        self._baselines_below: dict[object, RankState] = {}
+        self._items: dict[str, pytest.Item] = {}
+        self._collected: set[str] = set()
+        self._collect_errors: dict[str, str] = {}
+
+    # The session
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
+        self._config = config
+        options = vars(config.option)
+        options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
+        options["basetemp"] = self._spec.basetemp
+        config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
+        # What pytest and its plugins write once a run, they do not write where they find this.
+        config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
+        return (yield)
+
+    def pytest_collection(self) -> bool:
+        return True  # nothing yet: a file is collected when the first of its items is asked for
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.started = True
+        self._baseline = RankState.capture()
+        self._rank.ready()
+        while True:
+            match self._rank.next_order():
+                case RunItem() as order:
+                    self._run(session, order)
+                case Close():
+                    return True
+
+    def _run(self, session: pytest.Session, order: RunItem) -> None:
+        item = self._find(session, order.nodeid, order.path)
+        if item is None:
+            self._send_report(_missing(order, self._collect_errors.get(order.path)))
+        else:
+            next_item = self._find(session, *order.next_item) if order.next_item else None
+            self.world.enter_test(order.shared_tmp_path)
+            seed_everything(self._spec.seed)
+            self._run_protocol(item, next_item)
+        self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+
+    def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
+        try:
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        except (KeyboardInterrupt, pytest.exit.Exception) as error:
+            # Raised inside one rank they are that test's failure; stopping the run is the controller's.
+            self._send_report(_failure(item.nodeid, item.location, f"{type(error).__name__}: {error}", "call"))
+
+    # Collecting
+
+    def _find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
+        if path not in self._collected:
+            self._collected.add(path)
+            try:
+                self._items.update({str(item.nodeid): item for item in session.perform_collect([path])})
+            except pytest.UsageError as error:
+                self._collect_errors[path] = str(error)
+        return self._items.get(nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            for path in self._collected - self._collect_errors.keys():
+                if path.endswith(str(report.nodeid).split("::")[0]):
+                    self._collect_errors[path] = report.longreprtext
+
+    # Reporting
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._send_report(report)
+        raised = report.failed or (report.skipped and hasattr(report, "wasxfail"))
+        if raised and report.when != "teardown" and type(report) is pytest.TestReport:
+            self._rank.group.sever()
+
+    def _send_report(self, report: pytest.TestReport) -> None:
+        config = self._config
+        self._rank.send(Reported(config.hook.pytest_report_to_serializable(config=config, report=report)))
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        if when == "runtest":  # those of start and collection are the controller's too
+            category = warning_message.category
+            text, filename = str(warning_message.message), warning_message.filename
+            self._rank.send(
+                Warned(category.__module__, category.__qualname__, text, filename, warning_message.lineno)
+            )
+
+    # Putting back what tests change
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        result = yield
+        assert self._baseline is not None
+        left = self._baseline.changes(RankState.capture())
+        if left or torch.get_default_device() != self._baseline.default_device:
+            self._baseline.restore()
+        if left:
+            message = f"rank {self._spec.rank}: the test left behind {'; '.join(left)}"
+            warnings.warn(RankStateWarning(message), stacklevel=1)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """Let what a fixture of wider scope than a function changes stand until that fixture ends."""
+        result = yield
+        if fixturedef.scope != "function" and self._baseline is not None:
+            now = RankState.capture()
+            if now != self._baseline:
+                self._baselines_below[fixturedef] = self._baseline
+                self._baseline = now
+        return result
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        self._baseline = self._baselines_below.pop(fixturedef, self._baseline)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed random, numpy's legacy generator and torch (all devices)."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _missing(order: RunItem, error: str | None) -> pytest.TestReport:
+    text = error or (
+        f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must be "
+        "the same on every rank: does a parametrization depend on the rank, or on an unseeded random choice?"
+    )
+    return _failure(order.nodeid, (order.path, None, order.nodeid), text, "setup")
+
+
+def _failure(nodeid: str, location: tuple[str, int | None, str], text: str, when: Any) -> pytest.TestReport:
+    return pytest.TestReport(nodeid, location, {}, "failed", text, when)

@@ -1,0 +1,126 @@
+"""What a test may change in its process and must not leave to the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Pytest's own, rewritten at every phase of every test.
+_NOT_STATE = {"PYTEST_CURRENT_TEST"}
+
+
+class RankStateWarning(UserWarning):
+    """A test left something behind in its rank; it was put back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a process that tests change in passing. The names of the fields are read by people."""
+
+    default_dtype: torch.dtype
+    default_device: torch.device
+    grad_mode: bool
+    deterministic_algorithms: tuple[bool, bool]
+    cudnn_flags: tuple[bool, bool]
+    num_threads: int
+    cwd: str
+    environ: dict[str, str]
+    process_groups: frozenset[str]
+
+    @classmethod
+    def capture(cls) -> RankState:
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            default_device=torch.get_default_device(),
+            grad_mode=torch.is_grad_enabled(),
+            deterministic_algorithms=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            cudnn_flags=(torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+            num_threads=torch.get_num_threads(),
+            cwd=_cwd(),
+            environ={name: value for name, value in os.environ.items() if name not in _NOT_STATE},
+            process_groups=frozenset(_groups()),
+        )
+
+    def changes(self, now: RankState) -> list[str]:
+        """Describe how `now` differs from this state, one line for each difference."""
+        lines = []
+        for field in fields(self):
+            before, after = getattr(self, field.name), getattr(now, field.name)
+            if before != after:
+                lines.append(_describe(field.name.replace("_", " "), before, after))
+        return [line for line in lines if line]
+
+    def restore(self) -> None:
+        """Put the process back into this state. Groups that were destroyed stay so."""
+        torch.set_default_dtype(self.default_dtype)
+        if torch.get_default_device() != self.default_device:
+            torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
+        torch.set_grad_enabled(self.grad_mode)
+        enabled, warn_only = self.deterministic_algorithms
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self.cudnn_flags
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        os.chdir(self.cwd)
+        _restore_environ(self.environ)
+        for name, group in _groups().items():
+            if name not in self.process_groups:
+                dist.destroy_process_group(group)
+
+
+def _describe(name: str, before: Any, after: Any) -> str:
+    match before:
+        case dict():
+            changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+            return f"{name}: {', '.join(changed)}"
+        case frozenset():
+            # A mesh makes groups and offers no way to destroy them: those go without a word.
+            left = sorted(group for group in after - before if not group.startswith("mesh"))
+            return f"process groups: {', '.join(left)}" if left else ""
+        case _:
+            return f"{name}: {after} (was {before})"
+
+
+def _groups() -> dict[str, dist.ProcessGroup]:
+    """Return the living process groups of this rank by a readable name, the default one included."""
+    if not dist.is_initialized():
+        return {}
+    # torch keeps no public list of groups.
+    groups = dist.distributed_c10d._world.pg_map
+    return {f"{group.group_desc} {group.group_name}": group for group in groups}
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "(removed)"
+
+
+def _restore_environ(environ: dict[str, str]) -> None:
+    for name in os.environ.keys() - environ.keys() - _NOT_STATE:
+        del os.environ[name]
+    os.environ.update(environ)
+
+
+def count_collectives() -> int:
+    """Return how many collectives the default group has begun, -1 if it is gone or does not count."""
+    group = dist.group.WORLD
+    if group is None:
+        return -1
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())
+    return -1
+
+
+def count_groups() -> int:
+    """Return how many groups this process has ever made: it names the next, so ranks must agree on it."""
+    return int(dist.distributed_c10d._world.group_count)

@@ -1,0 +1,133 @@
+"""The fixture `world`: what a test sees of the world its rank belongs to."""
+
+from __future__ import annotations
+
+import numbers
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness.protocol import RankSpec
+
+T = TypeVar("T")
+
+
+class RankWorld:
+    """A world, seen from one of its ranks.
+
+    Attributes:
+        rank: This rank, from 0.
+        size: Number of ranks.
+        backend: torch.distributed's name of the backend, "gloo" or "nccl".
+        device: Where this rank's tensors belong.
+        seed: What random, numpy and torch were seeded with before the test, the same on every rank. For data
+            that differs, seed a generator with `world.seed + world.rank`.
+    """
+
+    def __init__(self, spec: RankSpec, device: torch.device) -> None:
+        self.rank = spec.rank
+        self.size = spec.key.size
+        self.backend = spec.key.backend
+        self.device = device
+        self.seed = spec.seed
+        self._shared_tmp_path: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"<world: rank {self.rank} of {self.size}, {self.backend}, {self.device}>"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The default process group. Ask for it when you need it: a repaired world has a new one."""
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("the test has destroyed the default process group")
+        return group
+
+    @property
+    def shared_tmp_path(self) -> Path:
+        """A directory of this test that is the same on all ranks; `tmp_path` is each rank's own."""
+        if self._shared_tmp_path is None:
+            raise RuntimeError("world.shared_tmp_path exists only while a test runs")
+        self._shared_tmp_path.mkdir(parents=True, exist_ok=True)
+        return self._shared_tmp_path
+
+    def enter_test(self, shared_tmp_path: str) -> None:
+        """Note which directory the ranks of the coming test share."""
+        self._shared_tmp_path = Path(shared_tmp_path)
+
+    def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """Return a device mesh over the ranks, one-dimensional over all of them by default.
+
+        Raises:
+            ValueError: the shape does not have as many places as the world has ranks.
+        """
+        shape = shape or (self.size,)
+        places = int(torch.Size(shape).numel())
+        if places != self.size:
+            raise ValueError(f"a mesh of shape {shape} has {places} places, the world {self.size} ranks")
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.backend == "nccl":
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order, on every rank. A value must be picklable."""
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def assert_same(self, value: object) -> None:
+        """Fail on every rank, with each rank's value, unless it is the same on all.
+
+        Tensors are the same if dtype, shape and every bit of every element are (NaN equals NaN); containers
+        are if what they contain is; anything else if `==` says so.
+        """
+        values = self.gather(_to_cpu(value))
+        different = [rank for rank, other in enumerate(values) if not _is_same(values[0], other)]
+        if different:
+            listing = "\n".join(f"  rank {rank}: {other!r}" for rank, other in enumerate(values))
+            names = ", ".join(map(str, different))
+            raise AssertionError(f"ranks hold different values: {names} against 0\n{listing}")
+
+
+def _to_cpu(value: object) -> object:
+    match value:
+        case torch.Tensor():
+            return value.detach().cpu()
+        case dict():
+            return {key: _to_cpu(item) for key, item in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(_to_cpu(item) for item in value)
+        case _:
+            return value
+
+
+def _is_same(left: object, right: object) -> bool:
+    match left, right:
+        case torch.Tensor(), torch.Tensor():
+            return _is_same_tensor(left, right)
+        case dict(), dict():
+            return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
+        case (list(), list()) | (tuple(), tuple()):
+            return len(left) == len(right) and all(map(_is_same, left, right))
+        case numbers.Number(), numbers.Number() if left != left:
+            return right != right
+        case _:
+            return type(left) is type(right) and bool(left == right)
+
+
+def _is_same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if not (left.is_floating_point() or left.is_complex()):
+        return torch.equal(left, right)
+    both_nan = left.isnan() & right.isnan()
+    same = (left == right) & (left.signbit() == right.signbit()) if left.is_floating_point() else left == right
+    return bool((both_nan | same).all())

@@ -1,0 +1,363 @@
+"""The controller's handle on a world: start N ranks, run a test on them, enforce the deadline, end them.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, assert_never
+
+from harness.launch.processes import ProcessLauncher, RankProcess
+from harness.protocol import (
+    Agreed,
+    Broken,
+    Close,
+    Doing,
+    Finished,
+    FromRank,
+    RankSpec,
+    Ready,
+    Reported,
+    RunItem,
+    SessionSpec,
+    ShowStacks,
+    ToRank,
+    Vote,
+    Voted,
+    Warned,
+    WorldKey,
+)
+
+GRACE = 0.4
+"""Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
+PROBE_EVERY = 0.5
+"""Seconds between looks at ranks that others have long finished before."""
+ANSWER_WITHIN = 0.5
+"""Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
+CLOSE_WITHIN = 10.0
+"""Seconds a rank gets to tear down its session."""
+
+
+class WorldError(RuntimeError):
+    """A world could not be started; the message says which rank, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process ended in the middle of the test."""
+
+    exitcode: int
+    output: str
+    at: float
+    """Wall-clock time, as in pytest's reports."""
+
+    @property
+    def how(self) -> str:
+        if self.exitcode >= 0:
+            return f"exited with code {self.exitcode}"
+        try:
+            return f"died: {signal.Signals(-self.exitcode).name}"
+        except ValueError:
+            return f"died: signal {-self.exitcode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """The rank was still running when its time was over, and was ended."""
+
+    doing: Doing
+    at: float
+
+
+Fate = Finished | Died | Stuck
+
+
+@dataclass(slots=True)
+class RankOutcome:
+    """What one rank said of one item, and how it ended."""
+
+    rank: int
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[Warned] = field(default_factory=list)
+    fate: Fate | None = None
+    vote: Vote | None = None
+    doing: Doing | None = None
+
+    def has_failed(self) -> bool:
+        """Whether the rank is known to have failed a phase (a failed subtest lets the test go on)."""
+        return isinstance(self.fate, Died) or any(
+            report["outcome"] == "failed" and report.get("$report_type") == "TestReport"
+            for report in self.reports
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ItemOutcome:
+    """What all ranks said of one item, in rank order, and whether it ran into its deadline."""
+
+    ranks: tuple[RankOutcome, ...]
+    timeout: float
+    timed_out: bool
+
+    def is_clean(self) -> bool:
+        """Whether the world can be trusted with another test."""
+        finished = self.finished()
+        return (
+            len(finished) == len(self.ranks)
+            and all(fate.usable for fate in finished)
+            and len({(fate.collectives, fate.groups) for fate in finished}) == 1
+            and not any(_tells_of_failure(report) for outcome in self.ranks for report in outcome.reports)
+        )
+
+    def finished(self) -> list[Finished]:
+        """What the ranks that reached the end of the item said there, in rank order."""
+        return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
+
+
+def _tells_of_failure(report: dict[str, Any]) -> bool:
+    """Whether a test raised; one that was expected to leaves its world no better."""
+    return report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)
+
+
+class World:
+    """N ranks that share a default process group."""
+
+    def __init__(self, key: WorldKey, name: str, session: SessionSpec, launcher: ProcessLauncher) -> None:
+        self.key = key
+        self.name = name
+        self._session = session
+        self._launcher = launcher
+        self._directory = f"{launcher.directory}/{name}"
+        self._ranks: list[RankProcess] = []
+        self._died: dict[int, Died] = {}
+
+    def start(self, seed: int, basetemp: Path, timeout: float) -> None:
+        """Start the ranks and wait until all of them stand ready.
+
+        Raises:
+            WorldError: a rank ended, or did not get ready in `timeout` seconds.
+            LaunchError: ranks cannot be started on this machine at all.
+        """
+        deadline = time.monotonic() + timeout
+        os.makedirs(self._directory, mode=0o700)
+        specs = [
+            RankSpec(rank, self.key, self._session, seed, self._directory, f"{basetemp}/{self.name}-rank{rank}")
+            for rank in range(self.key.size)
+        ]
+        self._ranks = self._launcher.start(specs, deadline)
+        waiting = set(range(self.key.size))
+        while waiting:
+            for rank, message in self._receive(waiting, deadline - time.monotonic()):
+                match message:
+                    case Ready():
+                        waiting.discard(rank)
+                    case Broken(text):
+                        raise WorldError(f"rank {rank} did not start: {text}\n{self._log(rank)}")
+                    case Died():
+                        raise WorldError(f"rank {rank} {message.how} while it started\n{message.output}")
+            if waiting and time.monotonic() >= deadline:
+                raise WorldError(self._not_ready(waiting, timeout))
+
+    def _not_ready(self, waiting: set[int], timeout: float) -> str:
+        stacks = "\n".join(f"rank {rank}: {doing.stacks}" for rank, doing in self._ask(waiting).items())
+        names = ", ".join(map(str, sorted(waiting)))
+        return f"rank {names} of {self.key} did not get ready in {timeout:g} s\n{stacks}"
+
+    # Running one item
+
+    def run(self, order: RunItem, timeout: float) -> ItemOutcome:
+        """Run one item on all ranks; return what each said of it, at the latest shortly after `timeout` seconds.
+
+        Once a rank has failed or died the others get a moment to notice; whoever still runs then, or when
+        time is over, is asked what it is doing and counts as stuck.
+        """
+        deadline = time.monotonic() + timeout
+        outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
+        for rank in range(self.key.size):
+            self._send(rank, order)
+        probe_at = float("inf")
+        until = deadline
+        while pending := {outcome.rank for outcome in outcomes if outcome.fate is None}:
+            for rank, message in self._receive(pending, min(until, probe_at) - time.monotonic()):
+                self._note(outcomes, rank, message)
+            now = time.monotonic()
+            if until == deadline and any(outcome.has_failed() for outcome in outcomes):
+                until = min(deadline, now + GRACE)
+            if len(pending) < len(outcomes) and probe_at == float("inf"):
+                probe_at = now + PROBE_EVERY
+            if now >= probe_at:
+                probe_at = now + PROBE_EVERY
+                if self._waits_in_vain(pending):
+                    until = now
+            if now >= until:
+                self._give_up(outcomes)
+        return ItemOutcome(tuple(outcomes), timeout, timed_out=time.monotonic() >= deadline)
+
+    def _note(self, outcomes: list[RankOutcome], rank: int, message: FromRank | Died) -> None:
+        outcome = outcomes[rank]
+        match message:
+            case Reported(data):
+                outcome.reports.append(data)
+            case Warned():
+                outcome.warnings.append(message)
+            case Voted(vote):
+                outcome.vote = vote
+                self._count_votes(outcomes)
+            case Finished() | Died():
+                outcome.fate = message
+                self._count_votes(outcomes)
+            case Doing() | Ready():
+                pass  # the answer to a question that is no longer asked
+            case Broken(text):
+                raise WorldError(f"rank {rank} left its session: {text}\n{self._log(rank)}")
+            case _:
+                assert_never(message)
+
+    def _count_votes(self, outcomes: list[RankOutcome]) -> None:
+        """Once no rank is under way to the point, tell those that wait there how all fared."""
+        voters = [outcome for outcome in outcomes if outcome.vote is not None]
+        if not voters or any(outcome.vote is None and outcome.fate is None for outcome in outcomes):
+            return
+        votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in outcomes)
+        for outcome in voters:
+            outcome.vote = None
+            self._send(outcome.rank, Agreed(votes))
+
+    def _waits_in_vain(self, pending: set[int]) -> bool:
+        """Whether a rank waits in a collective that needs a rank which has ended the test."""
+        return any(doing.on_world for doing in self._ask(pending).values())
+
+    def _give_up(self, outcomes: list[RankOutcome]) -> None:
+        pending = {outcome.rank for outcome in outcomes if outcome.fate is None}
+        for rank, doing in self._ask(pending, outcomes).items():
+            if outcomes[rank].fate is None:
+                outcomes[rank].fate = Stuck(doing, time.time())
+
+    def _ask(self, ranks: set[int], outcomes: list[RankOutcome] | None = None) -> dict[int, Doing]:
+        """Ask ranks what they are doing; what else they say meanwhile goes into `outcomes`."""
+        answers: dict[int, Doing] = {}
+        for rank in ranks:
+            self._send(rank, ShowStacks())
+        until = time.monotonic() + ANSWER_WITHIN
+        while (silent := ranks - answers.keys() - self._died.keys()) and time.monotonic() < until:
+            for rank, message in self._receive(silent, until - time.monotonic()):
+                if isinstance(message, Doing):
+                    answers[rank] = message
+                elif outcomes is not None:
+                    self._note(outcomes, rank, message)
+        for rank in ranks - answers.keys() - self._died.keys():
+            answers[rank] = self._dump(rank)
+        return answers
+
+    def _dump(self, rank: int) -> Doing:
+        """Read the stacks of a rank that does not answer; its faulthandler needs no GIL to write them."""
+        path = Path(self._directory, f"rank-{rank}.stacks")
+        with contextlib.suppress(ProcessLookupError, OSError):
+            os.kill(self._pid(rank), signal.SIGUSR1)
+            time.sleep(0.1)
+            if text := path.read_text():
+                return Doing(text, "code that holds the GIL")
+        return Doing("(it does not answer)", "a place it cannot tell: it is stopped, or blocked in a system call")
+
+    # The wire
+
+    def _pid(self, rank: int) -> int:
+        pid = self._ranks[rank].process.pid
+        assert pid is not None
+        return pid
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        with contextlib.suppress(OSError):  # a rank that has died is noticed where its end is awaited
+            self._ranks[rank].wire.send(message)
+
+    def _receive(self, ranks: set[int], timeout: float) -> list[tuple[int, FromRank | Died]]:
+        """Wait for messages or ends of the given ranks; return those of one moment, a rank's words before its end."""
+        sources: dict[Any, int] = {}
+        for rank in ranks - self._died.keys():
+            sources[self._ranks[rank].wire] = rank
+            sources[self._ranks[rank].process.sentinel] = rank
+        received: list[tuple[int, FromRank | Died]] = []
+        for rank in sorted({sources[source] for source in wait(list(sources), max(timeout, 0.0))}):
+            received.extend((rank, message) for message in self._drain(rank))
+        return received
+
+    def _drain(self, rank: int) -> list[FromRank | Died]:
+        messages: list[FromRank | Died] = []
+        wire, process = self._ranks[rank].wire, self._ranks[rank].process
+        try:
+            while wire.poll():
+                messages.append(wire.recv())
+        except (EOFError, OSError):
+            process.join(1.0)  # its exit status follows the end of the wire
+        if not process.is_alive():
+            with contextlib.suppress(EOFError, OSError):
+                while wire.poll():
+                    messages.append(wire.recv())
+            died = Died(process.exitcode if process.exitcode is not None else 0, self._log(rank), time.time())
+            self._died[rank] = died
+            messages.append(died)
+        return messages
+
+    def _log(self, rank: int) -> str:
+        """Read the end of what a rank wrote outside of pytest's capture."""
+        try:
+            return Path(self._directory, f"rank-{rank}.log").read_text(errors="replace")[-4000:]
+        except OSError:
+            return ""
+
+    # The end
+
+    def say_close(self) -> None:
+        """Ask the ranks to tear down their sessions; `reap` waits for them."""
+        for rank in range(len(self._ranks)):
+            self._send(rank, Close())
+
+    def reap(self, timeout: float = CLOSE_WITHIN) -> list[str]:
+        """Wait for ranks that were asked to close, end what is left; return what went wrong, a line each."""
+        until = time.monotonic() + timeout
+        complaints = []
+        for rank, started in enumerate(self._ranks):
+            started.process.join(max(0.0, until - time.monotonic()))
+            if started.process.is_alive():
+                complaints.append(f"rank {rank} of {self.key} did not end in {timeout:g} s and was killed")
+            elif started.process.exitcode != 0 and rank not in self._died:
+                died = Died(started.process.exitcode or 0, self._log(rank), 0.0)
+                complaints.append(f"rank {rank} of {self.key} {died.how} as it closed\n{died.output}")
+        self.kill()
+        return complaints
+
+    def is_gone(self) -> bool:
+        """Whether every rank has ended."""
+        return not any(started.process.is_alive() for started in self._ranks)
+
+    def kill(self) -> None:
+        """End every rank at once, with what their tests have started, and remove the world's directory."""
+        for started in self._ranks:
+            _kill(started)
+        for started in self._ranks:
+            started.process.join(2.0)
+            started.wire.close()
+            if started.process.pid is not None:
+                self._launcher.forget(started.process.pid)
+        self._ranks = []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _kill(started: RankProcess) -> None:
+    pid = started.process.pid
+    if pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    if started.process.is_alive():  # it may not lead a group of its own yet
+        started.process.kill()
+
+

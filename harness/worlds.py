@@ -1,0 +1,72 @@
+"""The worlds a controller keeps: warm ones between tests, closing ones until they have ended.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.protocol import WorldKey
+from harness.world import World
+
+MOST_WARM = 4
+"""Warm worlds kept at once. A run over more sizes and backends than that starts some anew."""
+
+
+class Worlds:
+    """Warm worlds by key, reused from test to test.
+
+    Args:
+        start: makes a world with that key and waits until it is ready.
+        complain: called with a line of text when a world did not close as it should.
+    """
+
+    def __init__(self, start: Callable[[WorldKey], World], complain: Callable[[str], None]) -> None:
+        self._start = start
+        self._complain = complain
+        self._warm: dict[WorldKey, World] = {}
+        self._closing: list[World] = []
+
+    def take(self, key: WorldKey, *, fresh: bool) -> World:
+        """Return a world for one test: a warm one if there is one and `fresh` does not forbid it."""
+        self._reap_ended()
+        world = None if fresh else self._warm.pop(key, None)
+        return world or self._start(key)
+
+    def give_back(self, world: World, *, keep: bool) -> None:
+        """Keep a world warm, or let it tear down its session and end; it is not waited for."""
+        if not keep:
+            self._close(world)
+            return
+        self._warm[world.key] = world
+        if len(self._warm) > MOST_WARM:
+            self._close(self._warm.pop(next(iter(self._warm))))
+
+    def close(self) -> None:
+        """End all worlds, and wait until they have."""
+        for world in self._warm.values():
+            self._close(world)
+        self._warm = {}
+        self._reap(self._closing)
+        self._closing = []
+
+    def kill(self) -> None:
+        """End all worlds at once, without tearing anything down."""
+        for world in [*self._warm.values(), *self._closing]:
+            world.kill()
+        self._warm, self._closing = {}, []
+
+    def _close(self, world: World) -> None:
+        world.say_close()
+        self._closing.append(world)
+
+    def _reap_ended(self) -> None:
+        ended = [world for world in self._closing if world.is_gone()]
+        self._closing = [world for world in self._closing if world not in ended]
+        self._reap(ended)
+
+    def _reap(self, worlds: list[World]) -> None:
+        for world in worlds:
+            for line in world.reap():
+                self._complain(line)
