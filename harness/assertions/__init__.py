@@ -1,0 +1,32 @@
+"""What a test claims of a distributed run: parity with a reference, agreement of ranks, dtypes.
+
+Inside a rank; imports torch and torch.distributed, nothing else of harness. Two rules hold for all of them: a
+check that found nothing to look at fails, and where ranks compare notes, they fail together or not at all.
+"""
+
+from harness.assertions.agreement import assert_same_across_ranks, fail_together
+from harness.assertions.closeness import TOLERANCES, Tolerance, assert_named_close
+from harness.assertions.dtypes import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
+from harness.assertions.parity import (
+    Trainee,
+    Training,
+    assert_parity,
+    per_rank_batches,
+)
+from harness.assertions.sharded import assert_sharded_parity
+
+__all__ = [
+    "TOLERANCES",
+    "Tolerance",
+    "Trainee",
+    "Training",
+    "assert_buffer_dtypes",
+    "assert_gradient_dtypes",
+    "assert_named_close",
+    "assert_parameter_dtypes",
+    "assert_parity",
+    "assert_same_across_ranks",
+    "assert_sharded_parity",
+    "fail_together",
+    "per_rank_batches",
+]

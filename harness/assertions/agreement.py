@@ -1,0 +1,103 @@
+"""Agreement of ranks: they hold the same bits, and fail together. Inside a rank; calls torch.distributed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from harness.assertions.closeness import EXACT, differences
+
+__all__ = ["assert_same_across_ranks", "fail_together", "gathered"]
+
+_SHOWN = 5  # names in one message; a model that was never synchronised differs in hundreds
+
+
+def fail_together(findings: Sequence[str], group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank of the group if any rank found something wrong. Every rank must call it.
+
+    A rank that raised alone would leave the others waiting in their next collective.
+
+    Raises:
+        AssertionError: the findings of all ranks, each behind the global rank that made it.
+    """
+    lines = [
+        f"rank {rank}: {finding}"
+        for rank, of_rank in gathered(list(findings), group).items()
+        for finding in of_rank
+    ]
+    if lines:
+        raise AssertionError("\n".join(lines))
+
+
+def assert_same_across_ranks(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Assert that every rank of the group holds the same tensors, bit for bit. Every rank must call it.
+
+    Args:
+        tensors: by name, any shapes and dtypes. Of a DTensor the local part is compared.
+        group: the default group if None.
+
+    Raises:
+        AssertionError: on every rank, with the same message: the rank, the name, and the largest difference
+            from the group's first rank. Also if nothing can be compared: no tensor, a group of one rank.
+    """
+    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    prints = gathered({name: _fingerprint(tensor) for name, tensor in local.items()}, group)
+    if len(prints) == 1:
+        raise AssertionError("a group of one rank has nothing to agree with")
+    if empty := [rank for rank, of_rank in prints.items() if not of_rank]:
+        raise AssertionError(f"no tensors to compare on ranks {empty}")
+    (first, expected), *others = prints.items()
+    found: list[str] = []
+    # From here on every rank sees the same fingerprints and takes the same path, the gathers included.
+    for name in dict.fromkeys(name for of_rank in prints.values() for name in of_rank):
+        if all(of_rank.get(name) == expected.get(name) for _, of_rank in others):
+            continue
+        if len(found) == _SHOWN:
+            found.append("and more names")
+            break
+        found.append(_disagreement(name, gathered(local.get(name), group), first))
+    if found:
+        raise AssertionError("\n".join(found))
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> dict[int, Any]:
+    """Return what each rank of the group passed, by global rank.
+
+    Where torch.distributed is not initialised, this process is rank 0 of 1.
+    """
+    if not dist.is_initialized():
+        return {0: value}
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    values: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(values, value, group=group)
+    return dict(zip(ranks, values, strict=True))
+
+
+def _disagreement(name: str, by_rank: Mapping[int, torch.Tensor | None], first: int) -> str:
+    if missing := [rank for rank, tensor in by_rank.items() if tensor is None]:
+        return f"{name}: missing on ranks {missing}"
+    held = {rank: tensor for rank, tensor in by_rank.items() if tensor is not None}
+    expected, lines = held[first], []
+    for rank, tensor in held.items():
+        if found := differences({name: tensor}, {name: expected}, EXACT):
+            lines.append(f"rank {rank} differs from rank {first} in {found[0]}")
+        elif _fingerprint(tensor) != _fingerprint(expected):
+            lines.append(f"rank {rank} differs from rank {first} in {name}: in the sign of a zero only")
+    return "\n".join(lines)
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).digest()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().cpu()

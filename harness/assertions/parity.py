@@ -1,0 +1,209 @@
+"""Parity of a sharded run with a reference run. Inside a rank; calls torch.distributed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.assertions.agreement import fail_together, gathered
+from harness.assertions.closeness import EXACT, Named, Tolerance, differences
+
+__all__ = ["Trainee", "Training", "assert_parity", "per_rank_batches"]
+
+Batch = TypeVar("Batch")
+
+
+class Scaler(Protocol):
+    """What of `torch.amp.GradScaler` a training step needs."""
+
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def step(self, optimizer: torch.optim.Optimizer) -> Any: ...
+    def update(self) -> None: ...
+
+
+def per_rank_batches(
+    make: Callable[[torch.Generator], Batch], seed: int, rank: int
+) -> Callable[[int], Batch]:
+    """Return a function from step to batch, different for each (seed, rank, step) and the same at each call.
+
+    Args:
+        make: builds a batch from a CPU generator, e.g. `lambda g: torch.randn(4, 8, generator=g)`.
+    """
+
+    def batch(step: int) -> Batch:
+        return make(torch.Generator().manual_seed(_seed(seed, rank, step)))
+
+    return batch
+
+
+def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of an unsharded, DDP or DTensor model in full, without DDP's prefix.
+
+    With DTensor parameters it is a collective.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in inner.named_parameters()}
+
+
+def sgd_with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD with lr 0.01 and momentum 0.9: unlike Adam it notices a gradient that is off by a factor."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def plain_backward(model: nn.Module, loss: torch.Tensor) -> None:
+    """Run backward of the loss."""
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model to train, and how to see what its sharding hides.
+
+    Attributes:
+        model: as it is called.
+        full_parameters: the model's full parameters by the names of the bare model, the same on every rank;
+            called on every rank. The method of an engine's adapter.
+        full_gradients: the same for gradients, where they are to be compared after each backward as well.
+        backward: runs backward of the (scaled) loss.
+        scaler: a gradient scaler, or None.
+        after_step: called with the model after each step, e.g. for a round trip through its state_dict.
+    """
+
+    model: nn.Module
+    full_parameters: Callable[[nn.Module], Mapping[str, torch.Tensor]] = named_parameters
+    full_gradients: Callable[[nn.Module], Named] | None = None
+    backward: Callable[[nn.Module, torch.Tensor], object] = plain_backward
+    scaler: Scaler | None = None
+    after_step: Callable[[nn.Module], object] | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What reference and candidate both go through.
+
+    Attributes:
+        batches: this rank's batch for a step, the same at each call: see `per_rank_batches`.
+        loss: the local loss of a batch, a tensor of one element: forward included.
+        steps: optimizer steps.
+        optimizer: makes the optimizer from the model's parameters.
+        tolerance: a tolerance, or the lowest dtype of the arithmetic, whose row in `TOLERANCES` holds; None
+            takes the row of each tensor's own dtype.
+        same_dtype: whether losses, parameters and gradients must agree in dtype as well.
+        same_data: whether ranks train on the same batches. With the same data everywhere a reduction that
+            does nothing cannot be told from a mean; so it must be said.
+        seed: before each forward generators are seeded from (seed, rank, step): equal dropout in both runs.
+    """
+
+    batches: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    steps: int = 3
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd_with_momentum
+    tolerance: Tolerance | torch.dtype | None = None
+    same_dtype: bool = True
+    same_data: bool = False
+    seed: int = 0
+
+
+def assert_parity(reference: Trainee, candidate: Trainee, training: Training) -> None:
+    """Assert that the candidate learns what the reference learns. Every rank must call it.
+
+    Both start from the same weights, which is checked, and train on this rank's batches, the reference first.
+    Compared are the loss of each step, the gradients of each step if both trainees show them, and the full
+    parameters at the end. No collective but the models' own runs while they train.
+
+    Raises:
+        AssertionError: on every rank: rank, step, the loss or the name of the parameter or gradient, the
+            largest absolute and relative difference and where. Also if the comparison would be empty: no step,
+            no parameters, none that moved, or the same losses on all ranks without `same_data`.
+    """
+    if training.steps < 1:
+        raise AssertionError("no step: nothing to compare")
+    if (reference.full_gradients is None) != (candidate.full_gradients is None):
+        raise ValueError("gradients are compared where both trainees give full_gradients, or neither")
+    start = _snapshot(reference.full_parameters(reference.model))
+    differ = _Differences(training)
+    differ.compare("before step 0, parameter ", candidate.full_parameters(candidate.model), start)
+    fail_together(differ.found)
+    expected, actual = _train(reference, training), _train(candidate, training)
+    for step in range(training.steps):
+        where = f"step {step}, "
+        differ.compare(where, actual.losses[step], expected.losses[step])
+        if reference.full_gradients and candidate.full_gradients:
+            differ.compare(f"{where}gradient ", actual.gradients[step], expected.gradients[step])
+    differ.compare(f"after step {training.steps - 1}, parameter ", actual.parameters, expected.parameters)
+    fail_together([*differ.found, *_emptiness(start, expected, training)])
+
+
+@dataclass
+class _Run:
+    """What one training left behind; losses and gradients per step."""
+
+    losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass
+class _Differences:
+    training: Training
+    found: list[str] = field(default_factory=list)
+
+    def compare(self, where: str, actual: Named, expected: Named) -> None:
+        """Add what differs, each line beginning with where."""
+        lines = differences(actual, expected, self.training.tolerance, same_dtype=self.training.same_dtype)
+        self.found += [where + line for line in lines]
+
+
+def _train(trainee: Trainee, training: Training) -> _Run:
+    model, scaler, run = trainee.model, trainee.scaler, _Run()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    optimizer = training.optimizer(model.parameters())
+    for step in range(training.steps):
+        optimizer.zero_grad()
+        torch.manual_seed(_seed(training.seed, rank, step))
+        loss = training.loss(model, training.batches(step))
+        run.losses.append({"loss": loss.detach().clone()})
+        trainee.backward(model, scaler.scale(loss) if scaler else loss)
+        if scaler:
+            scaler.unscale_(optimizer)
+        if trainee.full_gradients:
+            run.gradients.append(_snapshot(trainee.full_gradients(model)))
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        if trainee.after_step:
+            trainee.after_step(model)
+    run.parameters = _snapshot(trainee.full_parameters(model))
+    return run
+
+
+def _emptiness(start: Named, reference: _Run, training: Training) -> list[str]:
+    """Say why agreement would mean nothing, if so; a collective."""
+    found: list[str] = []
+    if not differences(reference.parameters, start, EXACT):
+        found.append(f"no parameter of the reference moved in {training.steps} steps")
+    losses = gathered([float(step["loss"]) for step in reference.losses])
+    distinct = {tuple(of_rank) for of_rank in losses.values()}
+    if not training.same_data and len(losses) > 1 and len(distinct) == 1:
+        found.append("the losses are the same on all ranks: give them different data, or say same_data")
+    return found
+
+
+def _snapshot(tensors: Named) -> dict[str, torch.Tensor | None]:
+    return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
+
+
+def _seed(*parts: int) -> int:
+    """Return a seed below 2^63 that no two short sequences of numbers share in practice, on any machine."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
