@@ -122,8 +122,8 @@ def assert_parity(reference: Trainee, candidate: Trainee, training: Training) ->
 
     Raises:
         AssertionError: on every rank: rank, step, the loss or the name of the parameter or gradient, the
-            largest absolute and relative difference and where. Also if the comparison would be empty: no step,
-            no parameters, none that moved, or the same losses on all ranks without `same_data`.
+            largest absolute and relative difference and where. Also if it would be empty: no step, no
+            parameters, none that moved, or the same losses on all ranks without `same_data`.
     """
     if training.steps < 1:
         raise AssertionError("no step: nothing to compare")
