@@ -1,0 +1,366 @@
+"""Time one trivial all_reduce test under PyTorch's own harnesses and under Lockstep, side by side.
+
+    python benchmarks/harness.py [--worlds 2,4] [--repeats 3] [--json FILE] [--check]
+
+Every figure comes from `pytest` in a process of its own, on test files written to a temporary directory: the
+same body, the same conftest, on gloo over the loopback. The time of a test runs from its start to the start
+of the next, so nothing that a harness does between tests is free; the first test, which may pay for processes
+of its class, has a column of its own, and the last, which may pay for ending them, counts nowhere. Harnesses
+take turns within each repeat, so that a noisy minute falls on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from string import Template
+
+# What is wanted. A fresh world is compared with MultiProcessTestCase, which starts processes for each test; a
+# warm one with MultiProcContinuousTest, which keeps them for a class.
+FRESH_AT_LEAST_TIMES_CHEAPER = 20.0
+WARM_AT_MOST_TIMES = 1.0
+VERDICT_AT_MOST_TIMES_IMPORT = 1.8
+
+# A hung peer must not hang the benchmark: MultiProcessTestCase was seen to take 21 s for a test on 4 ranks.
+SECONDS_PER_RUN = 240.0
+
+CONFTEST = """
+import os, time
+
+def _note(event):
+    # Ranks may load this file too; the line's process id tells them from the process that was started.
+    with open(os.environ["BENCHMARK_LOG"], "a") as log:
+        log.write(f"{os.getpid()} {event} {time.monotonic()}\\n")
+
+def pytest_runtest_logstart():
+    _note("start")
+
+def pytest_runtest_logfinish():
+    _note("finish")
+"""
+
+MULTI_PROCESS = """
+import torch, torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+def all_reduce(self):
+    store = dist.FileStore(self.file_name, $world)
+    dist.init_process_group("gloo", store=store, rank=self.rank, world_size=$world)
+    t = torch.full((4,), float(self.rank)); dist.all_reduce(t); assert t.tolist() == [sum(range($world))] * 4
+
+class TestAllReduce(MultiProcessTestCase):
+    world_size = $world
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    for i in range($tests):
+        vars()[f"test_{i}"] = all_reduce
+"""
+
+CONTINUOUS = """
+import torch, torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+def all_reduce(self):
+    t = torch.full((4,), float(self.rank)); dist.all_reduce(t); assert t.tolist() == [sum(range($world))] * 4
+
+class TestAllReduce(MultiProcContinuousTest):
+    world_size = $world
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    @classmethod
+    def device_type(cls):
+        return "cpu"
+
+    for i in range($tests):
+        vars()[f"test_{i}"] = all_reduce
+"""
+
+LOCKSTEP = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.mark.parametrize("i", range($tests))
+@pytest.mark.ranks($world)
+def test_all_reduce(world, i):
+    t = torch.full((4,), float(world.rank)); dist.all_reduce(t); assert t.tolist() == [sum(range($world))] * 4
+"""
+
+# PyTorch's test classes inherit from one of this package, of which nothing runs here; where it is not
+# installed, this stands in for it.
+EXPECTTEST = """
+import unittest
+
+ACCEPT = False
+
+class TestCase(unittest.TestCase):
+    pass
+"""
+
+
+@dataclass(frozen=True)
+class Harness:
+    """One way to run the test.
+
+    Attributes:
+        name: as the table calls it.
+        module: template of the test file, over $world and $tests.
+        tests: how many tests a run has.
+        options: what to add to pytest's command line.
+    """
+
+    name: str
+    module: Template
+    tests: int
+    options: tuple[str, ...] = ()
+
+
+WITHOUT_US = ("-p", "no:harness.plugin")
+MULTI = Harness("MultiProcessTestCase", Template(MULTI_PROCESS), 4, WITHOUT_US)
+CONT = Harness("MultiProcContinuousTest", Template(CONTINUOUS), 102, WITHOUT_US)
+FRESH = Harness("Lockstep, fresh world", Template(LOCKSTEP), 22, ("--fresh-worlds",))
+WARM = Harness("Lockstep, warm world", Template(LOCKSTEP), 102)
+HARNESSES = (MULTI, CONT, FRESH, WARM)
+FROM_COMMAND = (MULTI, CONT, WARM)  # of one test in one run each world is fresh
+IMPORT_TORCH = 'python -c "import torch"'
+
+
+class RunError(Exception):
+    """A run gave no figures: it failed, or was ended at its time limit."""
+
+
+def run(command: Sequence[str], directory: Path) -> tuple[float, int]:
+    """Run a command and return its wall time in seconds and its process id; RunError if it fails or hangs.
+
+    It has a process group of its own, which is ended as a whole: peers leave ranks behind when they hang.
+    """
+    environ = os.environ | {
+        "BENCHMARK_LOG": str(directory / "log"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TMPDIR": str(directory),  # MultiProcessTestCase leaves a file there per test
+    }
+    begun = time.monotonic()
+    with open(directory / "output", "w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = process.wait(SECONDS_PER_RUN)
+        except subprocess.TimeoutExpired:
+            status = f"ended after {SECONDS_PER_RUN:.0f} s"
+        took = time.monotonic() - begun
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if status != 0:
+            output.seek(0)
+            raise RunError(f"{' '.join(command)}: {status}\n{output.read()[-1500:]}")
+    return took, process.pid
+
+
+def run_tests(
+    harness: Harness, world: int, tests: int, base: Path
+) -> tuple[float, list[tuple[float, float]]]:
+    """Run a file of so many tests; return the wall time and (start, finish) of each test, all in seconds."""
+    directory = Path(tempfile.mkdtemp(dir=base))
+    (directory / "conftest.py").write_text(CONFTEST)
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    if find_spec("expecttest") is None:
+        (directory / "expecttest.py").write_text(EXPECTTEST)
+    (directory / "one_test.py").write_text(harness.module.substitute(world=world, tests=tests))
+    command = [sys.executable, "-m", "pytest", "-q", *harness.options, "one_test.py"]
+    took, pid = run(command, directory)
+    lines = [line.split() for line in (directory / "log").read_text().splitlines()]
+    times = {
+        event: [float(t) for p, e, t in lines if (int(p), e) == (pid, event)] for event in ("start", "finish")
+    }
+    counts = {event: len(of_event) for event, of_event in times.items()}
+    output = (directory / "output").read_text()
+    # A skipped test would be a cheap one.
+    if counts != {"start": tests, "finish": tests} or f"{tests} passed" not in output:
+        raise RunError(f"{harness.name}: expected {tests} tests to pass, saw {counts}\n{output[-1500:]}")
+    return took, list(zip(times["start"], times["finish"], strict=True))
+
+
+@dataclass
+class Figures:
+    """All samples, in seconds.
+
+    Attributes:
+        first: of the first test of each run, by (harness, world).
+        each: of each test between the first and the last, by (harness, world).
+        verdict: from the command to its end, by harness, or `IMPORT_TORCH`.
+    """
+
+    first: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    each: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    verdict: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def measure(worlds: Sequence[int], repeats: int, base: Path) -> Figures:
+    """Run everything so many times, taking turns; of a run that fails the samples are missing."""
+    figures = Figures()
+    for repeat in range(repeats):
+        print(f"repeat {repeat + 1} of {repeats}", file=sys.stderr)
+        with reporting_failure():
+            took, _ = run([sys.executable, "-c", "import torch"], base)
+            figures.verdict[IMPORT_TORCH].append(took)
+        for harness in FROM_COMMAND:
+            with reporting_failure():
+                took, _ = run_tests(harness, worlds[0], 1, base)
+                figures.verdict[harness.name].append(took)
+        for world in worlds:
+            for harness in HARNESSES:
+                with reporting_failure():
+                    _, tests = run_tests(harness, world, harness.tests, base)
+                    add_tests(figures, (harness.name, world), tests)
+    return figures
+
+
+def add_tests(figures: Figures, key: tuple[str, int], tests: Sequence[tuple[float, float]]) -> None:
+    """Add the tests of one run, given as (start, finish)."""
+    starts = [start for start, _ in tests]
+    figures.first[key].append(tests[0][1] - tests[0][0])
+    figures.each[key] += [after - start for start, after in itertools.pairwise(starts[1:])]
+
+
+@contextlib.contextmanager
+def reporting_failure() -> Iterator[None]:
+    """Print a run that failed and go on."""
+    try:
+        yield
+    except RunError as error:
+        print(error, file=sys.stderr)
+
+
+def show(seconds: Sequence[float]) -> str:
+    """Return the median and the extremes, in the unit that reads best."""
+    if not seconds:
+        return "failed"
+    factor, unit = (1.0, "s") if median(seconds) >= 1 else (1000.0, "ms")
+    middle, low, high = (f"{x * factor:.3g}" for x in (median(seconds), min(seconds), max(seconds)))
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Return the quotient of the medians; not a number if one has no samples."""
+    return median(over) / median(under) if over and under else math.nan
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose columns also line up as plain text."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def report(figures: Figures, worlds: Sequence[int]) -> str:
+    """Return both tables: per test, and from command to verdict."""
+    rows = []
+    for world, harness in itertools.product(worlds, HARNESSES):
+        key = (harness.name, world)
+        each = figures.each[key]
+        times = [f"{ratio(figures.each[peer.name, world], each):.3g}" for peer in (MULTI, CONT)]
+        rows.append([str(world), harness.name, show(each), *times, show(figures.first[key]), str(len(each))])
+    head = [
+        "world",
+        "harness",
+        "a test",
+        f"{MULTI.name} / this",
+        f"{CONT.name} / this",
+        "first test",
+        "samples",
+    ]
+    imports = figures.verdict[IMPORT_TORCH]
+    verdicts = [
+        [name, show(figures.verdict[name]), f"{ratio(figures.verdict[name], imports):.2f}"]
+        for name in (IMPORT_TORCH, *(harness.name for harness in FROM_COMMAND))
+    ]
+    start = table(
+        [f"pytest one_test.py, one test on {worlds[0]} ranks", "to the end", "/ import torch"], verdicts
+    )
+    return f"{table(head, rows)}\n\n{start}\n\nMedian (least to most)."
+
+
+def wanted(figures: Figures, worlds: Sequence[int]) -> dict[str, bool]:
+    """Say of each wanted ratio whether it held; one without samples did not."""
+    held = {}
+    for world in worlds:
+        multi, cont, fresh, warm = (figures.each[harness.name, world] for harness in HARNESSES)
+        cheaper, dearer = ratio(multi, fresh), ratio(warm, cont)
+        held[f"world {world}: fresh {cheaper:.1f} times cheaper than {MULTI.name}"] = (
+            cheaper >= FRESH_AT_LEAST_TIMES_CHEAPER
+        )
+        held[f"world {world}: warm {dearer:.2f} times the cost of {CONT.name}"] = dearer <= WARM_AT_MOST_TIMES
+    verdict = ratio(figures.verdict[WARM.name], figures.verdict[IMPORT_TORCH])
+    held[f"verdict after {verdict:.2f} times import torch"] = verdict <= VERDICT_AT_MOST_TIMES_IMPORT
+    return held
+
+
+def write_json(figures: Figures, path: Path) -> None:
+    """Write every sample, in seconds, and what they were taken on."""
+    machine = {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    kinds = {"first": figures.first, "each": figures.each}
+    per_test = {
+        kind: {f"{name} at {world}": samples for (name, world), samples in by_key.items()}
+        for kind, by_key in kinds.items()
+    }
+    path.write_text(json.dumps(machine | per_test | {"verdict": figures.verdict}, indent=2) + "\n")
+
+
+def main() -> int:
+    """Return 1 if `--check` was asked for and a wanted ratio did not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", default="2,4", help="world sizes (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="turns of all harnesses (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="file for all samples")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a wanted ratio does not hold")
+    options = parser.parse_args()
+    worlds = [int(size) for size in options.worlds.split(",")]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        figures = measure(worlds, options.repeats, Path(base))
+    print(report(figures, worlds))
+    held = wanted(figures, worlds)
+    print("\n" + "\n".join(f"{'held  ' if ok else 'MISSED'}  {what}" for what, ok in held.items()))
+    if options.json:
+        write_json(figures, options.json)
+    return int(options.check and not all(held.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
