@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from harness import reporting
-from harness.launch.processes import START_METHODS, LaunchError, ProcessLauncher
+from harness.exceptions import WorldError
+from harness.launch.processes import START_METHODS, ProcessLauncher
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.world import ItemOutcome, World, WorldError
+from harness.world import ItemOutcome, World
 from harness.worlds import Worlds
 
 
@@ -37,10 +38,6 @@ class Request:
 
 
 _request_key = pytest.StashKey[Request]()
-
-
-class OutOfStepWarning(UserWarning):
-    """The ranks of a world passed a test without having done the same number of collectives."""
 
 
 class Controller:
@@ -124,7 +121,7 @@ class Controller:
     def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         try:
             world = self._worlds.take(request.key, fresh=request.fresh)
-        except (WorldError, LaunchError) as error:
+        except WorldError as error:
             return _failed_to_start(item, f"no world of {request.key}: {error}")
         order = self._order(item, request, nextitem)
         try:
@@ -140,9 +137,7 @@ class Controller:
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         self._pass_on_warnings(item, outcome)
-        reports = reporting.merge(outcome, item, self._rerun(item), self._config.getoption("world_seed"))
-        self._say_if_out_of_step(item, outcome, reports)
-        return reports
+        return reporting.merge(outcome, item, self._rerun(item), self._config.getoption("world_seed"))
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request.key, nextitem)
@@ -194,16 +189,6 @@ class Controller:
         """Hand each warning to pytest once, however many ranks raised it."""
         for warned in dict.fromkeys(warned for rank in outcome.ranks for warned in rank.warnings):
             self._record(_to_message(warned), str(item.nodeid))
-
-    def _say_if_out_of_step(
-        self, item: pytest.Item, outcome: ItemOutcome, reports: list[pytest.TestReport]
-    ) -> None:
-        counts = [fate.collectives for fate in outcome.finished()]
-        if len(set(counts)) > 1 and not any(report.failed for report in reports):
-            told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-            text = f"the ranks have begun unequal numbers of collectives ({told}); the world was thrown away"
-            message = warnings.WarningMessage(OutOfStepWarning(text), OutOfStepWarning, str(item.path), 1)
-            self._record(message, str(item.nodeid))
 
     def _complain(self, line: str) -> None:
         self._record(warnings.WarningMessage(pytest.PytestWarning(line), pytest.PytestWarning, __file__, 1), "")

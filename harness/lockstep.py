@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from harness.exceptions import PeerFailed
 from harness.protocol import VICTIM_OF_A_POINT, Vote
 
 # The public name came with pytest 9; the type of the fixture is all we need of it.
@@ -23,10 +24,6 @@ class Lockstep(Protocol):
     def reseed(self) -> None: ...
     def sever(self) -> None: ...
     def repair(self) -> None: ...
-
-
-class PeerFailed(AssertionError):
-    """This rank had no quarrel with the point, but another one had."""
 
 
 class RunSubtests:

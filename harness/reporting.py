@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from harness.protocol import VICTIM_OF_A_POINT
+from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.world import Died, ItemOutcome, RankOutcome, Stuck
 
 Phase = Literal["setup", "call", "teardown"]
@@ -55,7 +55,8 @@ class Problem:
         """What is equal for problems that need to be shown once only."""
         if self.report is None:
             return self.title, self.text
-        return re.sub(r"0x[0-9a-f]+", "0x", self.report.longreprtext)
+        messages = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(_messages(self.report)))
+        return messages, _lines(self.report)
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class RankReports:
     rank: int
     phases: dict[str, pytest.TestReport] = field(default_factory=dict)
     subtests: dict[str, pytest.TestReport] = field(default_factory=dict)
-    fate: Died | Stuck | None = None
+    fate: Finished | Died | Stuck | None = None
+    left_in_flight: str | None = None
 
     def reached(self) -> Phase:
         """The phase in which the rank ended without a word."""
@@ -86,7 +88,7 @@ class RankReports:
         if isinstance(self.fate, Stuck):
             return f"was in {_where(self.fate)}"
         if skip := self.skip():
-            return f"skipped: {skip[1]}"
+            return f"skipped ({skip[1]})"
         failed = [phase for phase, report in self.phases.items() if report.failed]
         return f"failed in {failed[0]}" if failed else "passed"
 
@@ -118,11 +120,12 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
                 continue
             merged.extend(_merge_subtests(context, ranks))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
+    _fail_for_subtests(merged)
     return merged
 
 
 def _read(config: pytest.Config, outcome: RankOutcome) -> RankReports:
-    ranks = RankReports(outcome.rank, fate=outcome.fate if isinstance(outcome.fate, Died | Stuck) else None)
+    ranks = RankReports(outcome.rank, fate=outcome.fate, left_in_flight=outcome.left_in_flight)
     for data in outcome.reports:
         report = config.hook.pytest_report_from_serializable(config=config, data=data)
         if type(report) is pytest.TestReport:
@@ -150,6 +153,8 @@ def _problems(context: Context, ranks: list[RankReports]) -> dict[Phase, list[Pr
     _add_disagreement(ranks, found)
     if not any(not problem.is_victim() for problem in _all(found)):
         _add_stuck(context, ranks, found)
+    if not any(_all(found)):
+        _add_out_of_step(context, ranks, found)
     if _is_expected_failure(ranks, found):
         return {phase: [] for phase in PHASES}
     first = next((phase for phase in PHASES[:2] if found[phase]), None)
@@ -175,7 +180,7 @@ def _of_death(context: Context, rank: int, died: Died) -> Problem:
 
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """A rank that was ended while it ran is to blame only if nothing else explains it."""
-    ended = [str(rank.rank) for rank in ranks if rank.fate is None]
+    ended = [str(rank.rank) for rank in ranks if isinstance(rank.fate, Finished)]
     for rank in ranks:
         if isinstance(rank.fate, Stuck):
             if context.timed_out or not ended:
@@ -184,6 +189,16 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
                 names = ", ".join(ended)
                 title = f"waits in {_where(rank.fate)} for rank {names}, which has ended the test"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
+
+
+def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
+    """A collective that not all ranks have begun when the test is over makes it fail, though nobody waited."""
+    path, lineno, _ = context.item.location
+    for rank in ranks:
+        if rank.left_in_flight is not None:
+            title = f"left {rank.left_in_flight} in flight, which not every rank has joined"
+            crash = ReprFileLocation(path, (lineno or 0) + 1, title)
+            found["call"].append(Problem(rank.rank, 0.0, title, crash=crash))
 
 
 def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
@@ -204,9 +219,9 @@ def _add_disagreement(ranks: list[RankReports], found: dict[Phase, list[Problem]
     if not skips or not others or any(not problem.is_victim() for problem in _all(found)):
         return
     rank, (phase, _) = skips[0]
-    text = "".join(f"rank {rank.rank}: {rank.word()}\n" for rank in ranks)
     crash = ReprFileLocation(*_skip_location(rank.phases[phase]), "ranks disagree")
-    found[phase].append(Problem(rank.rank, 0.0, "skipped and others did not: ranks disagree", text=text, crash=crash))
+    title = f"{rank.word()} and others did not: ranks disagree"
+    found[phase].append(Problem(rank.rank, 0.0, title, crash=crash))
 
 
 def _is_expected_failure(ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> bool:
@@ -235,6 +250,15 @@ def _merge_subtests(context: Context, ranks: list[RankReports]) -> list[pytest.T
             rerun += f" --subtest {shlex.quote(point.replace(', ', ','))}"
         merged.append(_merge_phase(replace(context, rerun=rerun), "call", reports, problems, ranks))
     return merged
+
+
+def _fail_for_subtests(merged: list[pytest.TestReport]) -> None:
+    """Let a failed subtest fail the test, as pytest does; it counts those of its own process only."""
+    failed = sum(report.failed and type(report) is not pytest.TestReport for report in merged)
+    for report in merged:
+        if failed and report.when == "call" and type(report) is pytest.TestReport and report.passed:
+            report.outcome = "failed"
+            report.longrepr = f"contains {failed} failed subtest{'s' if failed > 1 else ''}"
 
 
 def _merge_phase(
@@ -347,7 +371,9 @@ def _names(problems: list[Problem]) -> str:
 
 def _of_bystander(rank: RankReports, report: pytest.TestReport | None) -> str:
     if report is not None and report.failed:
-        return f"a victim of that: {_messages(report)[-1].splitlines()[0]}"
+        broken = _BROKEN_CONNECTION.search(_messages(report)[-1])
+        why = broken[1] or "aborted" if broken else _messages(report)[-1].splitlines()[0]
+        return f"cut off by that at {_lines(report)[0]} ({why})"
     if report is not None and report is not rank.phases.get(report.when or ""):
         return report.outcome  # of a subtest
     return rank.word()
@@ -384,8 +410,17 @@ def _messages(report: pytest.TestReport) -> list[str]:
     return [report.longreprtext or "(no message)"]
 
 
+def _lines(report: pytest.TestReport) -> tuple[str, ...]:
+    """Return the lines that the traceback goes through, the test's own first."""
+    if not isinstance(report.longrepr, ExceptionChainRepr):
+        return (f"{report.location[0]}:{(report.location[1] or 0) + 1}",)
+    places = (getattr(entry, "reprfileloc", None) for entry in report.longrepr.reprtraceback.reprentries)
+    return tuple(f"{place.path}:{place.lineno}" for place in places if place is not None) or (report.nodeid,)
+
+
 def _skip_reason(report: pytest.TestReport) -> str:
-    return report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    return reason.removeprefix("Skipped: ")
 
 
 def _skip_location(report: pytest.TestReport) -> tuple[str, int]:

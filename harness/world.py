@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -15,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, assert_never
 
+from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProcess
 from harness.protocol import (
     Agreed,
@@ -42,12 +44,10 @@ PROBE_EVERY = 0.5
 """Seconds between looks at ranks that others have long finished before."""
 ANSWER_WITHIN = 0.5
 """Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
+MOST_OUTPUT = 6000
+"""Characters of a dead rank's last output that are shown."""
 CLOSE_WITHIN = 10.0
 """Seconds a rank gets to tear down its session."""
-
-
-class WorldError(RuntimeError):
-    """A world could not be started; the message says which rank, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ class RankOutcome:
     warnings: list[Warned] = field(default_factory=list)
     fate: Fate | None = None
     vote: Vote | None = None
-    doing: Doing | None = None
+    left_in_flight: str | None = None
+    """A collective of the default group that the rank had begun, and others had not joined, at the item's end."""
 
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (a failed subtest lets the test go on)."""
@@ -138,6 +139,7 @@ class World:
         self._directory = f"{launcher.directory}/{name}"
         self._ranks: list[RankProcess] = []
         self._died: dict[int, Died] = {}
+        self._log_starts: dict[int, int] = {}
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
@@ -167,7 +169,8 @@ class World:
                 raise WorldError(self._not_ready(waiting, timeout))
 
     def _not_ready(self, waiting: set[int], timeout: float) -> str:
-        stacks = "\n".join(f"rank {rank}: {doing.stacks}" for rank, doing in self._ask(waiting).items())
+        outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
+        stacks = "\n".join(f"rank {rank}: {doing.stacks}" for rank, doing in self._ask(waiting, outcomes).items())
         names = ", ".join(map(str, sorted(waiting)))
         return f"rank {names} of {self.key} did not get ready in {timeout:g} s\n{stacks}"
 
@@ -182,24 +185,28 @@ class World:
         deadline = time.monotonic() + timeout
         outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
         for rank in range(self.key.size):
+            with contextlib.suppress(OSError):  # there is none under -s
+                self._log_starts[rank] = os.path.getsize(self._log_path(rank))
             self._send(rank, order)
         probe_at = float("inf")
         until = deadline
         while pending := {outcome.rank for outcome in outcomes if outcome.fate is None}:
+            if len(pending) < len(outcomes):
+                probe_at = min(probe_at, time.monotonic() + PROBE_EVERY)
             for rank, message in self._receive(pending, min(until, probe_at) - time.monotonic()):
                 self._note(outcomes, rank, message)
             now = time.monotonic()
             if until == deadline and any(outcome.has_failed() for outcome in outcomes):
                 until = min(deadline, now + GRACE)
-            if len(pending) < len(outcomes) and probe_at == float("inf"):
-                probe_at = now + PROBE_EVERY
             if now >= probe_at:
-                probe_at = now + PROBE_EVERY
-                if self._waits_in_vain(pending):
-                    until = now
+                probe_at = float("inf")
+                until = now if self._waits_in_vain(pending, outcomes) else until
             if now >= until:
                 self._give_up(outcomes)
-        return ItemOutcome(tuple(outcomes), timeout, timed_out=time.monotonic() >= deadline)
+        outcome = ItemOutcome(tuple(outcomes), timeout, timed_out=time.monotonic() >= deadline)
+        if len({fate.collectives for fate in outcome.finished()}) > 1:
+            self._look_for_work_in_flight(outcomes)
+        return outcome
 
     def _note(self, outcomes: list[RankOutcome], rank: int, message: FromRank | Died) -> None:
         outcome = outcomes[rank]
@@ -231,9 +238,19 @@ class World:
             outcome.vote = None
             self._send(outcome.rank, Agreed(votes))
 
-    def _waits_in_vain(self, pending: set[int]) -> bool:
+    def _waits_in_vain(self, pending: set[int], outcomes: list[RankOutcome]) -> bool:
         """Whether a rank waits in a collective that needs a rank which has ended the test."""
-        return any(doing.on_world for doing in self._ask(pending).values())
+        doing = self._ask(pending, outcomes)
+        return any(outcomes[rank].fate is None and doing[rank].on_world for rank in doing)
+
+    def _look_for_work_in_flight(self, outcomes: list[RankOutcome]) -> None:
+        """Ask ranks that ended after unequal numbers of collectives what is still under way.
+
+        The number alone tells nothing certain: it counts sends and receives too.
+        """
+        finished = {outcome.rank for outcome in outcomes if isinstance(outcome.fate, Finished)}
+        for rank, doing in self._ask(finished, outcomes).items():
+            outcomes[rank].left_in_flight = doing.collective if doing.on_world else None
 
     def _give_up(self, outcomes: list[RankOutcome]) -> None:
         pending = {outcome.rank for outcome in outcomes if outcome.fate is None}
@@ -241,7 +258,7 @@ class World:
             if outcomes[rank].fate is None:
                 outcomes[rank].fate = Stuck(doing, time.time())
 
-    def _ask(self, ranks: set[int], outcomes: list[RankOutcome] | None = None) -> dict[int, Doing]:
+    def _ask(self, ranks: set[int], outcomes: list[RankOutcome]) -> dict[int, Doing]:
         """Ask ranks what they are doing; what else they say meanwhile goes into `outcomes`."""
         answers: dict[int, Doing] = {}
         for rank in ranks:
@@ -251,7 +268,7 @@ class World:
             for rank, message in self._receive(silent, until - time.monotonic()):
                 if isinstance(message, Doing):
                     answers[rank] = message
-                elif outcomes is not None:
+                else:
                     self._note(outcomes, rank, message)
         for rank in ranks - answers.keys() - self._died.keys():
             answers[rank] = self._dump(rank)
@@ -307,11 +324,18 @@ class World:
         return messages
 
     def _log(self, rank: int) -> str:
-        """Read the end of what a rank wrote outside of pytest's capture."""
+        """Read what a rank wrote outside of pytest's capture since its item began: the start and the end of it."""
         try:
-            return Path(self._directory, f"rank-{rank}.log").read_text(errors="replace")[-4000:]
+            with open(self._log_path(rank), errors="replace") as log:
+                log.seek(self._log_starts.get(rank, 0))
+                text = log.read()
         except OSError:
             return ""
+        text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
+        return text if len(text) < MOST_OUTPUT else f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
+
+    def _log_path(self, rank: int) -> str:
+        return f"{self._directory}/rank-{rank}.log"
 
     # The end
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import types
@@ -19,15 +20,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.protocol import RankSpec
 
 START_METHODS = ("forkserver", "spawn")
-
-
-class LaunchError(RuntimeError):
-    """Ranks cannot be started here; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,13 @@ class ProcessLauncher:
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""
-        if self._forks:
-            # The only way to end it before the interpreter ends; the standard library's tests use it.
-            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        if not self._forks:
+            return
+        # multiprocessing has no public way to end it before the interpreter ends.
+        running: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        if running._forkserver_pid is not None and not self._checked:
+            os.kill(running._forkserver_pid, signal.SIGKILL)  # it would finish its imports first
+        running._stop()
 
 
 @contextlib.contextmanager

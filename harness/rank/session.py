@@ -12,8 +12,9 @@ import numpy
 import pytest
 import torch
 
+from harness.exceptions import RankStateWarning
 from harness.protocol import RANK_PLUGIN, Close, Finished, Reported, RunItem, Warned
-from harness.rank.state import RankState, RankStateWarning, count_collectives, count_groups
+from harness.rank.state import RankState, count_collectives, count_groups
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -156,10 +157,10 @@ class RankSession:
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         result = yield
         assert self._baseline is not None
-        left = self._baseline.changes(RankState.capture())
-        if left or torch.get_default_device() != self._baseline.default_device:
+        now = RankState.capture()
+        if now != self._baseline:
             self._baseline.restore()
-        if left:
+        if left := self._baseline.changes(now):
             message = f"rank {self._spec.rank}: the test left behind {'; '.join(left)}"
             warnings.warn(RankStateWarning(message), stacklevel=1)
         return result

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Pytest's own, rewritten at every phase of every test.
-_NOT_STATE = {"PYTEST_CURRENT_TEST"}
-
-
-class RankStateWarning(UserWarning):
-    """A test left something behind in its rank; it was put back."""
+# Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler.
+_NOT_STATE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +56,19 @@ class RankState:
 
     def restore(self) -> None:
         """Put the process back into this state. Groups that were destroyed stay so."""
+        now = RankState.capture()
         torch.set_default_dtype(self.default_dtype)
-        if torch.get_default_device() != self.default_device:
-            torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
         torch.set_grad_enabled(self.grad_mode)
-        enabled, warn_only = self.deterministic_algorithms
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self.cudnn_flags
-        if torch.get_num_threads() != self.num_threads:
+        if now.default_device != self.default_device:
+            torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
+        if now.deterministic_algorithms != self.deterministic_algorithms:  # the call imports torch's compiler
+            enabled, warn_only = self.deterministic_algorithms
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        if now.num_threads != self.num_threads:
             torch.set_num_threads(self.num_threads)
-        os.chdir(self.cwd)
+        if now.cwd != self.cwd:
+            os.chdir(self.cwd)
         _restore_environ(self.environ)
         for name, group in _groups().items():
             if name not in self.process_groups:
@@ -84,7 +83,7 @@ def _describe(name: str, before: Any, after: Any) -> str:
         case frozenset():
             # A mesh makes groups and offers no way to destroy them: those go without a word.
             left = sorted(group for group in after - before if not group.startswith("mesh"))
-            return f"process groups: {', '.join(left)}" if left else ""
+            return f"{len(left)} process group(s)" if left else ""
         case _:
             return f"{name}: {after} (was {before})"
 

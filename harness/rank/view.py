@@ -36,7 +36,8 @@ class RankWorld:
         self._shared_tmp_path: Path | None = None
 
     def __repr__(self) -> str:
-        return f"<world: rank {self.rank} of {self.size}, {self.backend}, {self.device}>"
+        # The same on every rank, so that equal tracebacks read the same; reports name the rank themselves.
+        return f"<world of {self.size}, {self.backend}, {self.device.type}>"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -89,6 +90,7 @@ class RankWorld:
         Tensors are the same if dtype, shape and every bit of every element are (NaN equals NaN); containers
         are if what they contain is; anything else if `==` says so.
         """
+        __tracebackhide__ = True
         values = self.gather(_to_cpu(value))
         different = [rank for rank, other in enumerate(values) if not _is_same(values[0], other)]
         if different:

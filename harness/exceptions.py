@@ -1,0 +1,19 @@
+"""The warnings and errors that users may want to name, in a filter or an `except`. Must not import torch."""
+
+from __future__ import annotations
+
+
+class RankStateWarning(UserWarning):
+    """A test left something behind in its rank that would have changed later tests; it was put back."""
+
+
+class PeerFailed(AssertionError):
+    """This rank had no quarrel with the point of a test that it shares with others, but another rank had."""
+
+
+class WorldError(RuntimeError):
+    """A world could not be started or kept; the message says which rank, and why."""
+
+
+class LaunchError(WorldError):
+    """Ranks cannot be started on this machine; the message says why and what to do."""
