@@ -1,0 +1,30 @@
+"""The built-in sharding engine. Imports torch, and nothing else of harness.
+
+With LOCKSTEP_ENGINE_DEBUG=1 in the environment when a model is wrapped, memory that has been freed or sent is
+filled with NaN, so that a late reader shows.
+"""
+
+from harness.engine.policy import CPUOffload, GroupInfo, GroupState, MixedPrecision, ShardingStrategy
+from harness.engine.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    WrapPolicy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+)
+from harness.engine.wrapper import FullyShardedDataParallel, groups
+
+__all__ = [
+    "CPUOffload",
+    "CustomPolicy",
+    "FullyShardedDataParallel",
+    "GroupInfo",
+    "GroupState",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "ShardingStrategy",
+    "WrapPolicy",
+    "always_wrap_policy",
+    "groups",
+    "size_based_auto_wrap_policy",
+]

@@ -1,0 +1,57 @@
+"""The full parameters of one group in one dtype: one buffer, and a leaf tensor per parameter that lies in it.
+
+The leaves live as long as the group, so that what autograd saved in forward is valid in backward; only the
+memory under them comes and goes. Runs on ranks; imports engine.layout only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.engine.layout import FlatLayout
+
+
+@dataclass(frozen=True)
+class FullParameters:
+    """A 1-D ``buffer`` of the layout's padded size and ``leaves``, one per parameter in its own shape.
+
+    ``borrowed``: the buffer is the group's own storage (nothing is sharded or cast) and is never freed.
+    ``poison``: instead of giving memory back, fill it with NaN, so that a late reader is noticed.
+    """
+
+    buffer: Tensor
+    leaves: tuple[Tensor, ...]
+    borrowed: bool
+    poison: bool
+
+    def allocate(self) -> None:
+        storage = self.buffer.untyped_storage()
+        if not self.borrowed and storage.nbytes() == 0:
+            storage.resize_(self.buffer.numel() * self.buffer.itemsize)
+
+    def free(self) -> None:
+        if self.borrowed:
+            return
+        if self.poison:
+            fill_with_nan(self.buffer)
+        else:
+            self.buffer.untyped_storage().resize_(0)
+
+
+def over(buffer: Tensor, layout: FlatLayout, borrowed: bool, poison: bool) -> FullParameters:
+    """Return full parameters that lie in ``buffer``, whose memory must be allocated."""
+    # Tensors made in inference mode could never be saved for a later backward.
+    with torch.inference_mode(False), torch.no_grad():
+        leaves = tuple(
+            # `.data` gives each leaf a version counter of its own: filling the buffer for backward must not
+            # look like an in-place change of what autograd saved in forward.
+            buffer[start : start + numel].view(shape).data
+            for start, numel, shape in zip(layout.starts, layout.numels, layout.shapes, strict=True)
+        )
+    return FullParameters(buffer, leaves, borrowed, poison)
+
+
+def fill_with_nan(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.data.fill_(float("nan"))

@@ -1,0 +1,159 @@
+"""The gradients of one group: from full leaves, through the reduction, to where the user sees them.
+
+What the user sees (`.grad` of a visible parameter) is the only store: an optimizer's `zero_grad`, a scaler or
+a clip that changes it is honoured by the next backward. Runs on ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harness.engine import collectives
+from harness.engine.full import fill_with_nan
+from harness.engine.parameters import attach_gradient
+from harness.engine.policy import ShardingStrategy
+from harness.engine.shard import LocalShard
+
+
+class Gradients:
+    """Reduce and accumulate the gradients that belong to ``shard``.
+
+    Inside ``no_sync`` the visible gradients are full and unreduced; what had been reduced before waits in
+    ``_synced`` until the next reduction.
+    """
+
+    def __init__(self, shard: LocalShard) -> None:
+        self._shard = shard
+        self._unsynced = False
+        self._synced: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether the user sees full gradients that the other ranks have not been told."""
+        return self._unsynced and bool(self.visible())
+
+    def visible(self) -> list[Tensor]:
+        """Return the gradients that the user sees now."""
+        return [p.grad for p, _ in self._full_spans() if p.grad is not None]
+
+    @torch.no_grad()
+    def collect(self, leaves: Sequence[Tensor], sync: bool) -> None:
+        """Move gradients from ``leaves`` to the visible parameters; average them over ranks if ``sync``.
+
+        Adds to gradients that are visible already.
+        """
+        full = self._flatten(leaves)
+        self._add_unsynced(full)
+        if sync:
+            self._add_shard(self._reduce(full))
+        else:
+            self._show_full(full)
+
+    @torch.no_grad()
+    def full(self) -> list[Tensor | None]:
+        """Return one full gradient per entry, in the entry's shape; None where no rank has one.
+
+        Inside ``no_sync`` they are this rank's own.
+        """
+        shard = self._shard
+        spans = self._full_spans() if self._unsynced else self._shard_spans()
+        numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
+        flat = torch.zeros(numel, dtype=shard.gradient_dtype, device=shard.device)
+        for parameter, span in spans:
+            if parameter.grad is not None:
+                flat[span] = parameter.grad.reshape(-1).to(flat.device)
+        full = flat if self._unsynced else shard.gather(flat)
+        present = self._present_anywhere()
+        return [view if there else None for view, there in zip(shard.in_full(full), present, strict=True)]
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Take the visible gradients off their parameters and return them converted."""
+        self._synced = {p: fn(gradient) for p, gradient in self._synced.items()}
+        converted = {p: fn(p.grad) for p, _ in self._full_spans() if p.grad is not None}
+        for parameter in converted:
+            parameter.grad = None
+        return converted
+
+    def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Put gradients on their parameters."""
+        for parameter, gradient in gradients.items():
+            attach_gradient(parameter, gradient)
+
+    def _present_anywhere(self) -> list[bool]:
+        shard = self._shard
+        visible = (e.parameter if shard.settings.use_orig_params else shard.flat for e in shard.entries)
+        present = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
+        return [bool(p) for p in collectives.total(present, shard.settings.process_group, largest=True)]
+
+    def _flatten(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return all leaves' gradients as one new 1-D tensor in the reduce dtype, and clear the leaves."""
+        shard = self._shard
+        full = torch.zeros(shard.layout.padded_numel, dtype=shard.reduce_dtype, device=shard.device)
+        for leaf, view in zip(leaves, shard.in_full(full), strict=True):
+            if leaf.grad is not None:
+                view.copy_(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad)
+                leaf.grad = None
+        return full
+
+    def _reduce(self, full: Tensor) -> Tensor:
+        """Return the mean over ranks of this rank's shard of ``full``."""
+        settings = self._shard.settings
+        if settings.strategy is ShardingStrategy.NO_SHARD:
+            return collectives.all_reduce_mean(full, settings.process_group)
+        reduced = collectives.reduce_scatter_mean(full, settings.process_group)
+        if settings.poison:
+            fill_with_nan(full)
+        return reduced
+
+    def _add_shard(self, reduced: Tensor) -> None:
+        shard = self._shard
+        reduced = reduced.to(device=shard.flat.device, dtype=shard.gradient_dtype)
+        for parameter, span in self._shard_spans():
+            fresh = reduced[span].view_as(parameter)
+            if parameter.grad is None:
+                attach_gradient(parameter, fresh)
+            else:
+                parameter.grad.add_(fresh)
+
+    def _show_full(self, full: Tensor) -> None:
+        spans = list(self._full_spans())
+        self._synced = {p: p.grad for p, _ in spans if p.grad is not None}
+        self._unsynced = True
+        shapes = {entry.parameter: entry.shape for entry in self._shard.entries}
+        for parameter, span in spans:
+            gradient = full[span]
+            attach_gradient(parameter, gradient.view(shapes.get(parameter, gradient.shape)))
+
+    def _add_unsynced(self, full: Tensor) -> None:
+        """Add visible unreduced gradients to ``full`` and show the reduced ones that wait behind them."""
+        if not self._unsynced:
+            return
+        for parameter, span in self._full_spans():
+            if parameter.grad is None:  # zeroed by the user, and so is what waits
+                self._synced.pop(parameter, None)
+            else:
+                full[span] += parameter.grad.reshape(-1).to(full.device)
+            attach_gradient(parameter, self._synced.get(parameter))
+        self._unsynced = False
+        self._synced = {}
+
+    def _full_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        """Yield each visible trainable parameter with where its gradient lies in the full flat tensor."""
+        shard, layout = self._shard, self._shard.layout
+        if shard.settings.use_orig_params:
+            for entry, start, numel in zip(shard.entries, layout.starts, layout.numels, strict=True):
+                if entry.parameter.requires_grad:
+                    yield entry.parameter, slice(start, start + numel)
+        elif shard.flat.requires_grad:
+            yield shard.flat, slice(0, layout.numel)
+
+    def _shard_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        """Yield each visible trainable parameter that this rank holds a part of, and where in its shard."""
+        shard = self._shard
+        if shard.settings.use_orig_params:
+            for entry, piece in zip(shard.entries, shard.pieces, strict=True):
+                if entry.parameter.requires_grad and len(piece):
+                    yield entry.parameter, slice(piece.shard_start, piece.shard_stop)
+        elif shard.flat.requires_grad:
+            yield shard.flat, slice(0, shard.layout.shard_numel)

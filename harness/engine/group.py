@@ -1,0 +1,155 @@
+"""A group: parameters that are sharded, gathered, freed and reduced together. Runs on ranks.
+
+    SHARDED --gather--> GATHERED --free--> SHARDED                        in a forward, in a backward
+                        GATHERED --keep--> KEPT --gather--> GATHERED      from a forward to its backward
+    SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
+
+The group does not know when to act; `engine.hooks` does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harness.engine import collectives
+from harness.engine.full import FullParameters, fill_with_nan, over
+from harness.engine.gradients import Gradients
+from harness.engine.parameters import Entry, attach_gradient
+from harness.engine.policy import GroupState, ShardingStrategy
+from harness.engine.shard import GroupSettings, LocalShard
+
+
+class ShardGroup:
+    """Make full parameters from the local shard and give them up again."""
+
+    def __init__(self, entries: Sequence[Entry], settings: GroupSettings) -> None:
+        self.shard = LocalShard(entries, settings)
+        self.gradients = Gradients(self.shard)
+        self.settings = settings
+        self.state = GroupState.SHARDED
+        self._full: FullParameters | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The full parameters that modules compute with, one per entry; empty before the first gather."""
+        return self._full.leaves if self._full else ()
+
+    @property
+    def gathered_bytes(self) -> int:
+        if self._full is None or self.state not in (GroupState.GATHERED, GroupState.KEPT):
+            return 0
+        return self._full.buffer.untyped_storage().nbytes()
+
+    @property
+    def all_trainable(self) -> bool:
+        return all(map(self.shard.is_trainable, self.shard.entries))
+
+    def gather(self) -> None:
+        """Let modules compute with full parameters in the compute dtype."""
+        if self.state is GroupState.GATHERED:
+            return
+        if self.state is GroupState.SUMMONED:
+            raise RuntimeError(
+                f"{self.settings.unit}: forward or backward inside summon_full_params; leave it first."
+            )
+        if self.state is GroupState.SHARDED:
+            self.shard.reclaim()
+            self._full = self._full_parameters()
+            self._full.allocate()
+            self._fill(self._full)
+        for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
+            leaf.requires_grad_(self.shard.is_trainable(entry))
+            entry.put(leaf)
+        self.state = GroupState.GATHERED
+
+    def keep(self) -> None:
+        """Show modules their shards again, but keep the full parameters for backward."""
+        if self.state is GroupState.GATHERED:
+            self.shard.show()
+            self.state = GroupState.KEPT
+
+    def free(self) -> None:
+        """Show modules their shards again and give the full parameters' memory back."""
+        if self._full and self.state in (GroupState.GATHERED, GroupState.KEPT):
+            self._full.free()
+            self.shard.show()
+            self.state = GroupState.SHARDED
+
+    def discard(self) -> None:
+        """Free, and forget gradients that a backward computed but did not come to reduce."""
+        self.free()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def full_original(self) -> Tensor:
+        """Return all parameters in one new 1-D tensor (padded numel, original dtype, group's device)."""
+        self.free()
+        self.shard.reclaim()
+        return self.shard.gather(self.shard.flat.data)
+
+    def summon(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
+        """Register full original parameters that lie in ``full``, with ``gradients`` if given."""
+        self.shard.hide()
+        for i, (entry, view) in enumerate(zip(self.shard.entries, self.shard.in_full(full), strict=True)):
+            summoned = nn.Parameter(view, requires_grad=self.shard.is_trainable(entry))
+            attach_gradient(summoned, gradients[i] if gradients else None)
+            entry.put(summoned)
+        self.state = GroupState.SUMMONED
+
+    def dismiss(self, writeback: bool) -> None:
+        """End ``summon``; with ``writeback`` keep what this rank owns of the parameters' values."""
+        try:
+            if writeback:
+                self.shard.write_back()
+        finally:
+            self.shard.show()
+            self.state = GroupState.SHARDED
+
+    def hide(self) -> None:
+        """Take the parameters out of their modules until ``convert``."""
+        if self.state not in (GroupState.SHARDED, GroupState.KEPT):
+            raise RuntimeError(
+                f"{self.settings.unit}: cannot convert while {self.state.name.lower()}; "
+                "convert between steps, outside forward, backward and summon_full_params."
+            )
+        self.discard()
+        self.shard.reclaim()
+        self.shard.hide()
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` (a cast or a move) to the shard and its gradients, as ``nn.Module.to`` would."""
+        converted = self.gradients.convert(fn)
+        self._full = None
+        self.shard.replace(fn(self.shard.flat.data))
+        self.gradients.restore(converted)
+
+    def _full_parameters(self) -> FullParameters:
+        """Return full parameters for the dtype and device of now; make them anew when these changed."""
+        shard, full = self.shard, self._full
+        flat = shard.flat.data
+        wanted = (shard.compute_dtype, shard.device)
+        borrowed = self.settings.strategy is ShardingStrategy.NO_SHARD and wanted == (flat.dtype, flat.device)
+        unchanged = full is not None and (full.buffer.dtype, full.buffer.device) == wanted
+        if full and unchanged and (not borrowed or full.buffer.data_ptr() == flat.data_ptr()):
+            return full
+        with torch.inference_mode(False):  # see full.over
+            buffer = (
+                flat
+                if borrowed
+                else flat.new_empty(shard.layout.padded_numel, dtype=wanted[0], device=wanted[1])
+            )
+        return over(buffer, shard.layout, borrowed, self.settings.poison)
+
+    @torch.no_grad()
+    def _fill(self, full: FullParameters) -> None:
+        if full.borrowed:
+            return
+        flat = self.shard.flat.data
+        local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
+        if self.shard.whole:
+            full.buffer.copy_(local)
+        else:
+            collectives.gather(full.buffer, local, self.settings.process_group)
+        if self.settings.poison and local.data_ptr() != flat.data_ptr():
+            fill_with_nan(local)

@@ -1,0 +1,228 @@
+"""When groups act: around a unit's forward, before and after its backward, at the end of backward. On ranks.
+
+A unit is a module with at most one group. Units that share a root form a tree, which knows whether a forward
+or a backward is going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
+
+from harness.engine.containers import cast_floating, map_tensors, tensors
+from harness.engine.group import ShardGroup
+from harness.engine.parameters import Slot
+from harness.engine.policy import MixedPrecision, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """``device``: where arguments of the root and buffers are moved to; None leaves them where they are.
+
+    ``keeps_precision``: the unit stands with full precision amid units without: its floating-point arguments
+    are cast up and its results back to what came in.
+    """
+
+    strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    device: torch.device | None
+    keeps_precision: bool
+
+
+class Tree:
+    """What the units below one root share."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.sync = True
+        self._forwards = 0
+        self._in_backward = False
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or a backward of any unit is going on."""
+        return self._forwards > 0 or self.in_backward
+
+    @property
+    def in_backward(self) -> bool:
+        # The flag alone would lie after a backward that raised; autograd knows whether one is running.
+        return self._in_backward and _backward_id() != -1
+
+    def enter_forward(self) -> None:
+        if self._forwards == 0 and not self.in_backward:
+            # Kept parameters may be stale, and a step that raised may have left things behind.
+            self._in_backward = False
+            for unit in self.units:
+                unit.start()
+        self._forwards += 1
+
+    def leave_forward(self) -> None:
+        self._forwards -= 1
+
+    def enter_backward(self) -> None:
+        """Make sure that the end of this backward is seen, once, in the outermost backward."""
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for unit in self.units:
+            unit.finish()
+
+
+class Unit:
+    """Drive the group of one module; None if the module has no parameters of its own."""
+
+    def __init__(self, group: ShardGroup | None, buffers: Mapping[str, Slot], settings: UnitSettings) -> None:
+        self.group = group
+        self.settings = settings
+        self.tree = Tree([self])
+        self.buffer_dtypes: dict[str, torch.dtype] = {}
+        self._buffers = dict(buffers)
+        self._watched: tuple[Tensor, ...] = ()
+        self._nodes: dict[Tensor, Node] = {}
+        self._awaited: dict[int, int] = {}
+        self._inputs_done = False
+        self._outer_dtype: torch.dtype | None = None
+
+    def start(self) -> None:
+        """Begin a step from a clean state, with buffers in the dtype and place of computation."""
+        self._awaited.clear()
+        if self.group:
+            self.group.discard()
+        for name, slot in self._buffers.items():
+            self._cast_buffer(name, slot)
+
+    def join(self, tree: Tree) -> None:
+        """Belong to ``tree`` from now on."""
+        self.tree = tree
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow a cast of the module with the dtypes in which buffers are saved."""
+        self.buffer_dtypes = {n: fn(torch.empty(0, dtype=d)).dtype for n, d in self.buffer_dtypes.items()}
+
+    def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather, and return the arguments cast and moved where this unit has to."""
+        args, kwargs = self._prepare((args, kwargs))
+        if self.group:
+            self.group.gather()
+            if torch.is_grad_enabled():
+                self._watch_leaves(self.group)
+                self._watch_inputs(self.group, (args, kwargs))
+        return args, kwargs
+
+    def after_forward(self, output: Any) -> Any:
+        """Free or keep the full parameters, and see to it that backward finds them."""
+        graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        if graded:
+            register_multi_grad_hook(graded, lambda _: self._before_backward(), mode="any")
+        if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
+            self._give_up(self.group, hooked=bool(graded))
+        if self._outer_dtype:
+            output = cast_floating(self._outer_dtype, output)
+        return output
+
+    def abort_forward(self) -> None:
+        """Give up after an exception; but checkpointing ends recomputations with one, and goes on."""
+        if self.group and not self.tree.in_backward:
+            self.group.free()
+
+    def finish(self) -> None:
+        """Leave nothing of a backward that has ended: reduce what nobody waited for, and free."""
+        self._awaited.clear()
+        if not self.group:
+            return
+        left_over = any(leaf.grad is not None for leaf in self.group.leaves)
+        if left_over or (self.tree.sync and self.group.gradients.unreduced):
+            self.group.gradients.collect(self.group.leaves, self.tree.sync)
+        self.group.free()
+
+    def _prepare(self, arguments: Any) -> Any:
+        mixed, is_root = self.settings.mixed_precision, self.tree.root is self
+        if is_root and (device := self.settings.device):
+            arguments = map_tensors(lambda t: t.to(device), arguments)
+        if self.settings.keeps_precision:
+            self._outer_dtype = next((t.dtype for t in tensors(arguments) if t.is_floating_point()), None)
+            own = self.group.shard.compute_dtype if self.group else torch.float32
+            return cast_floating(own, arguments)
+        wanted = mixed.cast_root_forward_inputs if is_root else mixed.cast_forward_inputs
+        return cast_floating(mixed.param_dtype, arguments) if wanted and mixed.param_dtype else arguments
+
+    def _cast_buffer(self, name: str, slot: Slot) -> None:
+        buffer = slot.module._buffers.get(slot.name)
+        dtype = self.settings.mixed_precision.buffer_dtype
+        if buffer is None:
+            return
+        if dtype and buffer.is_floating_point() and buffer.dtype != dtype:
+            self.buffer_dtypes[name] = buffer.dtype
+            buffer = buffer.to(dtype)
+        slot.module._buffers[slot.name] = buffer.to(self.settings.device or buffer.device)
+
+    def _give_up(self, group: ShardGroup, hooked: bool) -> None:
+        """After forward: keep what a backward will use, if it could not be told to gather it again."""
+        needs_backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in group.leaves)
+        cheap = self.settings.strategy is ShardingStrategy.FULL_SHARD
+        if (hooked and not cheap) or (needs_backward and not hooked):
+            group.keep()
+        else:
+            group.free()
+
+    def _watch_leaves(self, group: ShardGroup) -> None:
+        if self._watched is not group.leaves:
+            self._watched, self._nodes = group.leaves, {}
+        for leaf in group.leaves:
+            if leaf.requires_grad and leaf not in self._nodes:
+                self._nodes[leaf] = get_gradient_edge(leaf).node
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def _watch_inputs(self, group: ShardGroup, arguments: Any) -> None:
+        """Frozen parameters are read until gradients have passed through to the unit's inputs."""
+        if not group.all_trainable:
+            inputs = [t for t in tensors(arguments) if t.requires_grad]
+            if inputs:
+                register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(), mode="all")
+
+    def _before_backward(self) -> None:
+        self.tree.enter_backward()
+        self._inputs_done = False
+        if self.group:
+            self.group.gather()
+
+    def _on_gradient(self, _: Tensor) -> None:
+        """Reduce when the last leaf that this backward reaches has its gradient."""
+        # As `register_multi_grad_hook` counts; but that one holds all gradients until the last has come,
+        # which makes autograd copy each of them.
+        self.tree.enter_backward()
+        backward = _backward_id()
+        self._awaited[backward] = self._num_awaited(backward) - 1
+        if self._awaited[backward] == 0 and self.group:
+            self.group.gradients.collect(self.group.leaves, self.tree.sync)
+            if self.group.all_trainable or self._inputs_done:
+                self.group.free()
+
+    def _on_inputs_done(self) -> None:
+        self._inputs_done = True
+        if self._num_awaited(_backward_id()) == 0 and self.group:
+            self.group.free()
+
+    def _num_awaited(self, backward: int) -> int:
+        """Return how many leaves ``backward`` will still give a gradient to."""
+        if backward not in self._awaited:
+            return sum(map(torch._C._will_engine_execute_node, self._nodes.values()))
+        return self._awaited[backward]
+
+
+def _backward_id() -> int:
+    """Return the number of the backward that this thread is in, -1 outside. Nested ones differ."""
+    return torch._C._current_graph_task_id()

@@ -1,0 +1,152 @@
+"""The parameters of one unit: where modules read them, and what is put there. Imports torch only."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_OWNER = "_lockstep_unit"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a module reads a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def read(self) -> object:
+        return getattr(self.module, self.name, None)
+
+    def put(self, value: Tensor) -> None:
+        """Make the module read ``value``: registered if it is an nn.Parameter, a plain attribute if not.
+
+        Goes through the module's own ``__setattr__``, because recurrent modules keep a second list there.
+        """
+        self.clear()
+        setattr(self.module, self.name, value)
+
+    def clear(self) -> None:
+        self.module._parameters.pop(self.name, None)
+        self.module.__dict__.pop(self.name, None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of a unit. Tied parameters are one entry with several slots.
+
+    ``name`` is relative to the unit's module. ``parameter`` stays the same object for the whole life of the
+    unit, so that an optimizer may be built before or after sharding.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    slots: tuple[Slot, ...]
+    shape: torch.Size
+
+    def put(self, value: Tensor) -> None:
+        for slot in self.slots:
+            slot.put(value)
+
+    def clear(self) -> None:
+        for slot in self.slots:
+            slot.clear()
+
+
+def own_modules(
+    root: nn.Module, skip: Callable[[nn.Module], bool], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) below and including ``root``, not entering modules that ``skip`` picks."""
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or skip(module):
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    return walk(prefix, root)
+
+
+def collect(modules: Sequence[tuple[str, nn.Module]], ignored: Collection[nn.Parameter]) -> tuple[Entry, ...]:
+    """Return one entry per distinct parameter that ``modules`` hold directly and that is not ``ignored``."""
+    names: dict[nn.Parameter, str] = {}
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    for module_name, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            names.setdefault(parameter, f"{module_name}.{name}" if module_name else name)
+            slots.setdefault(parameter, []).append(Slot(module, name))
+    return tuple(Entry(name, p, tuple(slots[p]), p.shape) for p, name in names.items())
+
+
+def check(entries: Sequence[Entry], unit: str, uniform_requires_grad: bool) -> None:
+    """Raise ValueError for parameters that cannot lie in one flat tensor, with their names and the cure."""
+    for entry in entries:
+        _check_one(entry, unit)
+    _check_uniform(entries, unit, "dtype", lambda p: p.dtype, "convert the module to one dtype first")
+    _check_uniform(entries, unit, "device", lambda p: p.device, "move the module to one device first")
+    if uniform_requires_grad:
+        cure = "pass use_orig_params=True, or wrap the frozen modules on their own"
+        _check_uniform(entries, unit, "requires_grad", lambda p: p.requires_grad, cure)
+
+
+def claim(entries: Sequence[Entry], unit: str) -> None:
+    """Mark parameters as sharded by ``unit``, so that a second unit that sees one can say so."""
+    for entry in entries:
+        setattr(entry.parameter, _OWNER, f"{entry.name} of {unit}")
+
+
+def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Set ``parameter.grad``, also where shape, dtype or device differ from the parameter's.
+
+    They differ on purpose: inside ``no_sync`` the gradient is unsharded, and with
+    ``keep_low_precision_grads`` it has another dtype. torch checks them on assignment only.
+    """
+    data = parameter.data
+    if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != (
+        data.shape,
+        data.dtype,
+        data.device,
+    ):
+        parameter.grad = None
+        parameter.data = gradient
+        parameter.grad = gradient
+        parameter.data = data
+    else:
+        parameter.grad = gradient
+
+
+def _check_one(entry: Entry, unit: str) -> None:
+    parameter = entry.parameter
+    where = f"{unit}: parameter {entry.name!r}"
+    if owner := getattr(parameter, _OWNER, None):
+        raise ValueError(
+            f"{where} is tied to {owner}, which shards it already. "
+            "Wrap one module that contains both, and neither of the two on its own."
+        )
+    if parameter.is_meta:
+        raise NotImplementedError(
+            f"{where} is on the meta device; give it storage (module.to_empty) and values before wrapping."
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. "
+            "Pass it in ignored_states."
+        )
+
+
+def _check_uniform(
+    entries: Sequence[Entry], unit: str, what: str, read: Callable[[nn.Parameter], object], cure: str
+) -> None:
+    """Raise ValueError that names one parameter of each kind when ``read`` differs among ``entries``."""
+    examples: dict[object, str] = {}
+    for entry in entries:
+        examples.setdefault(read(entry.parameter), entry.name)
+    if len(examples) > 1:
+        found = ", ".join(f"{name!r} has {value}" for value, name in examples.items())
+        raise ValueError(f"{unit}: the parameters of one unit must agree in {what}, but {found}; {cure}.")

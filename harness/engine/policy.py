@@ -1,0 +1,100 @@
+"""What a user decides about sharding: frozen values, no behaviour. May import torch only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class ShardingStrategy(Enum):
+    """Say what is cut over the ranks and when full parameters are given up."""
+
+    FULL_SHARD = auto()
+    """Shards everything; full parameters exist during a unit's own forward and backward only."""
+    SHARD_GRAD_OP = auto()
+    """Shards everything; full parameters are kept from a unit's forward until its backward."""
+    NO_SHARD = auto()
+    """Every rank holds everything; gradients are averaged."""
+
+
+class GroupState(Enum):
+    """Say what a group has allocated and what its modules see."""
+
+    SHARDED = auto()
+    """Only the local shard exists; modules see it."""
+    GATHERED = auto()
+    """Full parameters exist in the compute dtype; modules see them as plain tensors autograd tracks."""
+    KEPT = auto()
+    """Full parameters exist for the coming backward; modules see the local shard."""
+    SUMMONED = auto()
+    """Modules see full original parameters in the original dtype, outside forward and backward."""
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Keep shards, gradients and so the optimizer's step on CPU if ``offload_params``."""
+
+    offload_params: bool = False
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Say in which dtypes a unit computes and communicates.
+
+    ``param_dtype``: gathered parameters, and the gather itself; None keeps the original dtype.
+    ``reduce_dtype``: gradients on the wire; None means ``param_dtype``, then the original dtype.
+    ``buffer_dtype``: floating-point buffers, cast at the first forward; ``state_dict`` shows originals.
+    ``keep_low_precision_grads``: leave gradients in the dtype they were reduced in.
+    ``cast_forward_inputs``: this unit casts its floating-point arguments to ``param_dtype``.
+    ``cast_root_forward_inputs``: the same for the root unit, where the previous field has no effect.
+    ``_module_classes_to_ignore``: an auto wrap policy makes each module of these classes a unit of its own
+    that computes in full precision.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(self, field)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(
+                    f"MixedPrecision: {field} must be a floating-point torch.dtype, got {dtype!r}"
+                )
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """Show one group as it is now: a snapshot for tests and curious users.
+
+    ``name``: the unit's name within the model, ``""`` for the model itself. ``parameters``: names as in the
+    unsharded model; tied ones once. ``original_dtype``: what the user sees outside forward and backward;
+    ``flat_dtype``: of the flat local shard; ``gradient_dtype``: of the gradients held now, None if none are.
+    ``local_numel``, ``full_numel``: elements of the local shard, and of all shards together; both count
+    ``padding``. ``local_bytes``: of the local shard; ``gathered_bytes``: of the full parameters allocated
+    now, 0 when they are freed.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    state: GroupState
+    sharding_strategy: ShardingStrategy
+    original_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    flat_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None
+    local_numel: int
+    full_numel: int
+    padding: int
+    local_bytes: int
+    gathered_bytes: int
+    training: bool

@@ -1,0 +1,190 @@
+"""The local shard of one group's parameters, and how modules and the user see it. Runs on ranks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.engine import collectives, parameters
+from harness.engine.layout import FlatLayout
+from harness.engine.parameters import Entry, Slot
+from harness.engine.policy import MixedPrecision, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What the unit that owns a group decides for it.
+
+    ``unit``: how error messages call it. ``offload_device``: where an offloaded group computes; None if
+    shards live where they compute. ``poison``: fill freed and sent memory with NaN.
+    """
+
+    unit: str
+    strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    use_orig_params: bool
+    process_group: dist.ProcessGroup
+    offload_device: torch.device | None
+    poison: bool
+
+
+class LocalShard:
+    """Hold ``flat``, the 1-D local shard: the one lasting copy of what this rank owns of ``entries``.
+
+    The visible parameters are the originals, each showing its piece of ``flat`` (``use_orig_params``), or
+    ``flat`` itself.
+    """
+
+    def __init__(self, entries: Sequence[Entry], settings: GroupSettings) -> None:
+        parameters.check(entries, settings.unit, uniform_requires_grad=not settings.use_orig_params)
+        self.entries = tuple(entries)
+        self.settings = settings
+        replicated = settings.strategy is ShardingStrategy.NO_SHARD
+        num_shards = 1 if replicated else dist.get_world_size(settings.process_group)
+        index = 0 if replicated else dist.get_rank(settings.process_group)
+        self.layout = FlatLayout(tuple(tuple(entry.shape) for entry in entries), num_shards)
+        self.pieces = tuple(self.layout.piece(i, index) for i in range(len(entries)))
+        trainable = any(entry.parameter.requires_grad for entry in entries)
+        self.flat = nn.Parameter(self._cut(index), requires_grad=trainable)
+        self._flat_slot: Slot | None = None
+        parameters.claim(entries, settings.unit)
+        self.show()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the one shard is everything: nothing is cut, and pieces keep their parameters' shapes."""
+        return self.layout.num_shards == 1
+
+    @property
+    def original_dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.settings.mixed_precision.param_dtype or self.flat.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.settings.mixed_precision.reduce_dtype or self.compute_dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype that reduced gradients are given to the user in."""
+        low = self.settings.mixed_precision.keep_low_precision_grads
+        return self.reduce_dtype if low else self.original_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes and communicates."""
+        return self.settings.offload_device or self.flat.device
+
+    def is_trainable(self, entry: Entry) -> bool:
+        return entry.parameter.requires_grad if self.settings.use_orig_params else self.flat.requires_grad
+
+    def register_flat(self, slot: Slot) -> None:
+        """Let the user see ``flat`` as a parameter at ``slot`` whenever the shard is shown."""
+        self._flat_slot = slot
+        slot.put(self.flat)
+
+    def show(self) -> None:
+        """Let modules see the shard: as their parameters, or as plain tensors beside ``flat``."""
+        if self._flat_slot:
+            self._flat_slot.put(self.flat)
+        for entry, view in self.views():
+            if self.settings.use_orig_params:
+                entry.parameter.data = view
+                entry.put(entry.parameter)
+            else:
+                entry.put(view)
+
+    def hide(self) -> None:
+        """Take the parameters, and ``flat``, out of their modules."""
+        if self._flat_slot:
+            self._flat_slot.clear()
+        for entry in self.entries:
+            entry.clear()
+
+    def views(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield each entry with its piece of the shard: 1-D, or in the entry's shape if nothing is cut."""
+        for entry, piece in zip(self.entries, self.pieces, strict=True):
+            view = self.flat.data[piece.shard_start : piece.shard_stop]
+            yield entry, view.view(entry.shape) if self.whole else view
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Return every rank's 1-D ``shard`` end to end, as a new tensor on the group's device."""
+        shard = shard.to(self.device)
+        if self.whole:
+            return shard.clone()
+        full = shard.new_empty(self.layout.padded_numel)
+        collectives.gather(full, shard, self.settings.process_group)
+        return full
+
+    def in_full(self, full: Tensor) -> list[Tensor]:
+        """Return views of the 1-D ``full`` (padded numel), one per entry, in the entry's shape."""
+        layout = self.layout
+        return [
+            full[start : start + numel].view(shape)
+            for start, numel, shape in zip(layout.starts, layout.numels, layout.shapes, strict=True)
+        ]
+
+    def replace(self, flat: Tensor) -> None:
+        """Hold ``flat`` (of the same shape) from now on."""
+        if flat.shape != self.flat.shape:
+            raise ValueError(
+                f"{self.settings.unit}: a conversion must keep the shape {tuple(self.flat.shape)}."
+            )
+        self.flat.data = flat
+        self.show()
+
+    def reclaim(self) -> None:
+        """Take over visible parameters whose ``.data`` the user replaced; refuse ones that were exchanged."""
+        if self.settings.offload_device and self.flat.device.type != "cpu":
+            raise RuntimeError(
+                f"{self.settings.unit}: offload_params keeps shards on CPU, but they are on "
+                f"{self.flat.device}; do not move the module after wrapping it."
+            )
+        if not self.settings.use_orig_params:
+            return
+        for index, (entry, view) in enumerate(self.views()):
+            if any(slot.read() is not entry.parameter for slot in entry.slots):
+                raise RuntimeError(
+                    f"{self.settings.unit}: parameter {entry.name!r} was exchanged for another object after "
+                    "wrapping; change its values in place instead, under summon_full_params."
+                )
+            if entry.parameter.data_ptr() != view.data_ptr():
+                self._take(index, entry.parameter.data, view)
+                entry.parameter.data = view
+
+    def write_back(self) -> None:
+        """Keep what this rank owns of the full parameters that modules hold now."""
+        for index, (entry, view) in enumerate(self.views()):
+            value = entry.slots[0].read()
+            if not isinstance(value, Tensor) or value.shape != entry.shape:
+                raise ValueError(
+                    f"{self.settings.unit}: parameter {entry.name!r} must keep its shape "
+                    f"{tuple(entry.shape)} inside summon_full_params."
+                )
+            self._take(index, value.detach(), view)
+
+    def _cut(self, index: int) -> Tensor:
+        """Return shard number ``index`` of the parameters' values as a new tensor."""
+        values = [entry.parameter.detach().reshape(-1) for entry in self.entries]
+        values.append(values[0].new_zeros(self.layout.padding))
+        start = index * self.layout.shard_numel
+        own = torch.cat(values)[start : start + self.layout.shard_numel].clone()
+        return own.cpu() if self.settings.offload_device else own
+
+    def _take(self, index: int, value: Tensor, view: Tensor) -> None:
+        """Copy ``value``, a full parameter or this rank's piece of it, into the shard's ``view``."""
+        entry, piece = self.entries[index], self.pieces[index]
+        if value.shape == entry.shape:
+            view.view(-1).copy_(value.reshape(-1)[piece.start : piece.stop])
+        elif value.shape == view.shape:
+            view.copy_(value)
+        else:
+            raise ValueError(
+                f"{self.settings.unit}: parameter {entry.name!r} was given the shape {tuple(value.shape)}; "
+                f"expected {tuple(entry.shape)} in full or {tuple(view.shape)} for this rank's shard."
+            )

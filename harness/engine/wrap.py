@@ -1,0 +1,118 @@
+"""Which submodules become units of their own. Pure choice: imports torch only, wraps nothing."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+Overrides = Mapping[str, Any]
+WrapFunction = Callable[..., bool]
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Classes without a forward, which no policy can make a unit."""
+
+
+class WrapPolicy(Protocol):
+    """Choose modules below ``root``: each chosen one with the constructor arguments that differ for it."""
+
+    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]: ...
+
+
+@dataclass(frozen=True, init=False)
+class ModuleWrapPolicy:
+    """Choose every module that is an instance of one of ``module_classes``."""
+
+    module_classes: tuple[type[nn.Module], ...]
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        object.__setattr__(self, "module_classes", tuple(module_classes))
+
+    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]:
+        return {m: {} for m in candidates(root, ignored) if isinstance(m, self.module_classes)}
+
+
+@dataclass(frozen=True)
+class CustomPolicy:
+    """Choose the modules that ``lambda_fn`` returns True for, or a dict of constructor arguments."""
+
+    lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]
+
+    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]:
+        chosen: dict[nn.Module, Overrides] = {}
+        for module in candidates(root, ignored):
+            answer = self.lambda_fn(module)
+            if not isinstance(answer, bool | dict):
+                raise ValueError(
+                    f"CustomPolicy: the function must return a bool or a dict of arguments, but for "
+                    f"{type(module).__name__} it returned {answer!r}"
+                )
+            if answer:
+                chosen[module] = {} if answer is True else answer
+        return chosen
+
+
+@dataclass(frozen=True)
+class FunctionPolicy:
+    """Choose bottom-up with a function ``(module, recurse, nonwrapped_numel) -> bool``.
+
+    With ``recurse=True`` it says whether to look below the module, with ``recurse=False`` whether to choose
+    it. ``nonwrapped_numel`` counts the elements of parameters below it that no chosen module has taken.
+    """
+
+    function: WrapFunction
+
+    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]:
+        seen, chosen = set(ignored), dict[nn.Module, Overrides]()
+
+        def visit(module: nn.Module) -> int:
+            """Return how many elements below ``module`` are taken by chosen modules."""
+            seen.add(module)
+            numel = sum(parameter.numel() for parameter in module.parameters())
+            if not self.function(module=module, recurse=True, nonwrapped_numel=numel):
+                return 0
+            taken = sum(visit(child) for child in module.children() if child not in seen)
+            if module is root or isinstance(module, CONTAINERS):
+                return taken
+            if not self.function(module=module, recurse=False, nonwrapped_numel=numel - taken):
+                return taken
+            chosen[module] = {}
+            return numel
+
+        visit(root)
+        return chosen
+
+
+def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Make every submodule a unit of its own."""
+    return True
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, min_num_params: int = int(1e8)
+) -> bool:
+    """Make a unit of what holds at least ``min_num_params`` elements that are not in a unit yet."""
+    return nonwrapped_numel >= min_num_params
+
+
+def candidates(root: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the modules below ``root`` that may become units, parents first."""
+    found: dict[nn.Module, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in ignored and child not in found:
+                found[child] = None
+                walk(child)
+
+    walk(root)
+    return [module for module in found if not isinstance(module, CONTAINERS)]
+
+
+def as_policy(policy: WrapPolicy | WrapFunction) -> WrapPolicy:
+    """Return ``policy`` itself, or the policy that a function in torch's style stands for."""
+    if hasattr(policy, "choose"):
+        return policy
+    if callable(policy):
+        return FunctionPolicy(policy)
+    raise ValueError(f"auto_wrap_policy: expected a wrap policy or a function, got {policy!r}")
