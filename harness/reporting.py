@@ -294,9 +294,10 @@ def _template(
             vars(chosen).pop("wasxfail", None)
             return chosen
     else:
-        told = sorted(reports.values(), key=lambda report: (report.passed, not hasattr(report, "wasxfail")))
-        if told:
-            return copy.copy(told[0])
+        # A report that failed without being a cause is a victim's: the cause is told elsewhere.
+        sound = [report for report in reports.values() if not report.failed]
+        if sound:
+            return copy.copy(min(sound, key=lambda report: (report.passed, not hasattr(report, "wasxfail"))))
     keywords = dict.fromkeys(context.item.keywords, 1)
     return pytest.TestReport(context.item.nodeid, context.item.location, keywords, "passed", None, phase)
 
