@@ -1,0 +1,180 @@
+"""One face for the engines that the suites hold to the same behaviour. Inside a rank; imports torch.
+
+A suite says what it wants in a `ShardSpec` and reaches the engine through the `engine` fixture. What an
+engine cannot do it refuses with NotImplementedError when a spec asks for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import harness.engine as lockstep
+
+__all__ = ["Engine", "Group", "Precision", "ShardSpec", "find"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of computation and communication; None keeps what the model has.
+
+    ``param_dtype``: parameters in forward and backward, and their gather. ``reduce_dtype``: gradients on the
+    wire; None means ``param_dtype``. ``buffer_dtype``: floating-point buffers. ``cast_forward_inputs``: units
+    below the root cast their floating-point arguments to ``param_dtype``; ``cast_root_forward_inputs``: the
+    root does. ``keep_low_precision_grads``: gradients stay in the dtype they were reduced in.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a model is to be sharded, in words that fit every engine.
+
+    ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``units``: submodules that gather and free on their
+    own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients and
+    the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
+    parameter per group. ``sync_module_states``: all ranks start from rank 0's values. ``device``: where to
+    compute; None is where the model is. ``process_group``: None is the default group.
+    """
+
+    strategy: str = "FULL_SHARD"
+    precision: Precision = Precision()
+    units: tuple[str | type[nn.Module], ...] = ()
+    offload: bool = False
+    use_orig_params: bool = False
+    sync_module_states: bool = False
+    device: torch.device | None = None
+    process_group: dist.ProcessGroup | None = None
+
+
+class Group(Protocol):
+    """What an engine shows of one group of parameters, as it is at the moment of asking.
+
+    ``parameters`` are names as in the bare model. ``gradient_dtype`` is None while no gradient is held.
+    ``local_numel`` and ``full_numel`` count elements of this rank's shard and of all shards, ``padding``
+    included. ``gathered_bytes`` is what full parameters occupy now, 0 when they are freed.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+    @property
+    def original_dtype(self) -> torch.dtype: ...
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype: ...
+    @property
+    def flat_dtype(self) -> torch.dtype: ...
+    @property
+    def gradient_dtype(self) -> torch.dtype | None: ...
+    @property
+    def local_numel(self) -> int: ...
+    @property
+    def full_numel(self) -> int: ...
+    @property
+    def padding(self) -> int: ...
+    @property
+    def gathered_bytes(self) -> int: ...
+    @property
+    def training(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """What shards a model. Every method is called on all ranks in step."""
+
+    @property
+    def name(self) -> str:
+        """What `find` and the option ``--engine`` call it."""
+        ...
+
+    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
+        """Return the sharded model; ``model`` is used up by it."""
+        ...
+
+    def groups(self, model: nn.Module) -> Sequence[Group]:
+        """Return the groups of a sharded model, outer before inner."""
+        ...
+
+    def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return copies of all parameters in full, original dtype, by their names in the bare model."""
+        ...
+
+    def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
+        """Return copies of all gradients in full, by parameter name; None where no rank has one."""
+        ...
+
+
+class Lockstep:
+    """The built-in engine, through its wrapper front."""
+
+    name = "lockstep"
+
+    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
+        precision = {field.name: getattr(spec.precision, field.name) for field in fields(Precision)}
+        return lockstep.FullyShardedDataParallel(
+            model,
+            process_group=spec.process_group,
+            sharding_strategy=_strategy(spec.strategy),
+            cpu_offload=lockstep.CPUOffload(spec.offload),
+            auto_wrap_policy=_policy(model, spec.units) if spec.units else None,
+            mixed_precision=lockstep.MixedPrecision(**precision),
+            device_id=spec.device,
+            sync_module_states=spec.sync_module_states,
+            use_orig_params=spec.use_orig_params,
+        )
+
+    def groups(self, model: nn.Module) -> Sequence[Group]:
+        return lockstep.groups(model)
+
+    def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        with lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
+        summon = lockstep.FullyShardedDataParallel.summon_full_params
+        with summon(model, writeback=False, with_grads=True):
+            return {
+                name: None if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+            }
+
+
+_ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}
+
+
+def find(name: str) -> Engine:
+    """Return the engine that is called ``name``; ValueError with the known names if there is none."""
+    if name not in _ENGINES:
+        raise ValueError(f"no engine is called {name!r}; known: {', '.join(sorted(_ENGINES))}")
+    return _ENGINES[name]()
+
+
+def _strategy(name: str) -> lockstep.ShardingStrategy:
+    known = lockstep.ShardingStrategy.__members__
+    if name not in known:
+        raise ValueError(f"ShardSpec: strategy {name!r} is not built; known: {', '.join(known)}")
+    return known[name]
+
+
+def _policy(model: nn.Module, units: tuple[str | type[nn.Module], ...]) -> lockstep.WrapPolicy:
+    modules = dict(model.named_modules())
+    unknown = [unit for unit in units if isinstance(unit, str) and unit not in modules]
+    if unknown:
+        raise ValueError(
+            f"ShardSpec: units {unknown} are not submodules of {type(model).__name__}; "
+            f"it has {[name for name in modules if name]}"
+        )
+    chosen = {modules[unit] for unit in units if isinstance(unit, str)}
+    classes = tuple(unit for unit in units if isinstance(unit, type))
+    return lockstep.CustomPolicy(lambda module: module in chosen or isinstance(module, classes))
