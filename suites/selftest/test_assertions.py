@@ -160,9 +160,16 @@ def test_dropout_is_the_same_in_both_trainings(world, training):
 
 @pytest.mark.ranks(2)
 def test_training_steps_through_the_scaler(training, ddp):
-    plain, scaled = ddp(), ddp(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    assert_parity(plain, scaled, training())
-    assert scaled.scaler.get_scale() == 1024.0
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert_parity(ddp(), ddp(scaler=grad_scaler), training())
+    assert grad_scaler.get_scale() == 1024.0
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_compared_unscaled(training, ddp):
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = ddp(full_gradients=named_gradients)
+    assert_parity(plain, ddp(full_gradients=named_gradients, scaler=grad_scaler), training())
 
 
 @pytest.mark.ranks(2)

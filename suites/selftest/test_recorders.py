@@ -109,6 +109,14 @@ def test_functional_collective_is_recorded_once_under_the_same_name(world, colle
 
 
 @pytest.mark.ranks(2)
+def test_functional_collective_in_place_has_the_name_of_the_other(world, collectives):
+    t = torch.ones(4, device=world.device)
+    work = torch.ops._c10d_functional.all_reduce_(t, "sum", world.group.group_name)
+    torch.ops._c10d_functional.wait_tensor(work)
+    assert only(collectives) == Collective("all_reduce", (F32,), ((4,),), 16, 2, 0, False)
+
+
+@pytest.mark.ranks(2)
 def test_functional_collective_of_a_pending_result_is_recorded_once(world, collectives):
     pending = functional.all_reduce(torch.ones(4, device=world.device), "sum", world.group)
     _ = functional.all_reduce(pending, "sum", world.group) + 1
