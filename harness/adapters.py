@@ -6,6 +6,7 @@ engine cannot do it refuses with NotImplementedError when a spec asks for it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -40,8 +41,8 @@ class ShardSpec:
     """How a model is to be sharded, in words that fit every engine.
 
     ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``units``: submodules that gather and free on their
-    own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients and
-    the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
+    own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients
+    and the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
     parameter per group. ``sync_module_states``: all ranks start from rank 0's values. ``device``: where to
     compute; None is where the model is. ``process_group``: None is the default group.
     """
@@ -59,7 +60,8 @@ class ShardSpec:
 class Group(Protocol):
     """What an engine shows of one group of parameters, as it is at the moment of asking.
 
-    ``parameters`` are names as in the bare model. ``gradient_dtype`` is None while no gradient is held.
+    ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, GATHERED, KEPT (full parameters
+    wait for backward) or SUMMONED. ``gradient_dtype`` is None while no gradient is held.
     ``local_numel`` and ``full_numel`` count elements of this rank's shard and of all shards, ``padding``
     included. ``gathered_bytes`` is what full parameters occupy now, 0 when they are freed.
     """
@@ -68,6 +70,8 @@ class Group(Protocol):
     def name(self) -> str: ...
     @property
     def parameters(self) -> tuple[str, ...]: ...
+    @property
+    def state(self) -> Enum: ...
     @property
     def original_dtype(self) -> torch.dtype: ...
     @property

@@ -15,8 +15,8 @@ __all__ = ["AlwaysWrapNestedWrappedModule", "NestedWrappedModule"]
 class NestedWrappedModule(nn.Module):
     """A unit inside a unit, another beside it, and bare linear layers before and after that the root holds.
 
-    Every group frees and reduces at its own time, and the root's parameters lie at both ends of the model. The
-    groups hold 76, 272, 80 and 68 elements: no padding on two and four ranks, some in each on three.
+    Every group frees and reduces at its own time, and the root's parameters lie at both ends of the model.
+    The groups hold 76, 272, 80 and 68 elements: no padding on two and four ranks, some in each on three.
     """
 
     units: ClassVar[tuple[str | type[nn.Module], ...]] = ("module.1", "module.1.0", "module.2")

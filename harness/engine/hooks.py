@@ -119,13 +119,13 @@ class Unit:
             self.group.gather()
             if torch.is_grad_enabled():
                 self._watch_leaves(self.group)
-                self._watch_inputs(self.group, (args, kwargs))
+                args, kwargs = self._watch_inputs(self.group, (args, kwargs))
         return args, kwargs
 
     def after_forward(self, output: Any) -> Any:
         """Free or keep the full parameters, and see to it that backward finds them."""
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
-        if graded:
+        if graded and (self.group or self.tree.root is self):
             register_multi_grad_hook(graded, lambda _: self._before_backward(), mode="any")
         if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
             self._give_up(self.group, hooked=bool(graded))
@@ -186,12 +186,16 @@ class Unit:
                 self._nodes[leaf] = get_gradient_edge(leaf).node
                 leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
-    def _watch_inputs(self, group: ShardGroup, arguments: Any) -> None:
-        """Frozen parameters are read until gradients have passed through to the unit's inputs."""
-        if not group.all_trainable:
-            inputs = [t for t in tensors(arguments) if t.requires_grad]
-            if inputs:
-                register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(), mode="all")
+    def _watch_inputs(self, group: ShardGroup, arguments: Any) -> Any:
+        """Return ``arguments``; watch gradients pass through them, until when frozen parameters are read."""
+        if group.all_trainable:
+            return arguments
+        # A leaf may be passed in at every step, and would gather a hook each time.
+        arguments = map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, arguments)
+        inputs = [t for t in tensors(arguments) if t.requires_grad]
+        if inputs:
+            register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(), mode="all")
+        return arguments
 
     def _before_backward(self) -> None:
         self.tree.enter_backward()
