@@ -11,6 +11,8 @@ from harness.assertions.parity import (
     Trainee,
     Training,
     assert_parity,
+    named_gradients,
+    named_parameters,
     per_rank_batches,
 )
 from harness.assertions.sharded import assert_sharded_parity
@@ -28,5 +30,7 @@ __all__ = [
     "assert_same_across_ranks",
     "assert_sharded_parity",
     "fail_together",
+    "named_gradients",
+    "named_parameters",
     "per_rank_batches",
 ]

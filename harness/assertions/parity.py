@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.assertions.agreement import fail_together, gathered
 from harness.assertions.closeness import EXACT, Named, Tolerance, differences
 
-__all__ = ["Trainee", "Training", "assert_parity", "per_rank_batches"]
+__all__ = ["Trainee", "Training", "assert_parity", "named_gradients", "named_parameters", "per_rank_batches"]
 
 Batch = TypeVar("Batch")
 
@@ -50,8 +50,14 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
     With DTensor parameters it is a collective.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in inner.named_parameters()}
+    parameters = _bare(model).named_parameters()
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters}
+
+
+def named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the gradients as `named_parameters` returns the parameters; None where there is none."""
+    gradients = {name: p.grad for name, p in _bare(model).named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
 def sgd_with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -198,6 +204,10 @@ def _emptiness(start: Named, reference: _Run, training: Training) -> list[str]:
     if not training.same_data and len(losses) > 1 and len(distinct) == 1:
         found.append("the losses are the same on all ranks: give them different data, or say same_data")
     return found
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _snapshot(tensors: Named) -> dict[str, torch.Tensor | None]:

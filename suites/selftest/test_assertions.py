@@ -23,6 +23,7 @@ from harness.assertions import (
     assert_same_across_ranks,
     assert_sharded_parity,
     fail_together,
+    named_gradients,
     per_rank_batches,
 )
 
@@ -55,10 +56,6 @@ def ddp(world) -> Callable[..., Trainee]:
     return make
 
 
-def named_gradients(model: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-
-
 # parity of trainings
 
 
@@ -66,7 +63,8 @@ def named_gradients(model: nn.Module) -> Mapping[str, torch.Tensor | None]:
 def test_fsdp2_has_parity_with_ddp(world, training, ddp):
     model = make_model().to(world.device)
     fully_shard(model, mesh=world.mesh(2))
-    assert_parity(ddp(), Trainee(model), training())
+    candidate = Trainee(model, full_gradients=named_gradients)
+    assert_parity(ddp(full_gradients=named_gradients), candidate, training())
 
 
 @pytest.mark.ranks(2)
