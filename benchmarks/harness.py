@@ -24,13 +24,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from string import Template
+from typing import Any
 
 # What is wanted. A fresh world is compared with MultiProcessTestCase, which starts processes for each test; a
 # warm one with MultiProcContinuousTest, which keeps them for a class.
@@ -326,19 +327,24 @@ def wanted(figures: Figures, worlds: Sequence[int]) -> dict[str, bool]:
     return held
 
 
-def write_json(figures: Figures, path: Path) -> None:
-    """Write every sample, in seconds, and what they were taken on."""
-    machine = {
+def describe_machine() -> dict[str, Any]:
+    """Return what the figures are taken on, and how busy others keep it before anything runs."""
+    return {
         "python": platform.python_version(),
         "torch": version("torch"),
         "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
     }
+
+
+def write_json(figures: Figures, machine: Mapping[str, Any], path: Path) -> None:
+    """Write every sample, in seconds, and what they were taken on."""
     kinds = {"first": figures.first, "each": figures.each}
     per_test = {
         kind: {f"{name} at {world}": samples for (name, world), samples in by_key.items()}
         for kind, by_key in kinds.items()
     }
-    path.write_text(json.dumps(machine | per_test | {"verdict": figures.verdict}, indent=2) + "\n")
+    path.write_text(json.dumps({**machine} | per_test | {"verdict": figures.verdict}, indent=2) + "\n")
 
 
 def main() -> int:
@@ -352,13 +358,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a wanted ratio does not hold")
     options = parser.parse_args()
     worlds = [int(size) for size in options.worlds.split(",")]
+    machine = describe_machine()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
         figures = measure(worlds, options.repeats, Path(base))
     print(report(figures, worlds))
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
     held = wanted(figures, worlds)
     print("\n" + "\n".join(f"{'held  ' if ok else 'MISSED'}  {what}" for what, ok in held.items()))
     if options.json:
-        write_json(figures, options.json)
+        write_json(figures, machine, options.json)
     return int(options.check and not all(held.values()))
 
 
