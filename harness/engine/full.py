@@ -1,7 +1,8 @@
 """The full parameters of one group in one dtype: one buffer, and a leaf tensor per parameter that lies in it.
 
 The leaves live as long as the group, so that what autograd saved in forward is valid in backward; only the
-memory under them comes and goes. Runs on ranks; imports engine.layout only.
+memory under them comes and goes. To read a leaf whose memory is gone crashes the process, as with torch's own
+engines; with LOCKSTEP_ENGINE_DEBUG=1 it reads NaN. Runs on ranks; imports engine.layout only.
 """
 
 from dataclasses import dataclass

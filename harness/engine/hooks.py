@@ -134,9 +134,13 @@ class Unit:
         return output
 
     def abort_forward(self) -> None:
-        """Give up after an exception; but checkpointing ends recomputations with one, and goes on."""
+        """Give up after an exception; but checkpointing ends recomputations with one, and goes on.
+
+        Full parameters stay until the next forward: frames of the traceback hold them, and whoever prints
+        these (pytest does) would read memory that is gone.
+        """
         if self.group and not self.tree.in_backward:
-            self.group.free()
+            self.group.keep()
 
     def finish(self) -> None:
         """Leave nothing of a backward that has ended: reduce what nobody waited for, and free."""

@@ -9,9 +9,6 @@ from torch import nn
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Classes without a forward, which no policy can make a unit."""
-
 
 class WrapPolicy(Protocol):
     """Choose modules below ``root``: each chosen one with the constructor arguments that differ for it."""
@@ -72,7 +69,7 @@ class FunctionPolicy:
             if not self.function(module=module, recurse=True, nonwrapped_numel=numel):
                 return 0
             taken = sum(visit(child) for child in module.children() if child not in seen)
-            if module is root or isinstance(module, CONTAINERS):
+            if module is root or not has_forward(module):
                 return taken
             if not self.function(module=module, recurse=False, nonwrapped_numel=numel - taken):
                 return taken
@@ -106,7 +103,12 @@ def candidates(root: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Modul
                 walk(child)
 
     walk(root)
-    return [module for module in found if not isinstance(module, CONTAINERS)]
+    return [module for module in found if has_forward(module)]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Tell whether ``module`` can be called; a ModuleList, for one, cannot, and so cannot be a unit."""
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
 def as_policy(policy: WrapPolicy | WrapFunction) -> WrapPolicy:

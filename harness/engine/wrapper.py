@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.engine import clip, construction
 from harness.engine.hooks import Tree
 from harness.engine.parameters import Slot
 from harness.engine.policy import CPUOffload, GroupInfo, GroupState, MixedPrecision, ShardingStrategy
 from harness.engine.summon import Summon, refuse_when_busy, summoned
-from harness.engine.wrap import CONTAINERS, WrapFunction, WrapPolicy, as_policy, candidates
+from harness.engine.wrap import WrapFunction, WrapPolicy, as_policy, candidates, has_forward
 
 _INNER = "_sharded_module"
 _FLAT = "flat_param"
@@ -196,6 +197,19 @@ class FullyShardedDataParallel(nn.Module):
                 found[prefix + name] = found[prefix + name].to(dtype)
         return found
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what `state_dict` of a model with any wrapping, or with none, returned; on every rank.
+
+        Returns the missing and unexpected names; raises RuntimeError for them if ``strict``.
+        """
+        try:
+            missing, unexpected = super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise RuntimeError(str(error).replace(f"{_INNER}.", "")) from None
+        return _IncompatibleKeys(list(map(clean_name, missing)), list(map(clean_name, unexpected)))
+
     def _full_for_state(self) -> AbstractContextManager[None]:
         group = self._unit.group
         if group and group.state is GroupState.SUMMONED:
@@ -272,7 +286,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got {type(module).__name__}")
-    if isinstance(module, CONTAINERS):
+    if not has_forward(module):
         raise ValueError(
             f"FullyShardedDataParallel cannot wrap {type(module).__name__}: it has no forward of its own; "
             "wrap what it contains, or the module that contains it."

@@ -1,0 +1,411 @@
+"""What the user of the wrapper front sees: names, states, dtypes, full parameters, errors with a cure."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.assertions import assert_named_close, assert_same_across_ranks
+from harness.engine import (
+    CPUOffload,
+    CustomPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    always_wrap_policy,
+    groups,
+    size_based_auto_wrap_policy,
+)
+from harness.zoo import NestedWrappedModule
+
+pytestmark = pytest.mark.ranks(2)
+
+FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+F16, F32 = torch.float16, torch.float32
+summon = FullyShardedDataParallel.summon_full_params
+
+
+def nested(world, **arguments):
+    torch.manual_seed(0)
+    return FullyShardedDataParallel(NestedWrappedModule().to(world.device), **arguments)
+
+
+def batch(world):
+    return torch.ones(4, 8, device=world.device)
+
+
+def states(model):
+    return [group.state.name for group in groups(model)]
+
+
+# names, sizes, states
+
+
+def test_original_parameters_keep_names_and_identity_and_show_this_ranks_piece(world):
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(world.device)
+    before = dict(bare.named_parameters())
+    model = FullyShardedDataParallel(
+        bare, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True
+    )
+    assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert sizes == {
+        "0.weight": ((3,), (1,))[world.rank],
+        "0.bias": ((0,), (2,))[world.rank],
+        "1.weight": ((2,), (0,))[world.rank],
+        "1.bias": ((0,), (1,))[world.rank],
+    }
+
+
+def test_without_original_parameters_there_is_one_flat_parameter_per_group(world):
+    model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert sizes == {
+        "module.0.flat_param": 18,
+        "module.1.0.flat_param": 40,
+        "module.1.1.flat_param": 136,
+        "module.2.flat_param": 34,
+        "module.3.flat_param": 20,
+    }
+
+
+@pytest.mark.ranks(3)
+def test_groups_show_names_and_sizes(world):
+    (group,) = groups(FullyShardedDataParallel(nn.Linear(3, 1).to(world.device)))
+    assert (group.name, group.parameters) == ("", ("weight", "bias"))
+    assert (group.local_numel, group.full_numel, group.padding) == (2, 6, 2)
+    assert (group.local_bytes, group.gathered_bytes, group.gradient_dtype) == (8, 0, None)
+
+
+@pytest.mark.parametrize(("strategy", "after"), [(FULL, "SHARDED"), (GRAD_OP, "KEPT"), (NONE, "KEPT")])
+def test_groups_are_gathered_inside_forward_and_wait_for_backward_as_the_strategy_says(
+    world, strategy, after
+):
+    model = nested(world, sharding_strategy=strategy, use_orig_params=True)
+    seen = []
+    model.module.module[1].register_forward_hook(lambda *_: seen.extend(states(model)))
+    shapes = [p.shape for p in model.parameters()]
+    loss = model(batch(world)).sum()
+    assert (seen, states(model)) == (["GATHERED"], [after])
+    assert [p.shape for p in model.parameters()] == shapes
+    loss.backward()
+    assert states(model) == ["SHARDED"]
+
+
+def test_modules_compute_with_plain_tensors_that_autograd_tracks(world):
+    model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, *_: seen.append((type(m.weight), m.weight.requires_grad)))
+    model(batch(world))
+    assert seen == [(torch.Tensor, True)] * 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (always_wrap_policy, ["module.0", "module.1.0", "module.1.1", "module.2", "module.3"]),
+        (ModuleWrapPolicy({nn.Sequential}), ["module", "module.1"]),
+        (
+            CustomPolicy(lambda m: isinstance(m, nn.Linear) and m.out_features == 16),
+            ["", "module.1.0", "module.1.1"],
+        ),
+        (
+            lambda **at: size_based_auto_wrap_policy(min_num_params=100, **at),
+            ["module", "module.1.1"],
+        ),
+    ],
+    ids=["always", "module_class", "custom", "size"],
+)
+def test_policies_choose_units(world, policy, names):
+    assert [group.name for group in groups(nested(world, auto_wrap_policy=policy))] == names
+
+
+def test_custom_policy_gives_a_unit_arguments_of_its_own(world):
+    policy = CustomPolicy(lambda m: {"sharding_strategy": NONE} if isinstance(m, nn.Linear) else False)
+    model = nested(world, auto_wrap_policy=policy, sharding_strategy=FULL)
+    assert {group.sharding_strategy for group in groups(model)} == {NONE}
+
+
+# dtypes
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_cast_after_wrapping_takes_gradients_and_buffers_along(world, use_orig_params):
+    bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
+    model = FullyShardedDataParallel(bare, use_orig_params=use_orig_params)
+    model(batch(world)).sum().backward()
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
+    model(batch(world).double()).sum().backward()
+    assert {b.dtype for b in model.buffers()} == {torch.float64, torch.int64}
+
+
+def test_buffers_are_cast_at_the_first_forward_and_saved_in_their_own_dtype(world):
+    bare = nn.Linear(8, 8).to(world.device)
+    bare.register_buffer("offset", torch.zeros(8, device=world.device))
+    bare.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=world.device))
+    model = FullyShardedDataParallel(bare, mixed_precision=MixedPrecision(buffer_dtype=F16))
+    model(batch(world))
+    saved = model.state_dict()
+    assert {name: b.dtype for name, b in model.named_buffers()} == {"offset": F16, "steps": torch.int64}
+    assert (saved["offset"].dtype, saved["steps"].dtype) == (F32, torch.int64)
+
+
+@pytest.mark.parametrize(("cast", "root", "inner"), [(False, F16, F16), (True, F16, torch.bfloat16)])
+def test_the_root_casts_its_arguments_and_a_unit_below_only_if_told(world, cast, root, inner):
+    class Seeing(nn.Module):
+        def forward(self, x):
+            self.dtype = x.dtype
+            return x
+
+    below = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+    first, second = Seeing(), Seeing()
+    inside = FullyShardedDataParallel(second, mixed_precision=below)
+    above = MixedPrecision(param_dtype=F16)
+    FullyShardedDataParallel(nn.Sequential(first, inside), mixed_precision=above)(batch(world))
+    assert (first.dtype, second.dtype) == (root, inner)
+
+
+def test_batch_norm_becomes_a_unit_of_its_own_in_full_precision(world):
+    bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(world.device)
+    precision = MixedPrecision(param_dtype=F16, buffer_dtype=F16)
+    with pytest.warns(UserWarning, match="BatchNorm1d modules are wrapped as units of their own"):
+        model = FullyShardedDataParallel(
+            bare, auto_wrap_policy=CustomPolicy(lambda _: False), mixed_precision=precision
+        )
+    output = model(torch.randn(4, 8, device=world.device))
+    output.sum().backward()
+    assert output.dtype == F16
+    assert {group.name: group.compute_dtype for group in groups(model)} == {"": F16, "1": F32}
+    assert bare[1].running_mean.dtype == F32
+
+
+# full parameters and state
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_summoned_parameters_are_the_originals_and_changes_are_kept(world, use_orig_params):
+    bare = NestedWrappedModule().to(world.device)
+    expected = {name: p.detach().clone() for name, p in bare.named_parameters()}
+    world.assert_same({name: p.sum().item() for name, p in expected.items()})
+    model = FullyShardedDataParallel(
+        bare, auto_wrap_policy=always_wrap_policy, use_orig_params=use_orig_params
+    )
+    with summon(model):
+        assert_named_close(dict(model.named_parameters()), expected)
+        for parameter in model.parameters():
+            parameter.data.add_(1)
+    with summon(model, writeback=False):
+        assert_named_close(dict(model.named_parameters()), {n: p + 1 for n, p in expected.items()})
+
+
+def test_summoned_changes_are_dropped_without_writeback(world):
+    model = nested(world)
+    with summon(model, writeback=False):
+        model.module.module[0].weight.data.zero_()
+    with summon(model):
+        assert model.module.module[0].weight.any()
+
+
+def test_only_rank_zero_sees_full_parameters_if_told(world):
+    model = nested(world, use_orig_params=True)
+    with summon(model, writeback=False, rank0_only=True):
+        assert states(model) == [("SUMMONED", "SHARDED")[world.rank]]
+
+
+def test_a_parameter_overwritten_in_place_or_by_data_changes_the_output(world):
+    model = FullyShardedDataParallel(nn.Linear(8, 8, bias=False).to(world.device), use_orig_params=True)
+    with torch.no_grad():
+        model.weight.fill_(2)
+        assert model(batch(world)).unique().tolist() == [16]
+        model.weight.data = torch.full((8, 8), 3.0, device=world.device)
+        assert model(batch(world)).unique().tolist() == [24]
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_state_goes_round_between_differently_wrapped_models(world, strategy, use_orig_params):
+    bare = NestedWrappedModule().to(world.device)
+    expected = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+    saved = nested(world, auto_wrap_policy=always_wrap_policy, sharding_strategy=strategy)
+    assert list(saved.state_dict()) == list(expected)
+    saved.load_state_dict(expected)
+    other = nested(world, use_orig_params=use_orig_params)
+    other.load_state_dict(saved.state_dict())
+    assert_named_close(other.state_dict(), expected)
+
+
+def test_loading_reports_missing_and_unexpected_names_as_torch_does(world):
+    model = nested(world, auto_wrap_policy=always_wrap_policy)
+    state = model.state_dict()
+    state["module.9.weight"] = state.pop("module.0.weight")
+    with pytest.raises(
+        RuntimeError, match=r"Missing key.*\"module\.0\.weight\"[^U]*Unexpected key.*\"module\.9\.weight\""
+    ):
+        model.load_state_dict(state)
+    assert set(states(model)) == {"SHARDED"}
+
+
+def test_all_ranks_start_from_the_values_of_rank_zero_if_told(world):
+    torch.manual_seed(world.rank)
+    bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
+    bare[1].running_mean.fill_(world.rank)
+    model = FullyShardedDataParallel(bare, sync_module_states=True, auto_wrap_policy=always_wrap_policy)
+    assert_same_across_ranks(model.state_dict())
+    assert not model.state_dict()["1.running_mean"].any()
+
+
+def test_ignored_modules_are_neither_sharded_nor_cast_nor_synchronised(world):
+    bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
+    bare[1].running_mean.fill_(world.rank)
+    precision = MixedPrecision(buffer_dtype=F16)
+    model = FullyShardedDataParallel(
+        bare, mixed_precision=precision, ignored_modules=[bare[1]], sync_module_states=True
+    )
+    assert bare[1].running_mean[0] == world.rank
+    model(batch(world)).sum().backward()
+    assert (bare[1].weight.shape, bare[1].running_mean.dtype) == ((8,), F32)
+    assert [group.parameters for group in groups(model)] == [("0.weight", "0.bias")]
+
+
+# after an exception
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.fails = ""
+
+    def forward(self, x):
+        if self.fails == "forward":
+            raise ValueError("planted in forward")
+        x = self.linear(x)
+        if self.fails == "backward":
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, _):
+        raise ValueError("planted in backward")
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_the_model_usable(world, strategy, where):
+    failing = Failing()
+    bare = nn.Sequential(nn.Linear(8, 8), failing, nn.Linear(8, 8)).to(world.device)
+    model = FullyShardedDataParallel(
+        bare, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), sharding_strategy=strategy
+    )
+    model(batch(world)).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    failing.fails = where
+    with pytest.raises(ValueError, match=f"planted in {where}"):
+        model(batch(world)).sum().backward()
+    failing.fails = ""
+    model.zero_grad()
+    model(batch(world)).sum().backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+
+
+# errors
+
+
+def mixed_dtypes():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+
+
+def partly_frozen():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+
+
+def tied_across_units():
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    bare[1].weight = bare[0].weight
+    return nn.Sequential(FullyShardedDataParallel(bare[0]), bare[1])
+
+
+REFUSED = {
+    "dtypes": (
+        mixed_dtypes,
+        {},
+        r"agree in dtype, but '0.weight' has torch.float32, '1.weight' has torch.float16",
+    ),
+    "frozen": (partly_frozen, {}, r"'0.weight' has True, '1.weight' has False; pass use_orig_params=True"),
+    "tied": (
+        tied_across_units,
+        {},
+        r"'1.weight' is tied to weight of .*Linear.*Wrap one module that contains both",
+    ),
+    "container": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "cannot wrap ModuleList: it has no forward"),
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), {}, "'weight' is on the meta device; give it storage"),
+    "prefetch": (lambda: nn.Linear(2, 2), {"forward_prefetch": True}, "forward_prefetch is not built yet"),
+    "mesh": (lambda: nn.Linear(2, 2), {"device_mesh": object()}, "device_mesh is not built yet"),
+    "hybrid": (lambda: nn.Linear(2, 2), {"process_group": (1, 2)}, "expected one ProcessGroup, got tuple"),
+    "not_a_module": (lambda: torch.zeros(2), {}, "wraps an nn.Module, got Tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_sharded_is_refused_with_names_and_cure(case):
+    make, arguments, message = REFUSED[case]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        FullyShardedDataParallel(make(), **arguments)
+
+
+def test_no_sync_and_clipping_are_for_the_root(world):
+    model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    with (
+        pytest.raises(RuntimeError, match="no_sync is for the root unit only"),
+        model.module.module.no_sync(),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ is for the root unit only"):
+        model.module.module.clip_grad_norm_(1.0)
+
+
+def test_summoning_is_illegal_inside_forward_and_backward(world):
+    model = nested(world)
+
+    def use(*_):
+        with summon(model):
+            pass
+
+    model.module.module[1].register_forward_hook(use)
+    with pytest.raises(RuntimeError, match="summon_full_params is illegal inside forward and backward"):
+        model(batch(world))
+
+
+def test_forward_inside_summon_is_refused(world):
+    model = nested(world)
+    with summon(model), pytest.raises(RuntimeError, match="forward or backward inside summon_full_params"):
+        model(batch(world))
+
+
+def test_writing_back_from_rank_zero_alone_is_refused(world):
+    with pytest.raises(ValueError, match="writeback with rank0_only"):
+        summon(nested(world), rank0_only=True)
+
+
+def test_an_exchanged_parameter_is_refused_by_name(world):
+    model = nested(world, use_orig_params=True)
+    model.module.module[0].weight = nn.Parameter(torch.zeros(4, 8, device=world.device))
+    with pytest.raises(RuntimeError, match=r"parameter 'module\.0\.weight' was exchanged"):
+        model(batch(world))
+
+
+def test_a_parameter_that_a_traceback_holds_can_be_printed(world):
+    class Holding(nn.Linear):
+        def forward(self, _):
+            weight = self.weight
+            raise ValueError(f"holds {weight.numel()} elements")
+
+    model = FullyShardedDataParallel(Holding(8, 8).to(world.device), cpu_offload=CPUOffload(True))
+    with pytest.raises(ValueError, match="holds 64 elements") as caught:
+        model(batch(world))
+    weight = caught.traceback[-1].frame.f_locals["weight"]
+    assert "requires_grad=True" in repr(weight)
+    assert states(model) == ["KEPT"]
