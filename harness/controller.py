@@ -50,10 +50,6 @@ class Controller:
         self._worlds = Worlds(self._start_world, self._complain)
         self._preload = tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
-        if self._start_method not in START_METHODS:
-            raise pytest.UsageError(
-                f"ranks_start_method = {self._start_method!r}: choose {' or '.join(START_METHODS)}"
-            )
 
     # Before tests: find out what will be needed, and start it early
 
@@ -85,11 +81,13 @@ class Controller:
         marked = [(item, mark) for item in items if (mark := _mark_of(item))]
         for item, mark in marked:
             item.stash[_request_key] = self._request(item, mark)
+        if not marked:
+            self._stop_server()  # the word stood in a file, but no test needs it
         if marked and (self._config.option.usepdb or self._config.option.trace):
             option = "--pdb" if self._config.option.usepdb else "--trace"
             raise pytest.UsageError(
-                f"{option} cannot reach into ranks, which have no terminal, and {marked[0][0].nodeid} runs on "
-                f"ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
+                f"{option} cannot reach into ranks, which have no terminal, and {marked[0][0].nodeid} "
+                f"runs on ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
             )
 
     def _request(self, item: pytest.Item, mark: RanksMark) -> Request:
@@ -97,7 +95,9 @@ class Controller:
         backend = mark.backend or default_backend(self._config)
         device = self._config.getoption("device") or ("cuda" if backend == "nccl" else "cpu")
         if device not in BACKENDS[backend]:
-            raise pytest.UsageError(f"{item.nodeid}: the backend {backend} does not work on the device {device}")
+            raise pytest.UsageError(
+                f"{item.nodeid}: the backend {backend} does not work on the device {device}"
+            )
         timeout = mark.timeout or self._config.getoption("world_timeout")
         fresh = mark.fresh or self._config.getoption("fresh_worlds")
         request = Request(WorldKey(size, backend, device), fresh, timeout)
@@ -118,7 +118,9 @@ class Controller:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+    def _run(
+        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
+    ) -> list[pytest.TestReport]:
         try:
             world = self._worlds.take(request.key, fresh=request.fresh)
         except WorldError as error:
@@ -152,7 +154,7 @@ class Controller:
         )
 
     def _next_of_world(self, key: WorldKey, nextitem: pytest.Item | None) -> pytest.Item | None:
-        """Find the item that will run next on the same world, so that fixtures they share stay up until then."""
+        """Find the next item on the same world, so that fixtures they share stay up until then."""
         if nextitem is None:
             return None
         items = nextitem.session.items
@@ -165,8 +167,9 @@ class Controller:
     def _tear_down_controllers_own(
         self, item: pytest.Item, nextitem: pytest.Item | None, report: pytest.TestReport
     ) -> None:
-        """Tear down wider fixtures of unmarked items before this one, as pytest would between any two items."""
-        setup_state = item.session._setupstate  # pytest offers no other way to a plugin that runs items itself
+        """Tear down wider fixtures of unmarked items before this one, as pytest would between two items."""
+        # pytest offers no other way to a plugin that runs items itself.
+        setup_state = item.session._setupstate
         call = pytest.CallInfo.from_call(lambda: setup_state.teardown_exact(nextitem), when="teardown")
         if call.excinfo is not None:
             failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
@@ -175,9 +178,10 @@ class Controller:
     def _rerun(self, item: pytest.Item) -> str:
         """The command that runs one item again: its node id, and what the user chose of our options."""
         config = self._config
-        node = f"{os.path.relpath(item.path, config.invocation_params.dir)}::{str(item.nodeid).split('::', 1)[1]}"
-        words = ["pytest", node]
-        for option, default in (("backend", None), ("device", None), ("engine", "lockstep"), ("world_seed", 0)):
+        path = os.path.relpath(item.path, config.invocation_params.dir)
+        words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
+        defaults = {"backend": None, "device": None, "engine": "lockstep", "world_seed": 0}
+        for option, default in defaults.items():
             value = config.getoption(option)
             if value != default:
                 words += [f"--{option.replace('_', '-')}", str(value)]
@@ -191,7 +195,9 @@ class Controller:
             self._record(_to_message(warned), str(item.nodeid))
 
     def _complain(self, line: str) -> None:
-        self._record(warnings.WarningMessage(pytest.PytestWarning(line), pytest.PytestWarning, __file__, 1), "")
+        self._record(
+            warnings.WarningMessage(pytest.PytestWarning(line), pytest.PytestWarning, __file__, 1), ""
+        )
 
     def _record(self, message: warnings.WarningMessage, nodeid: str) -> None:
         self._config.hook.pytest_warning_recorded.call_historic(
@@ -248,8 +254,12 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()
+        self._stop_server()
+
+    def _stop_server(self) -> None:
         if self._launcher is not None:
             self._launcher.stop()
+            self._launcher = None
 
 
 def default_backend(config: pytest.Config) -> str:
@@ -273,9 +283,13 @@ def check_options(config: pytest.Config) -> None:
     if device is not None and device not in BACKENDS[backend]:
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
     if (backend == "nccl" or device == "cuda") and _count_gpus() == 0:
-        raise pytest.UsageError(f"--backend {backend} on cuda: this machine has no GPU; run with --backend gloo")
+        asked = "--device cuda" if device == "cuda" else "--backend nccl"
+        raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+    start_method = config.getini("ranks_start_method")
+    if start_method not in START_METHODS:
+        raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
 
 
 def _mark_of(item: pytest.Item) -> RanksMark | None:
@@ -290,7 +304,9 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
         return mark.sizes[0]
     callspec = getattr(item, "callspec", None)
     if callspec is None or "ranks_size" not in callspec.params:
-        raise pytest.UsageError(f"{item.nodeid}: several world sizes need a test function; give ranks() one size")
+        raise pytest.UsageError(
+            f"{item.nodeid}: several world sizes need a test function; give ranks() one size"
+        )
     return int(callspec.params["ranks_size"])
 
 
@@ -304,7 +320,8 @@ def _lack_of_gpus(key: WorldKey) -> str | None:
     need = key.size if key.backend == "nccl" else 1
     if need <= have:
         return None
-    return f"{key.size} ranks under {key.backend} need {need} GPUs, this machine has {have}; run with --backend gloo"
+    ranks = f"{key.size} ranks under {key.backend}"
+    return f"{ranks} need {need} GPUs, this machine has {have}; run with --backend gloo"
 
 
 def _report(item: pytest.Item, when: str, outcome: str, longrepr: object = None) -> pytest.TestReport:

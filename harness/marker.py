@@ -56,12 +56,16 @@ def _parse(sizes: tuple[Any, ...], options: dict[str, Any]) -> RanksMark:
     check_backend(mark.backend)
     if not isinstance(mark.fresh, bool):
         raise MarkError(f"ranks(fresh={mark.fresh!r}): fresh is True or False")
-    if mark.timeout is not None and not (isinstance(mark.timeout, (int, float)) and mark.timeout > 0):
+    if mark.timeout is not None and not _is_duration(mark.timeout):
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
     return mark
 
 
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
 def check_backend(backend: str | None) -> None:
     """Raise MarkError unless `backend` is None or one that worlds can use."""
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise MarkError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")

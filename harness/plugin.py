@@ -1,4 +1,4 @@
-"""The pytest plugin: options, the `ranks` marker, fixtures. Loaded in every pytest run; must not import torch.
+"""The pytest plugin: options, the `ranks` marker, fixtures. Every pytest run loads it; must not import torch.
 
 In a run, and in a rank of it, everything else is delegated: to `controller` there, to `rank.session` here.
 """
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
     group.addoption("--backend", help="torch.distributed's backend, gloo or nccl, for items that name none")
-    group.addoption("--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)")
+    group.addoption(
+        "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
+    )
     group.addoption("--engine", default="lockstep", help="the engine under test (default: %(default)s)")
     group.addoption(
         "--world-timeout",
@@ -33,7 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="deadline of a test on ranks, set-up and tear-down included (default: %(default)s)",
     )
-    group.addoption("--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)")
+    group.addoption(
+        "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"
+    )
     group.addoption("--fresh-worlds", action="store_true", help="new processes for every test on ranks")
     group.addoption(
         "--rank-output",
@@ -55,15 +59,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on so many ranks, one item a size; "
-        "on `backend`, in processes of its own if `fresh`, within `timeout` seconds. The nearest mark wins.",
+        "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on so many ranks, one item a "
+        "size; on `backend`, in processes of its own if `fresh`, within `timeout` seconds. The nearest "
+        "mark wins.",
     )
-    if config.pluginmanager.hasplugin(RANK_PLUGIN) or _only_distributes(config):
+    if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
     from harness.controller import Controller, check_options
 
-    check_options(config)
-    config.pluginmanager.register(Controller(config), "harness-controller")
+    check_options(config)  # also where others will run the tests: they could only crash, each for itself
+    if not _only_distributes(config):
+        config.pluginmanager.register(Controller(config), "harness-controller")
 
 
 def _only_distributes(config: pytest.Config) -> bool:
@@ -95,7 +101,8 @@ def _session(request: pytest.FixtureRequest) -> RankSession:
     session: RankSession | None = request.config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is None:
         pytest.fail(
-            f"the fixture `{request.fixturename}` exists only on ranks: mark the test with pytest.mark.ranks(2)",
+            f"the fixture `{request.fixturename}` exists only on ranks: mark the test with "
+            "pytest.mark.ranks(2)",
             pytrace=False,
         )
     return session

@@ -112,7 +112,9 @@ class RankSession:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
             # Raised inside one rank they are that test's failure; stopping the run is the controller's.
-            self._send_report(_failure(item.nodeid, item.location, f"{type(error).__name__}: {error}", "call"))
+            self._send_report(
+                _failure(item.nodeid, item.location, f"{type(error).__name__}: {error}", "call")
+            )
 
     # Collecting
 
@@ -189,8 +191,9 @@ def seed_everything(seed: int) -> None:
 
 def _missing(order: RunItem, error: str | None) -> pytest.TestReport:
     text = error or (
-        f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must be "
-        "the same on every rank: does a parametrization depend on the rank, or on an unseeded random choice?"
+        f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
+        "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
+        "choice?"
     )
     return _failure(order.nodeid, (order.path, None, order.nodeid), text, "setup")
 

@@ -1,0 +1,300 @@
+"""What the mark `ranks` asks for, and what a user is told when it, or an option, asks for the impossible."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.marker import MarkError, RanksMark, read_mark
+
+
+def mark_of(*args: Any, **kwargs: Any) -> RanksMark | None:
+    """Read a mark without a session: a node is whatever can name its closest mark."""
+    mark = pytest.mark.ranks(*args, **kwargs).mark
+    node = SimpleNamespace(get_closest_marker=lambda name: mark if name == "ranks" else None)
+    return read_mark(node)
+
+
+def collect(pytester: pytest.Pytester, source: str, *args: str) -> pytest.RunResult:
+    pytester.makepyfile(test_it=source)
+    return pytester.runpytest_subprocess("--collect-only", "-q", *args, timeout=60)
+
+
+def node_ids(result: pytest.RunResult) -> list[str]:
+    return [line for line in result.outlines if "::" in line]
+
+
+@pytest.fixture
+def no_gpus() -> None:
+    import torch  # not above: nothing else here needs it
+
+    if torch.cuda.is_available():
+        pytest.skip("is about machines without a GPU")
+
+
+# What it says
+
+
+def test_a_mark_is_read_with_its_options() -> None:
+    assert mark_of(2, 4, backend="gloo", fresh=True, timeout=1.5) == RanksMark((2, 4), "gloo", True, 1.5)
+
+
+def test_an_unmarked_node_has_no_mark() -> None:
+    assert read_mark(SimpleNamespace(get_closest_marker=lambda name: None)) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "told"),
+    [
+        ((), {}, "ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items"),
+        ((0,), {}, "ranks(0): a world has at least 1 rank"),
+        ((2, -1), {}, "ranks(-1): a world has at least 1 rank"),
+        (("2",), {}, "ranks('2'): a world size is a whole number: write ranks(2)"),
+        ((2.0,), {}, "ranks(2.0): a world size is a whole number: write ranks(2)"),
+        ((True,), {}, "ranks(True): a world size is a whole number: write ranks(2)"),
+        (([2, 4],), {}, "ranks([2, 4]): a world size is a whole number: write ranks(2)"),
+        ((2, 4, 2), {}, "ranks(2, 4, 2): a world size is given twice"),
+        ((2,), {"backend": "glo"}, "unknown backend 'glo'; there are gloo, nccl"),
+        ((2,), {"backend": ["gloo"]}, "unknown backend ['gloo']; there are gloo, nccl"),
+        ((2,), {"back": "gloo"}, "ranks() has no option 'back'; it has backend, fresh and timeout"),
+        ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
+        ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),
+        ((2,), {"timeout": "5"}, "ranks(timeout='5'): a timeout is a number of seconds above 0"),
+        ((2,), {"timeout": True}, "ranks(timeout=True): a timeout is a number of seconds above 0"),
+        ((2,), {"timeout": float("nan")}, "ranks(timeout=nan): a timeout is a number of seconds above 0"),
+    ],
+)
+def test_a_mark_that_makes_no_sense_says_what_to_write(
+    args: tuple[Any, ...], kwargs: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(MarkError) as caught:
+        mark_of(*args, **kwargs)
+    assert str(caught.value) == told
+
+
+# What is collected
+
+
+def test_several_sizes_are_several_items_with_readable_ids(pytester: pytest.Pytester) -> None:
+    result = collect(
+        pytester,
+        """
+        import pytest
+
+        @pytest.mark.ranks(1, 2)
+        def test_x(world): pass
+
+        @pytest.mark.ranks(2, 4)
+        @pytest.mark.parametrize("dtype", ["half", "float"])
+        def test_y(world, dtype): pass
+
+        @pytest.mark.ranks(2, 4)
+        class TestZ:
+            def test_without_the_fixture(self): pass
+        """,
+    )
+    assert node_ids(result) == [
+        "test_it.py::test_x[1-rank]",
+        "test_it.py::test_x[2-ranks]",
+        "test_it.py::test_y[half-2-ranks]",
+        "test_it.py::test_y[half-4-ranks]",
+        "test_it.py::test_y[float-2-ranks]",
+        "test_it.py::test_y[float-4-ranks]",
+        "test_it.py::TestZ::test_without_the_fixture[2-ranks]",
+        "test_it.py::TestZ::test_without_the_fixture[4-ranks]",
+    ]
+
+
+def test_one_size_leaves_ids_alone_and_the_nearest_mark_wins(pytester: pytest.Pytester) -> None:
+    result = collect(
+        pytester,
+        """
+        import pytest
+        pytestmark = pytest.mark.ranks(3, 5)
+
+        def test_of_the_module(world): pass
+
+        @pytest.mark.ranks(2)
+        class TestClass:
+            def test_of_the_class(self, world): pass
+
+            @pytest.mark.parametrize("n", [1])
+            def test_parametrized(self, world, n): pass
+
+            @pytest.mark.ranks(4, 6)
+            def test_of_the_function(self, world): pass
+        """,
+    )
+    assert node_ids(result) == [
+        "test_it.py::test_of_the_module[3-ranks]",
+        "test_it.py::test_of_the_module[5-ranks]",
+        "test_it.py::TestClass::test_of_the_class",
+        "test_it.py::TestClass::test_parametrized[1]",
+        "test_it.py::TestClass::test_of_the_function[4-ranks]",
+        "test_it.py::TestClass::test_of_the_function[6-ranks]",
+    ]
+
+
+def test_each_item_runs_on_as_many_ranks_as_its_id_says(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch.distributed as dist
+
+        @pytest.mark.ranks(1, 3)
+        @pytest.mark.parametrize("letter", "ab")
+        def test_x(world, letter, request, record_property):
+            assert dist.get_world_size() == world.size == request.node.callspec.params["ranks_size"]
+            assert world.gather(world.rank) == list(range(world.size))
+            record_property("ran", f"{letter} on {world.size}")
+
+        @pytest.mark.ranks(2)
+        def test_y(world):
+            assert world.size == 2
+        """
+    )
+    result = pytester.runpytest_subprocess("--junitxml=report.xml", timeout=60)
+    result.assert_outcomes(passed=5)
+    report = (pytester.path / "report.xml").read_text()
+    assert [f'value="{letter} on {size}"' in report for letter in "ab" for size in (1, 3)] == [True] * 4
+
+
+def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--markers", timeout=60)
+    result.stdout.fnmatch_lines(["@pytest.mark.ranks(*sizes, backend=None, fresh=False, timeout=None): *"])
+
+
+# What is refused at collection
+
+
+def test_every_broken_mark_is_an_error_of_its_file_that_names_the_test(pytester: pytest.Pytester) -> None:
+    for name, mark in {"none": "", "zero": "0", "unknown": "2, backend='mpi'"}.items():
+        source = f"import pytest\n\n@pytest.mark.ranks({mark})\ndef test_x(world): pass\n"
+        pytester.makepyfile(**{f"test_{name}": source})
+    pytester.makepyfile(test_sound="import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
+    result = pytester.runpytest_subprocess("--collect-only", timeout=60)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(
+        [
+            "*<Function test_x>*",
+            "test_none.py::test_x: ranks() needs at least one world size: write ranks(2)*",
+            "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl",
+            "test_zero.py::test_x: ranks(0): a world has at least 1 rank",
+            "*3 errors*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_the_fixture_world_without_the_mark_says_what_to_write(pytester: pytest.Pytester) -> None:
+    result = collect(
+        pytester,
+        """
+        import pytest
+
+        @pytest.fixture
+        def model(world): pass
+
+        class TestC:
+            def test_x(self, model): pass
+        """,
+    )
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(
+        [
+            "test_it.py::TestC::test_x: the fixture `world` exists only on ranks: mark the test, "
+            "its class or its module with pytest.mark.ranks(2)"
+        ]
+    )
+
+
+def test_world_and_run_subtests_asked_for_late_fail_with_the_cure(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        def test_world(request):
+            request.getfixturevalue("world")
+
+        def test_subtests(run_subtests):
+            pass
+        """
+    )
+    result = pytester.runpytest_subprocess(timeout=60)
+    result.assert_outcomes(failed=1, errors=1)
+    cure = "exists only on ranks: mark the test with pytest.mark.ranks(2)"
+    result.stdout.fnmatch_lines_random([f"the fixture `world` {cure}", f"the fixture `run_subtests` {cure}"])
+
+
+def test_a_unittest_method_on_several_sizes_is_refused_by_name(pytester: pytest.Pytester) -> None:
+    result = collect(
+        pytester,
+        """
+        import pytest, unittest
+
+        @pytest.mark.ranks(2, 4)
+        class TestOld(unittest.TestCase):
+            def test_x(self): pass
+        """,
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: test_it.py::TestOld::test_x: several world sizes need a test function; *"]
+    )
+
+
+# What is refused on the command line
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
+        (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
+        (["--world-timeout=0"], "--world-timeout: a number of seconds above 0"),
+        (["-o", "ranks_start_method=fork"], "ranks_start_method = 'fork': choose forkserver or spawn"),
+        (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
+    ],
+)
+def test_an_option_that_no_world_can_satisfy_is_one_line_of_usage_error(
+    pytester: pytest.Pytester, args: list[str], told: str
+) -> None:
+    pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
+    result = pytester.runpytest_subprocess(*args, timeout=60)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.stderr.str().strip() == f"ERROR: {told}"
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize("option", ["--backend=nccl", "--device=cuda"])
+def test_asking_for_gpus_where_there_are_none_is_one_usage_error(
+    pytester: pytest.Pytester, option: str
+) -> None:
+    pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
+    result = pytester.runpytest_subprocess(option, timeout=60)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.stderr.str().strip() == (
+        f"ERROR: {option.replace('=', ' ')}: this machine has no GPU; run with --backend gloo --device cpu"
+    )
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_test_that_needs_more_gpus_than_there_are_skips_and_says_how_many(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.ranks(2, 4, backend="nccl")
+        def test_x(world): pass
+        """
+    )
+    result = pytester.runpytest_subprocess("-rs", timeout=60)
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(
+        [
+            "SKIPPED*.py:3: 2 ranks under nccl need 2 GPUs, this machine has 0; run with --backend gloo",
+            "SKIPPED*.py:3: 4 ranks under nccl need 4 GPUs, this machine has 0; run with --backend gloo",
+        ]
+    )
