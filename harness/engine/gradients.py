@@ -27,6 +27,7 @@ class Gradients:
         self._shard = shard
         self._unsynced = False
         self._synced: dict[nn.Parameter, Tensor] = {}
+        self._shown_version = 0
 
     @property
     def unreduced(self) -> bool:
@@ -120,6 +121,7 @@ class Gradients:
         spans = list(self._full_spans())
         self._synced = {p: p.grad for p, _ in spans if p.grad is not None}
         self._unsynced = True
+        self._shown_version = full._version
         shapes = {entry.parameter: entry.shape for entry in self._shard.entries}
         for parameter, span in spans:
             gradient = full[span]
@@ -130,13 +132,17 @@ class Gradients:
         if not self._unsynced:
             return
         for parameter, span in self._full_spans():
-            if parameter.grad is None:  # zeroed by the user, and so is what waits
+            if self._was_zeroed(parameter.grad):
                 self._synced.pop(parameter, None)
-            else:
+            if parameter.grad is not None:
                 full[span] += parameter.grad.reshape(-1).to(full.device)
             attach_gradient(parameter, self._synced.get(parameter))
         self._unsynced = False
         self._synced = {}
+
+    def _was_zeroed(self, shown: Tensor | None) -> bool:
+        """Tell whether the user zeroed a full gradient, and so means to forget what waits behind it."""
+        return shown is None or (shown._version != self._shown_version and not shown.any())
 
     def _full_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Yield each visible trainable parameter with where its gradient lies in the full flat tensor."""

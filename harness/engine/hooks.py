@@ -126,7 +126,8 @@ class Unit:
         """Free or keep the full parameters, and see to it that backward finds them."""
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if graded and (self.group or self.tree.root is self):
-            register_multi_grad_hook(graded, lambda _: self._before_backward(), mode="any")
+            leaves = self.group.leaves if self.group else ()
+            register_multi_grad_hook(graded, lambda _: self._before_backward(leaves), mode="any")
         if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
             self._give_up(self.group, hooked=bool(graded))
         if self._outer_dtype:
@@ -201,10 +202,21 @@ class Unit:
             register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(), mode="all")
         return arguments
 
-    def _before_backward(self) -> None:
+    def _before_backward(self, leaves: tuple[Tensor, ...]) -> None:
+        """Gather what the graph of a forward with ``leaves`` reads."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "backward with create_graph=True is not built: second derivatives would read parameters "
+                "that are freed by then."
+            )
         self.tree.enter_backward()
         self._inputs_done = False
         if self.group:
+            if self.group.leaves is not leaves:
+                raise RuntimeError(
+                    f"{self.group.settings.unit}: the module was converted or moved between forward and "
+                    "backward; do it between steps."
+                )
             self.group.gather()
 
     def _on_gradient(self, _: Tensor) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.engine import clip, construction
 from harness.engine.hooks import Tree
@@ -114,9 +113,10 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == _INNER:
+            inner = self.__dict__.get("_modules", {}).get(_INNER)
+            if inner is None:
                 raise
-            return getattr(self.module, name)
+            return getattr(inner, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -205,10 +205,11 @@ class FullyShardedDataParallel(nn.Module):
         Returns the missing and unexpected names; raises RuntimeError for them if ``strict``.
         """
         try:
-            missing, unexpected = super().load_state_dict(state_dict, strict, assign)
+            found = super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
             raise RuntimeError(str(error).replace(f"{_INNER}.", "")) from None
-        return _IncompatibleKeys(list(map(clean_name, missing)), list(map(clean_name, unexpected)))
+        missing, unexpected = ([clean_name(name) for name in names] for names in found)
+        return found._replace(missing_keys=missing, unexpected_keys=unexpected)
 
     def _full_for_state(self) -> AbstractContextManager[None]:
         group = self._unit.group

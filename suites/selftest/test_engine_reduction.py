@@ -160,12 +160,13 @@ def test_unsynced_gradients_are_full_and_this_ranks_own(world, use_orig_params):
     assert parameter.grad.tolist() == [1.0 + world.rank] * 3
 
 
-def test_zero_grad_forgets_unsynced_gradients_and_what_waits_behind_them(world):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_forgets_unsynced_gradients_and_what_waits_behind_them(world, set_to_none):
     model = wrapped(world, 3)
     model(torch.ones(3, device=world.device)).backward()
     with model.no_sync():
         model(torch.ones(3, device=world.device)).backward()
-    model.zero_grad()
+    model.zero_grad(set_to_none)
     model(torch.full((3,), 5.0, device=world.device)).backward()
     assert full_gradient(model).tolist() == [5.0] * 3
 
@@ -183,6 +184,26 @@ def test_unsynced_gradients_of_a_unit_that_sits_out_the_synced_backward_are_redu
     model("b", gradient).backward()
     assert [group.gradient_dtype for group in groups(model)] == [F32, F32]
     assert full_gradient(model["a"]).tolist() == full_gradient(model["b"]).tolist() == [1.0] * 3
+
+
+def test_sparse_gradients_are_reduced_like_dense_ones(world):
+    bare = nn.Embedding(3, 1, sparse=True).to(world.device)
+    model = FullyShardedDataParallel(bare, use_orig_params=True)
+    model(torch.tensor([0, 1 + world.rank], device=world.device)).sum().backward()
+    assert full_gradient(model).flatten().tolist() == [1.0, 0.5, 0.5]
+
+
+def test_parameters_can_be_frozen_and_thawed_between_steps(world):
+    model = nested(world, FULL, auto_wrap_policy=None)
+    held = []
+    for trainable in (False, True):
+        for parameter in model.module.module[0].parameters():
+            parameter.requires_grad_(trainable)
+        step(model, world)
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+            held.append([p.grad is not None for p in model.parameters()])
+        model.zero_grad()
+    assert held == [[False] * 2 + [True] * 8, [True] * 10]
 
 
 def test_kept_low_precision_gradients_accumulate_beside_fp32_parameters(world):

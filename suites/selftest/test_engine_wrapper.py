@@ -409,3 +409,22 @@ def test_a_parameter_that_a_traceback_holds_can_be_printed(world):
     weight = caught.traceback[-1].frame.f_locals["weight"]
     assert "requires_grad=True" in repr(weight)
     assert states(model) == ["KEPT"]
+
+
+def test_second_derivatives_are_refused(world):
+    loss = nested(world)(batch(world)).sum()
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
+def test_a_cast_between_forward_and_backward_is_refused(world):
+    model = nested(world)
+    loss = model(batch(world)).sum()
+    model.half()
+    with pytest.raises(RuntimeError, match="converted or moved between forward and backward"):
+        loss.backward()
+
+
+def test_reading_an_unknown_attribute_names_the_wrapped_class(world):
+    with pytest.raises(AttributeError, match="'NestedWrappedModule' object has no attribute 'nothing'"):
+        nested(world).nothing  # noqa: B018
