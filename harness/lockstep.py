@@ -105,6 +105,9 @@ def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
 
 
 def _tell(votes: tuple[Vote, ...]) -> str:
+    ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
+    if ended:
+        return f"{VICTIM_OF_A_POINT}rank {', '.join(ended)} had ended the test by then"
     if len({vote.point for vote in votes}) > 1:
         where = "; ".join(f"rank {rank} at [{vote.point}]" for rank, vote in enumerate(votes))
         return f"ranks disagree on which subtest comes next: {where}"

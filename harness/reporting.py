@@ -244,6 +244,9 @@ def _merge_subtests(context: Context, ranks: list[RankReports]) -> list[pytest.T
     for name in names:
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
         problems = [Problem(rank, report.stop, "failed", report) for rank, report in reports.items() if report.failed]
+        if problems:  # a rank that died without a word on the point died in it
+            dead = [rank for rank in ranks if isinstance(rank.fate, Died) and name not in rank.subtests]
+            problems += [_of_death(context, rank.rank, rank.fate) for rank in dead if isinstance(rank.fate, Died)]
         point = reports[min(reports)].context.msg  # type: ignore[attr-defined]
         rerun = context.rerun
         if point and "=" in point:  # a point of run_subtests, which the command line can select

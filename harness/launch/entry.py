@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from harness.protocol import RankSpec
 
@@ -17,6 +19,7 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
     whatever a test leaves running can be ended together with the rank.
     """
     os.setsid()
+    _let_go_of_server()
     Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
     session = spec.session
     os.environ.clear()
@@ -29,6 +32,17 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
     from harness.rank import Rank
 
     Rank(spec, wire).run()
+
+
+def _let_go_of_server() -> None:
+    """Close this rank's end of the pipe that keeps the server alive: only the controller shall hold it.
+
+    Otherwise a server whose controller was killed would live until its last rank ends, which may never be.
+    """
+    running: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if running._forkserver_alive_fd is not None:
+        os.close(running._forkserver_alive_fd)
+        running._forkserver_alive_fd = None
 
 
 def _redirect_streams(path: str) -> None:

@@ -121,6 +121,7 @@ class ProcessLauncher:
         """End the server and wait for it, so that nothing is left when pytest returns."""
         if not self._forks:
             return
+        server.say_goodbye(self.directory)
         # multiprocessing has no public way to end it before the interpreter ends.
         running: Any = forkserver._forkserver  # type: ignore[attr-defined]
         if running._forkserver_pid is not None and not self._checked:

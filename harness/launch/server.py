@@ -32,7 +32,6 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
     The garbage collector is off meanwhile, which takes a fifth of the time, and what is imported then is
     frozen: ranks neither traverse nor copy it.
     """
-    atexit.register(_leave, os.getpid(), os.getppid(), directory)
     sys.path[:] = sys_path
     gc.disable()
     failures = {}
@@ -42,6 +41,8 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
         except Exception as error:  # whatever a user's module raises is told to the user
             failures[name] = f"{type(error).__name__}: {error}"
     gc.freeze()
+    # After the imports: handlers run in reverse order, and this one ends the process.
+    atexit.register(_leave, os.getpid(), directory)
     status = {"failures": failures, "threads": _thread_count()}
     partial = status_path(directory).with_suffix(".partial")
     partial.write_text(json.dumps(status))
@@ -56,7 +57,15 @@ def _thread_count() -> int:
         return threading.active_count()
 
 
-def _leave(server_pid: int, controller_pid: int, directory: str) -> None:
+def say_goodbye(directory: str) -> None:
+    """Let the server know, before it is ended, that the controller looks after ranks and files itself.
+
+    The server could not tell by its parent: a killed process closes its pipes before it ceases to be one.
+    """
+    status_path(directory).unlink(missing_ok=True)
+
+
+def _leave(server_pid: int, directory: str) -> None:
     """End at once; if the controller is gone without a goodbye, end its ranks and remove its directory.
 
     Ranks lead process groups of their own, so what their tests started ends with them, whether it holds the
@@ -64,7 +73,7 @@ def _leave(server_pid: int, controller_pid: int, directory: str) -> None:
     """
     if os.getpid() != server_pid:
         return
-    if os.getppid() != controller_pid:
+    if status_path(directory).exists():
         for entry in Path(directory).glob("ranks/*"):
             try:
                 os.killpg(int(entry.name), signal.SIGKILL)

@@ -1,0 +1,183 @@
+"""run_subtests: points that all ranks run, pass and fail together."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+import torch
+
+from harness.lockstep import RunSubtests, describe_point, describe_value, parse_selection
+from harness.protocol import Vote
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class AloneInTheWorld:
+    """What subtests need of a rank, for one rank that always agrees with itself."""
+
+    def __init__(self) -> None:
+        self.votes: list[Vote] = []
+        self.seeded = 0
+
+    def agree(self, vote: Vote) -> tuple[Vote, ...]:
+        self.votes.append(vote)
+        return (vote,)
+
+    def reseed(self) -> None:
+        self.seeded += 1
+
+    def sever(self) -> None: ...
+    def repair(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (torch.float16, "float16"),
+        (None, "None"),
+        (True, "True"),
+        (Colour.RED, "RED"),
+        (torch.nn.Linear, "Linear"),
+        ((1, 2), "(1_2)"),
+        ("two words", "two_words"),
+    ],
+)
+def test_a_value_is_named_in_one_word(value: object, word: str) -> None:
+    assert describe_value(value) == word
+
+
+def test_a_point_is_named_by_its_settings() -> None:
+    assert describe_point({"dtype": torch.bfloat16, "offload": False}) == "dtype=bfloat16, offload=False"
+
+
+def test_a_selection_reads_what_a_point_is_named() -> None:
+    assert parse_selection(["dtype=bfloat16, offload=False", "a=1"]) == {
+        "dtype": "bfloat16",
+        "offload": "False",
+        "a": "1",
+    }
+
+
+@pytest.mark.parametrize("text", ["offload", "=1", "offload=", "a=1,a=2"])
+def test_a_selection_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--subtest"):
+        parse_selection([text])
+
+
+def test_the_product_runs_with_the_last_setting_fastest(subtests: pytest.Subtests) -> None:
+    rank, seen = AloneInTheWorld(), []
+    run = RunSubtests(rank, subtests, {})
+    run({"a": [1, 2], "b": ["x", "y"]}, lambda *args, **kwargs: seen.append((args, kwargs)), 0, c=3)
+    points = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert seen == [((0,), {"a": a, "b": b, "c": 3}) for a, b in points]
+    assert [vote.point for vote in rank.votes] == [f"a={a}, b={b}" for a, b in points]
+    assert rank.seeded == 4
+
+
+def test_a_selection_runs_only_the_points_it_names(subtests: pytest.Subtests) -> None:
+    seen: list[int] = []
+    run = RunSubtests(AloneInTheWorld(), subtests, {"a": "2"})
+    run({"a": [1, 2], "b": [0, 1]}, lambda a, b: seen.append(a * 10 + b))
+    assert seen == [20, 21]
+    with pytest.raises(pytest.skip.Exception, match="no point of a matches --subtest a=2"):
+        run({"a": [1]}, seen.append)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a": []}, "'a' has no values"),
+        ({"a": "text"}, "must be a list"),
+        ({"c": [1]}, "both a setting and a keyword"),
+        ({"a": [1, "1"]}, "two values that read the same"),
+    ],
+)
+def test_settings_that_would_run_nothing_or_mislead_are_refused(
+    subtests: pytest.Subtests, settings: dict[str, list[object]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunSubtests(AloneInTheWorld(), subtests, {})(settings, print, c=1)
+
+
+POINTS = """
+import time
+import pytest, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+pytestmark = pytest.mark.ranks(2)
+
+def test_one_bad_point(world, run_subtests):
+    def claim(a, b):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))  # keeps the group alive in the traceback
+        assert world.rank == 0 or (a, b) != (2, "x")
+        world.assert_same([a, b, torch.rand(2)])
+        with open(f"reached-{world.rank}.txt", "a") as file:
+            print(a, b, file=file)
+    run_subtests({"a": [1, 2, 3], "b": ["x", "y"]}, claim)
+
+def test_work_in_flight(world, run_subtests):
+    def claim(a):
+        if world.rank == 1 and a == 0:
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            raise ValueError("left work in flight")
+        assert world.gather(a) == [a, a]
+    run_subtests({"a": [0, 1]}, claim)
+
+def test_skips_must_agree(world, run_subtests):
+    def claim(a):
+        if a == 0 or (a == 1 and world.rank == 1):
+            pytest.skip("no")
+        if a == 2:
+            assert world.gather(a) == [a, a]
+    run_subtests({"a": [0, 1, 2]}, claim)
+
+def test_ranks_disagree_on_the_points(world, run_subtests):
+    run_subtests({"a": [world.rank, 2]}, lambda a: None)
+
+def test_a_rank_leaves_early(world, run_subtests):
+    if world.rank == 0:
+        run_subtests({"a": [1, 2]}, lambda a: None)
+
+def test_points_after_that_pass(world, run_subtests):
+    run_subtests({"a": [1, 2]}, lambda a: world.barrier())
+
+def test_death_in_a_point(world, run_subtests):
+    import os
+    run_subtests({"a": [1, 2]}, lambda a: os._exit(5) if a == 2 and world.rank else world.barrier())
+"""
+
+
+def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    pytester.makepyfile(test_points=POINTS)
+    result = pytester.runpytest_subprocess("-rA", "-W", "ignore", timeout=120)
+    result.assert_outcomes(passed=1, failed=13)
+    result.stdout.fnmatch_lines_random(
+        [
+            "SUBFAILED[[]a=2, b=x[]] test_points.py::test_one_bad_point - rank 1: *assert *",
+            "FAILED test_points.py::test_one_bad_point - contains 1 failed subtest",
+            "SUBFAILED[[]a=0[]] *::test_work_in_flight - rank 1: ValueError: left work in flight",
+            "SUBFAILED[[]a=1[]] *::test_skips_must_agree - *ranks disagree: rank 0 passed; rank 1 skipped",
+            "*ranks disagree on which subtest comes next: rank 0 at [[]a=0[]]; rank 1 at [[]a=1[]]*",
+            "FAILED *::test_a_rank_leaves_early - rank 0: *rank 1 had ended the test by then",
+            "SUBFAILED[[]a=2[]] *::test_death_in_a_point - rank 1: exited with code 5",
+            "FAILED test_points.py::test_death_in_a_point - rank 1: exited with code 5",
+            "rank 0: cut off by that at test_points.py:* (Connection closed by peer)",
+            "pytest test_points.py::test_one_bad_point --subtest a=2,b=x",
+        ]
+    )
+    for rank in (0, 1):
+        reached = (pytester.path / f"reached-{rank}.txt").read_text().splitlines()
+        assert reached == ["1 x", "1 y", "2 y", "3 x", "3 y"]
+
+
+def test_the_line_of_a_failed_point_runs_that_point_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_points=POINTS)
+    line = "test_points.py::test_one_bad_point --subtest a=2,b=x"
+    result = pytester.runpytest_subprocess(*line.split(), "-v", "-W", "ignore", timeout=60)
+    result.stdout.fnmatch_lines(["*SUBFAILED[[]a=2, b=x[]]*"])
+    assert "SUBPASSED" not in result.stdout.str()

@@ -1,0 +1,310 @@
+"""The life of worlds: kept warm, made fresh, replaced, put back in order, and gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HEADER = """
+import os, pathlib, signal, time, random
+import pytest, torch, torch.distributed as dist
+pytestmark = pytest.mark.ranks(2)
+
+def note(world, what):
+    pathlib.Path(f"{what}-{world.rank}.txt").open("a").write(f"{os.getpid()}\\n")
+"""
+
+
+@dataclass
+class Project:
+    """A directory with a test file, and the pytest processes run in it; they carry a mark."""
+
+    path: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def write(self, tests: str, ini: str = "") -> None:
+        (self.path / "test_sample.py").write_text(HEADER + tests)
+        (self.path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
+        (self.path / "tmp").mkdir(exist_ok=True)
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "TMPDIR": str(self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=self.path, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(self, *args: str) -> str:
+        """Run pytest to its end; return what it printed."""
+        process = self.start(*args)
+        return process.communicate(timeout=60)[0]
+
+    def pids(self, what: str, rank: int = 0) -> list[str]:
+        path = self.path / f"{what}-{rank}.txt"
+        return path.read_text().split() if path.exists() else []
+
+    def processes(self) -> list[int]:
+        """The living processes that come from this project's pytest."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended
+                if self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def kill(self) -> None:
+        """End what a failed test has left, so that it disturbs no other."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def temporary_files(self) -> list[str]:
+        """What is left in the temporary directory, beside the folders that pytest keeps for the user."""
+        return [
+            entry.name for entry in (self.path / "tmp").iterdir() if not entry.name.startswith("pytest-of-")
+        ]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    project = Project(tmp_path)
+    yield project
+    project.kill()
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+    """Wait for something another process does; the bound is for a machine that is busy with other things."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.02)
+
+
+def test_worlds_are_warm_by_size_fresh_on_request_and_replaced_after_a_failure(project: Project) -> None:
+    project.write("""
+def test_a(world): note(world, "warm")
+@pytest.mark.ranks(3)
+def test_other_size(world): note(world, "three")
+def test_b(world): note(world, "warm")
+@pytest.mark.ranks(2, fresh=True)
+def test_fresh(world): note(world, "fresh")
+def test_c(world): note(world, "warm")
+def test_failing(world): note(world, "warm"); assert world.rank == 0
+def test_d(world): note(world, "replaced")
+@pytest.mark.ranks(3)
+def test_other_size_again(world): note(world, "three")
+""")
+    assert "1 failed, 7 passed" in project.run()
+    warm, replaced, fresh, three = map(project.pids, ("warm", "replaced", "fresh", "three"))
+    assert len(warm) == 4
+    assert len(set(warm)) == 1
+    assert len(three) == 2
+    assert len(set(three)) == 1
+    assert not {*warm, *three} & {*replaced, *fresh}
+    assert set(project.pids("warm", rank=1)).isdisjoint(warm)
+
+
+def test_fresh_worlds_gives_every_test_new_processes(project: Project) -> None:
+    project.write("""
+def test_a(world): note(world, "pids")
+def test_b(world): note(world, "pids")
+""")
+    assert "2 passed" in project.run("--fresh-worlds")
+    assert len(set(project.pids("pids"))) == 2
+
+
+def test_what_a_test_changes_is_put_back_and_told(project: Project) -> None:
+    project.write("""
+def test_changes(world):
+    torch.set_default_dtype(torch.float64); torch.set_default_device("meta"); torch.set_grad_enabled(False)
+    torch.set_num_threads(2); torch.use_deterministic_algorithms(True); torch.backends.cudnn.benchmark = True
+    os.environ["LEFT"] = "1"; os.environ.pop("HOME"); os.chdir("/"); dist.new_group([0, 1])
+
+def test_sees_nothing_of_it(world):
+    assert torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu")
+    assert torch.is_grad_enabled() and torch.get_num_threads() == 1 and not torch.backends.cudnn.benchmark
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "LEFT" not in os.environ and "HOME" in os.environ and os.getcwd() != "/"
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+def test_was_not_replaced(world):
+    note(world, "pids")
+
+def test_makes_a_mesh_without_a_word(world):
+    note(world, "pids"); world.mesh(2, 1, names=("a", "b"))
+""")
+    output = project.run("--disable-warnings")
+    assert "4 passed" in output
+    assert len(set(project.pids("pids"))) == 1
+    output = project.run("-k", "changes or mesh")
+    told = next(line for line in output.splitlines() if "rank 1: the test left behind" in line)
+    for what in (
+        "default dtype: torch.float64 (was torch.float32)",
+        "environ: HOME, LEFT",
+        "1 process group",
+    ):
+        assert what in told
+    assert output.count("the test left behind") == 2  # one for each rank, none for the mesh
+
+
+def test_what_a_wider_fixture_changes_stands_until_it_ends(project: Project) -> None:
+    project.write("""
+@pytest.fixture(scope="module", autouse=True)
+def doubles():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+def test_a(world): assert torch.get_default_dtype() == torch.float64
+def test_b(world): assert torch.get_default_dtype() == torch.float64; torch.set_default_dtype(torch.float16)
+def test_c(world): assert torch.get_default_dtype() == torch.float64
+""")
+    (project.path / "test_after.py").write_text(
+        HEADER + "def test_after(world): assert torch.get_default_dtype() == torch.float32"
+    )
+    output = project.run("test_sample.py", "test_after.py")
+    assert "4 passed" in output
+    assert "default dtype: torch.float16 (was torch.float64)" in output
+
+
+def test_seeds_are_equal_on_all_ranks_before_every_test(project: Project) -> None:
+    draw = """
+    numbers = (random.random(), numpy.random.rand(), torch.rand(1).item(), world.seed)
+    assert len(set(world.gather(numbers))) == 1
+    pathlib.Path(f"numbers-{world.rank}.txt").open("a").write(f"{numbers}\\n")
+"""
+    project.write(f"import numpy\ndef test_a(world):{draw}\ndef test_b(world):{draw}")
+    assert "2 passed" in project.run()
+    assert "2 passed" in project.run("--world-seed=7")
+    first, second, third, fourth = (project.path / "numbers-0.txt").read_text().splitlines()
+    assert first == second != third == fourth
+    assert third.endswith(" 7)")
+
+
+def test_nothing_is_left_after_a_run_with_failures(project: Project) -> None:
+    shared_memory = sorted(os.listdir("/dev/shm"))
+    project.write("""
+def test_passes(world): pass
+def test_fails(world): assert world.rank
+def test_dies(world): os._exit(1)
+def test_leaves_a_child(world):
+    import subprocess
+    subprocess.Popen(["sleep", "300"])
+""")
+    assert "2 failed, 2 passed" in project.run()
+    until(lambda: not project.processes(), "no rank, server or child of a test is left", seconds=5)
+    assert project.temporary_files() == []
+    assert sorted(os.listdir("/dev/shm")) == shared_memory
+
+
+HANGS = """
+def test_hangs(world):
+    import subprocess
+    if world.rank == 0:
+        subprocess.Popen(["sleep", "300"])
+    note(world, "reached")
+    if world.rank == 1:
+        sum(range(10**12))
+    dist.barrier()
+"""
+
+
+def test_nothing_is_left_after_ctrl_c(project: Project) -> None:
+    project.write(HANGS)
+    process = project.start()
+    until(lambda: project.pids("reached", rank=1), "the test has begun")
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=10)[0]
+    assert "KeyboardInterrupt" in output
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    until(lambda: not project.processes(), "ranks and server have ended", seconds=5)
+    assert project.temporary_files() == []
+
+
+def test_nothing_is_left_after_the_controller_was_killed(project: Project) -> None:
+    project.write(HANGS)
+    process = project.start()
+    until(lambda: project.pids("reached", rank=1), "the test has begun")
+    process.kill()
+    process.communicate(timeout=10)
+    until(lambda: not project.processes(), "ranks and server have ended by themselves", seconds=5)
+    assert project.temporary_files() == []
+
+
+def test_ranks_can_be_spawned_instead_of_forked(project: Project) -> None:
+    project.write(
+        "def test_a(world): assert world.gather(world.rank) == [0, 1]", "ranks_start_method = spawn"
+    )
+    assert "1 passed" in project.run()
+
+
+def test_an_unknown_start_method_is_refused(project: Project) -> None:
+    project.write("def test_a(world): pass", "ranks_start_method = fork")
+    assert "ranks_start_method = 'fork': choose forkserver or spawn" in project.run()
+
+
+def test_preloaded_modules_are_imported_once_and_a_missing_one_is_named(project: Project) -> None:
+    (project.path / "heavy.py").write_text("import os\npid = os.getpid()\n")
+    tests = "def test_a(world):\n    import heavy\n    assert heavy.pid == os.getppid()"
+    project.write(tests, "ranks_preload = heavy\npythonpath = .")
+    assert "1 passed" in project.run()
+    project.write(tests, "ranks_preload = heavvy")
+    assert "ranks_preload: cannot import heavvy: ModuleNotFoundError" in project.run()
+
+
+def test_a_server_with_a_second_thread_is_refused(project: Project) -> None:
+    (project.path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    project.write("def test_a(world): pass", "ranks_preload = threaded\npythonpath = .")
+    output = project.run()
+    assert "has 2 threads after its imports" in output
+    assert "ranks_start_method = spawn" in output
+
+
+def test_a_rank_that_cannot_start_says_why(project: Project) -> None:
+    project.write("def test_a(world): pass")
+    (project.path / "conftest.py").write_text(
+        "import os, pytest\n"
+        "def pytest_configure(config):\n"
+        "    if os.environ.get('RANK') == '1': raise pytest.UsageError('rank 1 has no licence')\n"
+    )
+    output = project.run()
+    assert "no world of 2 ranks (gloo, cpu): rank 1" in output
+    assert "rank 1 has no licence" in output
+
+
+def test_a_file_that_one_rank_cannot_import_fails_its_tests_there(project: Project) -> None:
+    project.write("""
+if os.environ.get("RANK") == "1": import nowhere_to_be_found
+def test_a(world): pass
+""")
+    output = project.run()
+    assert "rank 1 of 2 failed" in output
+    assert "No module named 'nowhere_to_be_found'" in output
+
+
+def test_groups_are_bound_to_the_loopback_interface_and_open_no_other_port(project: Project) -> None:
+    project.write("""
+import socket
+def test_a(world):
+    dist.barrier()
+    listening = [line.split() for line in open("/proc/self/net/tcp").read().splitlines()[1:]]
+    files = pathlib.Path("/proc/self/fd").iterdir()
+    mine = {os.readlink(file) for file in files if os.path.lexists(file)}
+    mine = {line[1].split(":")[0] for line in listening if f"socket:[{line[9]}]" in mine}
+    assert mine == {"0100007F"}
+""")
+    assert "1 passed" in project.run()
