@@ -77,7 +77,7 @@ def as_device(device_id: int | torch.device | None) -> torch.device | None:
     """Return the device that ``device_id`` names; an int counts the host's accelerators."""
     if not isinstance(device_id, int):
         return device_id
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise ValueError(
             f"device_id={device_id}: this host has no accelerator; pass torch.device('cpu') or None."
@@ -138,7 +138,7 @@ def _compute_device(entries: Iterable[Entry], plan: Plan) -> torch.device:
     for entry in entries:
         if entry.parameter.device.type != "cpu":
             return entry.parameter.device
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or "cpu:" in dist.get_backend_config(plan.process_group):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -189,7 +190,7 @@ class Unit:
         for leaf in group.leaves:
             if leaf.requires_grad and leaf not in self._nodes:
                 self._nodes[leaf] = get_gradient_edge(leaf).node
-                leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def _watch_inputs(self, group: ShardGroup, arguments: Any) -> Any:
         """Return ``arguments``; watch gradients pass through them, until when frozen parameters are read."""
@@ -241,6 +242,18 @@ class Unit:
         if backward not in self._awaited:
             return sum(map(torch._C._will_engine_execute_node, self._nodes.values()))
         return self._awaited[backward]
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return ``method`` without a hold on its object: a leaf's hook, the unit and autograd's node of the leaf
+    would hold each other for ever, as no garbage collector sees through the node."""
+    reference = WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        if alive := reference():
+            alive(tensor)
+
+    return call
 
 
 def _backward_id() -> int:

@@ -50,7 +50,7 @@ class LocalShard:
         self.flat = nn.Parameter(self._cut(index), requires_grad=trainable)
         self._flat_slot: Slot | None = None
         parameters.claim(entries, settings.unit)
-        self.show()
+        self._bind()
 
     @property
     def whole(self) -> bool:
@@ -93,11 +93,7 @@ class LocalShard:
         if self._flat_slot:
             self._flat_slot.put(self.flat)
         for entry, view in self.views():
-            if self.settings.use_orig_params:
-                entry.parameter.data = view
-                entry.put(entry.parameter)
-            else:
-                entry.put(view)
+            entry.put(entry.parameter if self.settings.use_orig_params else view)
 
     def hide(self) -> None:
         """Take the parameters, and ``flat``, out of their modules."""
@@ -136,7 +132,7 @@ class LocalShard:
                 f"{self.settings.unit}: a conversion must keep the shape {tuple(self.flat.shape)}."
             )
         self.flat.data = flat
-        self.show()
+        self._bind()
 
     def reclaim(self) -> None:
         """Take over visible parameters whose ``.data`` the user replaced; refuse ones that were exchanged."""
@@ -167,6 +163,12 @@ class LocalShard:
                     f"{tuple(entry.shape)} inside summon_full_params."
                 )
             self._take(index, value.detach(), view)
+
+    def _bind(self) -> None:
+        """Let the original parameters show ``flat``, which is new; visible or not, they hold nothing else."""
+        for entry, view in self.views():
+            entry.parameter.data = view
+        self.show()
 
     def _cut(self, index: int) -> Tensor:
         """Return shard number ``index`` of the parameters' values as a new tensor."""

@@ -1,5 +1,8 @@
 """What the user of the wrapper front sees: names, states, dtypes, full parameters, errors with a cure."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +70,16 @@ def test_without_original_parameters_there_is_one_flat_parameter_per_group(world
         "module.2.flat_param": 34,
         "module.3.flat_param": 20,
     }
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_nothing_holds_full_parameters_once_they_are_sharded(world, use_orig_params):
+    bare = nn.Linear(8, 7).to(world.device)
+    originals = list(bare.parameters())
+    model = FullyShardedDataParallel(bare, use_orig_params=use_orig_params)
+    (group,) = groups(model)
+    for parameter in [*originals, *model.parameters()]:
+        assert parameter.untyped_storage().nbytes() == group.local_bytes == 4 * 32
 
 
 @pytest.mark.ranks(3)
@@ -216,13 +229,15 @@ def test_only_rank_zero_sees_full_parameters_if_told(world):
         assert states(model) == [("SUMMONED", "SHARDED")[world.rank]]
 
 
-def test_a_parameter_overwritten_in_place_or_by_data_changes_the_output(world):
-    model = FullyShardedDataParallel(nn.Linear(8, 8, bias=False).to(world.device), use_orig_params=True)
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+def test_a_parameter_overwritten_in_place_or_by_data_changes_the_output(world, strategy):
+    bare = nn.Linear(8, 8, bias=False).to(world.device)
+    model = FullyShardedDataParallel(bare, sharding_strategy=strategy, use_orig_params=True)
     with torch.no_grad():
         model.weight.fill_(2)
-        assert model(batch(world)).unique().tolist() == [16]
-        model.weight.data = torch.full((8, 8), 3.0, device=world.device)
-        assert model(batch(world)).unique().tolist() == [24]
+    assert model(batch(world)).unique().tolist() == [16]
+    model.weight.data = torch.full((8, 8), 3.0, device=world.device)
+    assert model(batch(world)).unique().tolist() == [24]
 
 
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
@@ -428,3 +443,16 @@ def test_a_cast_between_forward_and_backward_is_refused(world):
 def test_reading_an_unknown_attribute_names_the_wrapped_class(world):
     with pytest.raises(AttributeError, match="'NestedWrappedModule' object has no attribute 'nothing'"):
         nested(world).nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+def test_a_model_that_is_dropped_gives_its_memory_back(world, strategy):
+    model = nested(
+        world, sharding_strategy=strategy, auto_wrap_policy=always_wrap_policy, use_orig_params=True
+    )
+    model(batch(world)).sum().backward()
+    model(batch(world))
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert [parameter() for parameter in parameters] == [None] * 10
