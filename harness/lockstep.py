@@ -13,9 +13,6 @@ import pytest
 from harness.exceptions import PeerFailed
 from harness.protocol import VICTIM_OF_A_POINT, Vote
 
-# The public name came with pytest 9; the type of the fixture is all we need of it.
-Subtests = Any
-
 
 class Lockstep(Protocol):
     """What subtests need of a rank."""
@@ -34,7 +31,7 @@ class RunSubtests:
     inside it.
     """
 
-    def __init__(self, rank: Lockstep, subtests: Subtests, selected: Mapping[str, str]) -> None:
+    def __init__(self, rank: Lockstep, subtests: pytest.Subtests, selected: Mapping[str, str]) -> None:
         self._rank = rank
         self._subtests = subtests
         self._selected = selected
@@ -52,7 +49,9 @@ class RunSubtests:
             ValueError: a setting has no values, or is given in `kwargs` too; no point would be run.
         """
         _check(settings, kwargs)
-        points = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+        points = [
+            dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
+        ]
         chosen = [point for point in points if self._is_selected(point)]
         if not chosen:
             wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
@@ -67,7 +66,8 @@ class RunSubtests:
 
     def _run_point(self, point: Mapping[str, Any], call: Callable[[], object]) -> None:
         name = describe_point(point)
-        outcome, votes = "failed", None
+        outcome = "failed"
+        votes: tuple[Vote, ...] | None = None
         with self._subtests.test(name):
             try:
                 self._rank.reseed()

@@ -90,7 +90,7 @@ class RankOutcome:
     fate: Fate | None = None
     vote: Vote | None = None
     left_in_flight: str | None = None
-    """A collective of the default group that the rank had begun, and others had not joined, at the item's end."""
+    """A collective of the default group that the rank had begun and others had not, at the item's end."""
 
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (a failed subtest lets the test go on)."""
@@ -151,7 +151,9 @@ class World:
         deadline = time.monotonic() + timeout
         os.makedirs(self._directory, mode=0o700)
         specs = [
-            RankSpec(rank, self.key, self._session, seed, self._directory, f"{basetemp}/{self.name}-rank{rank}")
+            RankSpec(
+                rank, self.key, self._session, seed, self._directory, f"{basetemp}/{self.name}-rank{rank}"
+            )
             for rank in range(self.key.size)
         ]
         self._ranks = self._launcher.start(specs, deadline)
@@ -170,14 +172,16 @@ class World:
 
     def _not_ready(self, waiting: set[int], timeout: float) -> str:
         outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
-        stacks = "\n".join(f"rank {rank}: {doing.stacks}" for rank, doing in self._ask(waiting, outcomes).items())
+        stacks = "\n".join(
+            f"rank {rank}: {doing.stacks}" for rank, doing in self._ask(waiting, outcomes).items()
+        )
         names = ", ".join(map(str, sorted(waiting)))
         return f"rank {names} of {self.key} did not get ready in {timeout:g} s\n{stacks}"
 
     # Running one item
 
     def run(self, order: RunItem, timeout: float) -> ItemOutcome:
-        """Run one item on all ranks; return what each said of it, at the latest shortly after `timeout` seconds.
+        """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
 
         Once a rank has failed or died the others get a moment to notice; whoever still runs then, or when
         time is over, is asked what it is doing and counts as stuck.
@@ -282,7 +286,9 @@ class World:
             time.sleep(0.1)
             if text := path.read_text():
                 return Doing(text, "code that holds the GIL")
-        return Doing("(it does not answer)", "a place it cannot tell: it is stopped, or blocked in a system call")
+        return Doing(
+            "(it does not answer)", "a place it cannot tell: it is stopped, or blocked in a system call"
+        )
 
     # The wire
 
@@ -296,7 +302,7 @@ class World:
             self._ranks[rank].wire.send(message)
 
     def _receive(self, ranks: set[int], timeout: float) -> list[tuple[int, FromRank | Died]]:
-        """Wait for messages or ends of the given ranks; return those of one moment, a rank's words before its end."""
+        """Wait for messages or ends of ranks; return those of one moment, a rank's words before its end."""
         sources: dict[Any, int] = {}
         for rank in ranks - self._died.keys():
             sources[self._ranks[rank].wire] = rank
@@ -324,7 +330,7 @@ class World:
         return messages
 
     def _log(self, rank: int) -> str:
-        """Read what a rank wrote outside of pytest's capture since its item began: the start and the end of it."""
+        """Read what a rank wrote outside of pytest's capture since its item began: its start and its end."""
         try:
             with open(self._log_path(rank), errors="replace") as log:
                 log.seek(self._log_starts.get(rank, 0))
@@ -332,7 +338,11 @@ class World:
         except OSError:
             return ""
         text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
-        return text if len(text) < MOST_OUTPUT else f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
+        return (
+            text
+            if len(text) < MOST_OUTPUT
+            else f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
+        )
 
     def _log_path(self, rank: int) -> str:
         return f"{self._directory}/rank-{rank}.log"
@@ -383,5 +393,3 @@ def _kill(started: RankProcess) -> None:
         os.killpg(pid, signal.SIGKILL)
     if started.process.is_alive():  # it may not lead a group of its own yet
         started.process.kill()
-
-

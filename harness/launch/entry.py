@@ -39,7 +39,7 @@ def _let_go_of_server() -> None:
 
     Otherwise a server whose controller was killed would live until its last rank ends, which may never be.
     """
-    running: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    running: Any = forkserver._forkserver
     if running._forkserver_alive_fd is not None:
         os.close(running._forkserver_alive_fd)
         running._forkserver_alive_fd = None

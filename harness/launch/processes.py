@@ -41,7 +41,7 @@ class ProcessLauncher:
     """Starts ranks as processes of this machine.
 
     Args:
-        start_method: "forkserver" (a fork of a server that has imported torch) or "spawn" (a new interpreter).
+        start_method: "forkserver" (forks of a server that has imported torch) or "spawn" (new interpreters).
         preload: modules that the server imports beside torch and pytest.
     """
 
@@ -123,7 +123,7 @@ class ProcessLauncher:
             return
         server.say_goodbye(self.directory)
         # multiprocessing has no public way to end it before the interpreter ends.
-        running: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        running: Any = forkserver._forkserver
         if running._forkserver_pid is not None and not self._checked:
             os.kill(running._forkserver_pid, signal.SIGKILL)  # it would finish its imports first
         running._stop()

@@ -116,7 +116,7 @@ def count_collectives() -> int:
     if group is None:
         return -1
     with contextlib.suppress(RuntimeError):
-        return int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     return -1
 
 

@@ -117,7 +117,7 @@ def _is_same(left: object, right: object) -> bool:
             return _is_same_tensor(left, right)
         case dict(), dict():
             return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
-        case (list(), list()) | (tuple(), tuple()):
+        case (list() | tuple(), list() | tuple()) if type(left) is type(right):
             return len(left) == len(right) and all(map(_is_same, left, right))
         case numbers.Number(), numbers.Number() if left != left:
             return right != right
@@ -131,5 +131,7 @@ def _is_same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if not (left.is_floating_point() or left.is_complex()):
         return torch.equal(left, right)
     both_nan = left.isnan() & right.isnan()
-    same = (left == right) & (left.signbit() == right.signbit()) if left.is_floating_point() else left == right
+    same = (
+        (left == right) & (left.signbit() == right.signbit()) if left.is_floating_point() else left == right
+    )
     return bool((both_nan | same).all())

@@ -1,0 +1,133 @@
+"""N reports become one: the first cause first, equal tracebacks once, victims in a line, how to re-run.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from harness.reporting.explain import explain
+from harness.reporting.problems import Problem, death_of, find_problems
+from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
+from harness.world import Died, ItemOutcome
+
+__all__ = ["merge"]
+
+
+def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> list[pytest.TestReport]:
+    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each."""
+    context = Context(item.config, item, outcome.timeout, outcome.timed_out, rerun, seed)
+    ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
+    problems = find_problems(context, ranks)
+    bad = next((phase for phase in PHASES if problems[phase]), None)
+    merged = []
+    for phase in PHASES:
+        reports = {rank.rank: rank.phases[phase] for rank in ranks if phase in rank.phases}
+        if phase == "call":
+            if bad == "setup" or not (reports or problems[phase]):
+                continue
+            merged.extend(_merge_subtests(context, ranks))
+        merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
+    _fail_for_subtests(merged)
+    return merged
+
+
+def _merge_subtests(context: Context, ranks: list[RankReports]) -> list[pytest.TestReport]:
+    names = dict.fromkeys(name for rank in ranks for name in rank.subtests)
+    merged = []
+    for name in names:
+        reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
+        problems = [
+            Problem(rank, report.stop, "failed", report) for rank, report in reports.items() if report.failed
+        ]
+        if problems:  # a rank that died without a word on the point died in it
+            dead = [rank for rank in ranks if isinstance(rank.fate, Died) and name not in rank.subtests]
+            problems += [
+                death_of(context, rank.rank, rank.fate) for rank in dead if isinstance(rank.fate, Died)
+            ]
+        point = reports[min(reports)].context.msg
+        rerun = context.rerun
+        if point and "=" in point:  # a point of run_subtests, which the command line can select
+            rerun += f" --subtest {shlex.quote(point.replace(', ', ','))}"
+        merged.append(_merge_phase(replace(context, rerun=rerun), "call", reports, problems, ranks))
+    return merged
+
+
+def _fail_for_subtests(merged: list[pytest.TestReport]) -> None:
+    """Let a failed subtest fail the test, as pytest does; it counts those of its own process only."""
+    failed = sum(report.failed and type(report) is not pytest.TestReport for report in merged)
+    for report in merged:
+        if failed and report.when == "call" and type(report) is pytest.TestReport and report.passed:
+            report.outcome = "failed"
+            report.longrepr = f"contains {failed} failed subtest{'s' if failed > 1 else ''}"
+
+
+def _merge_phase(
+    context: Context,
+    phase: Phase,
+    reports: dict[int, pytest.TestReport],
+    problems: list[Problem],
+    ranks: list[RankReports],
+) -> pytest.TestReport:
+    causes = [problem for problem in problems if not problem.is_victim()] or problems
+    causes.sort(key=lambda problem: problem.at)
+    merged = _template(context, phase, reports, causes)
+    if reports:
+        merged.start = min(report.start for report in reports.values())
+        merged.stop = max(report.stop for report in reports.values())
+        merged.duration = max(report.duration for report in reports.values())
+    merged.sections = _sections(context, reports, {problem.rank for problem in causes})
+    merged.user_properties = _unique(prop for report in reports.values() for prop in report.user_properties)
+    if causes:
+        merged.outcome = "failed"
+        merged.longrepr = explain(context, causes, ranks, reports)
+    return merged
+
+
+def _template(
+    context: Context, phase: Phase, reports: dict[int, pytest.TestReport], causes: list[Problem]
+) -> pytest.TestReport:
+    """Choose the report that stands for all: the cause's, else one that tells more than "passed"."""
+    if causes:
+        chosen = causes[0].report or next(iter(reports.values()), None)
+        if chosen is not None and chosen.when == phase:
+            chosen = copy.copy(chosen)
+            vars(chosen).pop("wasxfail", None)
+            return chosen
+    else:
+        # A report that failed without being a cause is a victim's: the cause is told elsewhere.
+        sound = [report for report in reports.values() if not report.failed]
+        if sound:
+            return copy.copy(min(sound, key=lambda report: (report.passed, not hasattr(report, "wasxfail"))))
+    keywords: dict[str, Literal[1]] = dict.fromkeys(context.item.keywords, 1)
+    return pytest.TestReport(context.item.nodeid, context.item.location, keywords, "passed", None, phase)
+
+
+def _sections(
+    context: Context, reports: dict[int, pytest.TestReport], to_blame: set[int]
+) -> list[tuple[str, str]]:
+    shown = context.config.getoption("rank_output")
+    if shown == "none":
+        return []
+    ranks = sorted(reports, key=lambda rank: (rank not in to_blame, rank))
+    return [
+        (f"{title} (rank {rank})", text)
+        for rank in ranks
+        if shown == "all" or not to_blame or rank in to_blame
+        for title, text in reports[rank].sections
+    ]
+
+
+def _unique(values: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found

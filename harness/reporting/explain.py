@@ -1,0 +1,91 @@
+"""The text of a failure: pytest's own representation of the first cause, the other ranks, the re-run.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
+
+from harness.reporting.problems import BROKEN_CONNECTION, Problem
+from harness.reporting.words import Context, RankReports, lines, messages
+
+Link = tuple[ReprTraceback, ReprFileLocation | None, str | None]
+"""One exception of a chain, as pytest represents it."""
+
+
+def explain(
+    context: Context, causes: list[Problem], ranks: list[RankReports], reports: dict[int, pytest.TestReport]
+) -> ExceptionChainRepr:
+    """Compose the representation of a failed phase: head, first cause, other causes, the line to re-run."""
+    first, *others = _group(causes)
+    head = _head(first, len(ranks), others)
+    in_groups = {problem.rank for group in (first, *others) for problem in group}
+    for rank in ranks:
+        if rank.rank not in in_groups:
+            head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank))}")
+    longrepr = ExceptionChainRepr([(_native("\n".join(head)), None, None), *_chain(first[0])])
+    for group in others:
+        names = _names(group)
+        longrepr.addsection(f"{names} {group[0].title}", _text(group[0]), "-")
+    longrepr.addsection(f"re-run (seed {context.seed})", context.rerun, "-")
+    return longrepr
+
+
+def _group(problems: list[Problem]) -> list[list[Problem]]:
+    groups: dict[object, list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault(problem.key(), []).append(problem)
+    return list(groups.values())
+
+
+def _head(first: list[Problem], size: int, others: list[list[Problem]]) -> list[str]:
+    title = first[0].title + (" first" if others and first[0].title == "failed" else "")
+    if len(first) == size and size > 1:
+        return [f"all {size} ranks {title}, with the same traceback; this is rank {first[0].rank}'s"]
+    head = [f"rank {first[0].rank} of {size} {title}"]
+    if len(first) > 1:
+        head.append(f"{_names(first[1:])}: the same")
+    head.extend(f"{_names(group)}: {group[0].title}, see below" for group in others)
+    return head
+
+
+def _names(problems: list[Problem]) -> str:
+    numbers = ", ".join(str(problem.rank) for problem in problems)
+    return f"rank {numbers}" if len(problems) == 1 else f"ranks {numbers}"
+
+
+def _of_bystander(rank: RankReports, report: pytest.TestReport | None) -> str:
+    if report is not None and report.failed:
+        broken = BROKEN_CONNECTION.search(messages(report)[-1])
+        why = broken[1] or "aborted" if broken else messages(report)[-1].splitlines()[0]
+        return f"cut off by that at {lines(report)[0]} ({why})"
+    if report is not None and report is not rank.phases.get(report.when):
+        return report.outcome  # of a subtest
+    return rank.word()
+
+
+def _chain(problem: Problem) -> list[Link]:
+    report = problem.report
+    chain: list[Link]
+    if report is None:
+        chain = [(_native(problem.text), problem.crash, None)]
+    elif isinstance(report.longrepr, ExceptionChainRepr):
+        chain = list(report.longrepr.chain)
+    else:
+        location = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
+        chain = [(_native(report.longreprtext), location, None)]
+    entry, crash, description = chain[-1]
+    if crash is not None:
+        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {problem.rank}: {crash.message}")
+    return [*chain[:-1], (entry, crash, description)]
+
+
+def _native(text: str) -> ReprTraceback:
+    lines = [text.rstrip("\n") + "\n"] if text else []
+    return ReprTraceback([ReprEntryNative(lines)], None, style="native")
+
+
+def _text(problem: Problem) -> str:
+    return problem.text if problem.report is None else problem.report.longreprtext

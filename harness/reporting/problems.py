@@ -1,0 +1,150 @@
+"""What went wrong with an item: who is to blame, who is a victim, and in which phase it happened.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from _pytest._code.code import ReprFileLocation
+
+from harness.protocol import VICTIM_OF_A_POINT, Finished
+from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location, where
+from harness.world import Died, Stuck
+
+# What a rank says when another one broke off: never the cause, if there is another.
+BROKEN_CONNECTION = re.compile(
+    r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
+    r"|NCCL.*(aborted|remote process exited|socket)",
+    re.DOTALL | re.IGNORECASE,
+)
+_STRICT_XPASS = "[XPASS(strict)]"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why one rank did not do its part of a phase."""
+
+    rank: int
+    at: float
+    title: str
+    """Follows "rank N": "failed", "died: SIGKILL", "waits in all_reduce #3 …"."""
+    report: pytest.TestReport | None = None
+    text: str = ""
+    """What there is to show where there is no report: stacks, last output."""
+    crash: ReprFileLocation | None = None
+
+    def is_victim(self) -> bool:
+        """Whether the rank only noticed what happened to another."""
+        if self.report is None:
+            return False
+        return any(
+            VICTIM_OF_A_POINT in message or BROKEN_CONNECTION.search(message)
+            for message in messages(self.report)
+        )
+
+    def key(self) -> object:
+        """What is equal for problems that need to be shown once only."""
+        if self.report is None:
+            return self.title, self.text
+        said = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
+        return said, lines(self.report)
+
+
+def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, list[Problem]]:
+    """Sort what went wrong into phases: set-up and call together where it first happened, tear-down apart."""
+    found: dict[Phase, list[Problem]] = {phase: [] for phase in PHASES}
+    for rank in ranks:
+        for phase in PHASES:
+            report = rank.phases.get(phase)
+            if report is not None and report.failed:
+                found[phase].append(Problem(rank.rank, report.stop, "failed", report))
+        if isinstance(rank.fate, Died):
+            found[rank.reached()].append(death_of(context, rank.rank, rank.fate))
+    _add_disagreement(ranks, found)
+    if not any(not problem.is_victim() for problem in _all(found)):
+        _add_stuck(context, ranks, found)
+    if not any(_all(found)):
+        _add_out_of_step(context, ranks, found)
+    if _is_expected_failure(ranks, found):
+        return {phase: [] for phase in PHASES}
+    first = next((phase for phase in PHASES[:2] if found[phase]), None)
+    if first is not None:
+        causes = sorted(found["setup"] + found["call"], key=lambda problem: problem.at)
+        found["setup"], found["call"] = [], []
+        found[first] = causes
+        # What breaks in tear-down after that because a peer is gone is no news.
+        found["teardown"] = [problem for problem in found["teardown"] if not problem.is_victim()]
+    return found
+
+
+def _all(found: dict[Phase, list[Problem]]) -> Iterable[Problem]:
+    return (problem for problems in found.values() for problem in problems)
+
+
+def death_of(context: Context, rank: int, died: Died) -> Problem:
+    path, lineno, _ = context.item.location
+    crash = ReprFileLocation(path, (lineno or 0) + 1, died.how)
+    text = f"its last output:\n{died.output}" if died.output else ""
+    return Problem(rank, died.at, died.how, text=text, crash=crash)
+
+
+def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
+    """A rank that was ended while it ran is to blame only if nothing else explains it."""
+    ended = [str(rank.rank) for rank in ranks if isinstance(rank.fate, Finished)]
+    for rank in ranks:
+        if isinstance(rank.fate, Stuck):
+            if context.timed_out or not ended:
+                title = f"still ran at the deadline of {context.timeout:g} s, in {where(rank.fate)}"
+            else:
+                names = ", ".join(ended)
+                title = f"waits in {where(rank.fate)} for rank {names}, which has ended the test"
+            found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
+
+
+def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
+    """A collective that not all ranks have begun when the test is over is a failure, though nobody waited."""
+    path, lineno, _ = context.item.location
+    for rank in ranks:
+        if rank.left_in_flight is not None:
+            title = f"left {rank.left_in_flight} in flight, which not every rank has joined"
+            crash = ReprFileLocation(path, (lineno or 0) + 1, title)
+            found["call"].append(Problem(rank.rank, 0.0, title, crash=crash))
+
+
+def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
+    match = re.match(r"(.*):(\d+) in ", stuck.doing.where)
+    path, lineno, _ = context.item.location
+    crash = (
+        ReprFileLocation(match[1], int(match[2]), title)
+        if match
+        else ReprFileLocation(path, lineno or 0, title)
+    )
+    return Problem(rank, stuck.at, title, text=stuck.doing.stacks, crash=crash)
+
+
+def _add_disagreement(ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
+    skips = [(rank, skip) for rank in ranks if (skip := rank.skip())]
+    others = [rank for rank in ranks if not rank.skip()]
+    if not skips or not others or any(not problem.is_victim() for problem in _all(found)):
+        return
+    rank, (phase, _) = skips[0]
+    crash = ReprFileLocation(*skip_location(rank.phases[phase]), "ranks disagree")
+    title = f"{rank.word()} and others did not: ranks disagree"
+    found[phase].append(Problem(rank.rank, 0.0, title, crash=crash))
+
+
+def _is_expected_failure(ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> bool:
+    """Whether a rank failed as the test's xfail mark says, and no rank failed otherwise."""
+    expected = any(
+        report.skipped and hasattr(report, "wasxfail") for rank in ranks for report in rank.phases.values()
+    )
+    return expected and all(
+        problem.is_victim()
+        or (problem.report is not None and problem.report.longreprtext.startswith(_STRICT_XPASS))
+        for problem in _all(found)
+    )

@@ -1,0 +1,112 @@
+"""What each rank said of an item, as pytest reports by phase.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from _pytest._code.code import ExceptionChainRepr
+
+from harness.protocol import Finished
+from harness.world import Died, RankOutcome, Stuck
+
+Phase = Literal["setup", "call", "teardown"]
+PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
+
+
+@dataclass(slots=True)
+class RankReports:
+    """One rank's reports of an item, by phase, and what it did not report itself."""
+
+    rank: int
+    phases: dict[str, pytest.TestReport] = field(default_factory=dict)
+    subtests: dict[str, pytest.TestReport] = field(default_factory=dict)
+    fate: Finished | Died | Stuck | None = None
+    left_in_flight: str | None = None
+
+    def reached(self) -> Phase:
+        """The phase in which the rank ended without a word."""
+        return next((phase for phase in PHASES if phase not in self.phases), "teardown")
+
+    def skip(self) -> tuple[Phase, str] | None:
+        """The phase and reason of the rank's skip, if it skipped."""
+        for phase in PHASES[:2]:
+            report = self.phases.get(phase)
+            if report is not None and report.skipped and not hasattr(report, "wasxfail"):
+                return phase, _skip_reason(report)
+        return None
+
+    def word(self) -> str:
+        """What this rank says of the whole item, in a few words."""
+        if isinstance(self.fate, Died):
+            return self.fate.how
+        if isinstance(self.fate, Stuck):
+            return f"was in {where(self.fate)}"
+        if skip := self.skip():
+            return f"skipped ({skip[1]})"
+        failed = [phase for phase, report in self.phases.items() if report.failed]
+        return f"failed in {failed[0]}" if failed else "passed"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the merging of an item needs to know beside the reports."""
+
+    config: pytest.Config
+    item: pytest.Item
+    timeout: float
+    timed_out: bool
+    rerun: str
+    """The command that runs this item again."""
+    seed: int
+
+
+def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:
+    ranks = RankReports(outcome.rank, fate=outcome.fate, left_in_flight=outcome.left_in_flight)
+    for data in outcome.reports:
+        report = config.hook.pytest_report_from_serializable(config=config, data=data)
+        if type(report) is pytest.TestReport:
+            ranks.phases[report.when] = report
+        else:
+            known = ranks.subtests.get(report.head_line)
+            if known is None or not known.failed:
+                ranks.subtests[report.head_line] = report
+    return ranks
+
+
+def where(stuck: Stuck) -> str:
+    where = stuck.doing.where
+    return f"{stuck.doing.collective} at {where}" if stuck.doing.collective else where
+
+
+def messages(report: pytest.TestReport) -> list[str]:
+    """Return the message of every exception of the report's chain, the one that ended the phase last."""
+    longrepr = report.longrepr
+    if isinstance(longrepr, ExceptionChainRepr):
+        messages = [crash.message for _, crash, _ in longrepr.chain if crash is not None]
+        if messages:
+            return messages
+    return [report.longreprtext or "(no message)"]
+
+
+def lines(report: pytest.TestReport) -> tuple[str, ...]:
+    """Return the lines that the traceback goes through, the test's own first."""
+    if not isinstance(report.longrepr, ExceptionChainRepr):
+        return (f"{report.location[0]}:{(report.location[1] or 0) + 1}",)
+    places = (getattr(entry, "reprfileloc", None) for entry in report.longrepr.reprtraceback.reprentries)
+    return tuple(f"{place.path}:{place.lineno}" for place in places if place is not None) or (report.nodeid,)
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    return reason.removeprefix("Skipped: ")
+
+
+def skip_location(report: pytest.TestReport) -> tuple[str, int]:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[0]), report.longrepr[1]
+    return report.location[0], report.location[1] or 0
