@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import warnings
 from collections.abc import Generator
@@ -14,6 +15,7 @@ import torch
 
 from harness.exceptions import RankStateWarning
 from harness.protocol import RANK_PLUGIN, Close, Finished, Reported, RunItem, Warned
+from harness.rank.collection import RankCollection
 from harness.rank.state import RankState, count_collectives, count_groups
 
 if TYPE_CHECKING:
@@ -65,9 +67,7 @@ class RankSession:
         self.started = False
         self._baseline: RankState | None = None
         self._baselines_below: dict[object, RankState] = {}
-        self._items: dict[str, pytest.Item] = {}
-        self._collected: set[str] = set()
-        self._collect_errors: dict[str, str] = {}
+        self._collection = RankCollection()
 
     # The session
 
@@ -81,6 +81,10 @@ class RankSession:
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
         return (yield)
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.option.setupshow = False  # --setup-only has asked for it again
+        config.pluginmanager.register(self._collection)
 
     def pytest_collection(self) -> bool:
         return True  # nothing yet: a file is collected when the first of its items is asked for
@@ -97,11 +101,11 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
-        item = self._find(session, order.nodeid, order.path)
+        item = self._collection.find(session, order.nodeid, order.path)
         if item is None:
-            self._send_report(_missing(order, self._collect_errors.get(order.path)))
+            self._send_report(_missing(order, self._collection.error_of(order.path)))
         else:
-            next_item = self._find(session, *order.next_item) if order.next_item else None
+            next_item = self._collection.find(session, *order.next_item) if order.next_item else None
             self.world.enter_test(order.shared_tmp_path)
             seed_everything(self._spec.seed)
             self._run_protocol(item, next_item)
@@ -112,26 +116,17 @@ class RankSession:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
             # Raised inside one rank they are that test's failure; stopping the run is the controller's.
-            self._send_report(
-                _failure(item.nodeid, item.location, f"{type(error).__name__}: {error}", "call")
-            )
+            longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+            self.pytest_runtest_logreport(_failure(item.nodeid, item.location, longrepr, "call"))
 
-    # Collecting
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Tear down what was kept up for another item.
 
-    def _find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
-        if path not in self._collected:
-            self._collected.add(path)
-            try:
-                self._items.update({str(item.nodeid): item for item in session.perform_collect([path])})
-            except pytest.UsageError as error:
-                self._collect_errors[path] = str(error)
-        return self._items.get(nodeid)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            for path in self._collected - self._collect_errors.keys():
-                if path.endswith(str(report.nodeid).split("::")[0]):
-                    self._collect_errors[path] = report.longreprtext
+        Under pytest-xdist a controller knows its next item, but not whether the next one of this world will
+        be its own.
+        """
+        item.session._setupstate.teardown_exact(item)
 
     # Reporting
 
@@ -143,7 +138,13 @@ class RankSession:
 
     def _send_report(self, report: pytest.TestReport) -> None:
         config = self._config
-        self._rank.send(Reported(config.hook.pytest_report_to_serializable(config=config, report=report)))
+        report.user_properties = [(name, _plain(value)) for name, value in report.user_properties]
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        try:
+            self._rank.send(Reported(data))
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            text = f"the report holds what cannot leave a rank: {error}. Does a hook add to reports?"
+            self._send_report(_failure(report.nodeid, report.location, text, report.when))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
@@ -189,7 +190,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _missing(order: RunItem, error: str | None) -> pytest.TestReport:
+def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
         "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
@@ -198,5 +199,16 @@ def _missing(order: RunItem, error: str | None) -> pytest.TestReport:
     return _failure(order.nodeid, (order.path, None, order.nodeid), text, "setup")
 
 
-def _failure(nodeid: str, location: tuple[str, int | None, str], text: str, when: Any) -> pytest.TestReport:
-    return pytest.TestReport(nodeid, location, {}, "failed", text, when)
+def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
+    return pytest.TestReport(nodeid, location, {}, "failed", why, when)
+
+
+def _plain(value: object) -> object:
+    """Reduce a recorded property to what reads the same without the rank's modules: a tensor to its text."""
+    match value:
+        case dict():
+            return {str(name): _plain(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return value if value is None or type(value) in (bool, int, float, str) else str(value)
