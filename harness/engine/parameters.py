@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _OWNER = "_lockstep_unit"
 
@@ -79,7 +80,10 @@ def collect(modules: Sequence[tuple[str, nn.Module]], ignored: Collection[nn.Par
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored:
                 continue
-            names.setdefault(parameter, f"{module_name}.{name}" if module_name else name)
+            full_name = f"{module_name}.{name}" if module_name else name
+            if is_lazy(parameter):
+                raise ValueError(f"parameter {full_name!r} has no shape yet; run a forward before wrapping.")
+            names.setdefault(parameter, full_name)
             slots.setdefault(parameter, []).append(Slot(module, name))
     return tuple(Entry(name, p, tuple(slots[p]), p.shape) for p, name in names.items())
 
@@ -132,6 +136,11 @@ def _check_one(entry: Entry, unit: str) -> None:
     if parameter.is_meta:
         raise NotImplementedError(
             f"{where} is on the meta device; give it storage (module.to_empty) and values before wrapping."
+        )
+    if type(parameter.data) is not Tensor:
+        raise NotImplementedError(
+            f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "
+            "Pass it in ignored_states."
         )
     if not parameter.is_floating_point():
         raise ValueError(

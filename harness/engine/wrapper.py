@@ -4,6 +4,7 @@ It reads what the user asks for and hands it on: to `construction`, `hooks`, `su
 """
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -186,12 +187,10 @@ class FullyShardedDataParallel(nn.Module):
         """
         if self._unit.tree.busy:
             refuse_when_busy([self._unit], "state_dict")
+        # Without a destination the module makes one that carries its version numbers.
+        given = {} if destination is None else {"destination": destination}
         with self._full_for_state():
-            found: dict[str, Any] = self.module.state_dict(
-                destination={} if destination is None else destination,
-                prefix=prefix,
-                keep_vars=keep_vars,
-            )
+            found: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
         for name, dtype in self._unit.buffer_dtypes.items():
             if prefix + name in found:
                 found[prefix + name] = found[prefix + name].to(dtype)
@@ -205,11 +204,20 @@ class FullyShardedDataParallel(nn.Module):
         Returns the missing and unexpected names; raises RuntimeError for them if ``strict``.
         """
         try:
-            found = super().load_state_dict(state_dict, strict, assign)
+            found = super().load_state_dict(self._with_versions(state_dict), strict, assign)
         except RuntimeError as error:
             raise RuntimeError(str(error).replace(f"{_INNER}.", "")) from None
         missing, unexpected = ([clean_name(name) for name in names] for names in found)
         return found._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+    def _with_versions(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a copy of ``state_dict`` whose version numbers are found under the names of modules here."""
+        versions = getattr(state_dict, "_metadata", None)
+        copied = OrderedDict(state_dict)
+        if versions is not None:
+            names = (name for name, _ in self.named_modules())
+            copied._metadata = {name: versions.get(clean_name(name), {}) for name in names}  # type: ignore[attr-defined]
+        return copied
 
     def _full_for_state(self) -> AbstractContextManager[None]:
         group = self._unit.group

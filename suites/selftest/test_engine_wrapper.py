@@ -253,6 +253,20 @@ def test_state_goes_round_between_differently_wrapped_models(world, strategy, us
     assert_named_close(other.state_dict(), expected)
 
 
+def test_saved_state_carries_the_versions_of_modules(world):
+    class Versioned(nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state, prefix, metadata, *rest):
+            self.loaded = metadata.get("version")
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    inner = Versioned(2, 2).to(world.device)
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(inner)))
+    model.load_state_dict(model.state_dict())
+    assert inner.loaded == 3
+
+
 def test_loading_reports_missing_and_unexpected_names_as_torch_does(world):
     model = nested(world, auto_wrap_policy=always_wrap_policy)
     state = model.state_dict()
@@ -337,6 +351,12 @@ def partly_frozen():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
 
 
+def quantized():
+    bare = nn.Linear(2, 2)
+    bare.scale = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    return bare
+
+
 def tied_across_units():
     bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     bare[1].weight = bare[0].weight
@@ -356,6 +376,8 @@ REFUSED = {
         r"'1.weight' is tied to weight of .*Linear.*Wrap one module that contains both",
     ),
     "container": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "cannot wrap ModuleList: it has no forward"),
+    "lazy": (lambda: nn.LazyLinear(2), {}, "'weight' has no shape yet; run a forward before wrapping"),
+    "integers": (quantized, {}, r"'scale' has dtype torch.int8; .*Pass it in ignored_states"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), {}, "'weight' is on the meta device; give it storage"),
     "prefetch": (lambda: nn.Linear(2, 2), {"forward_prefetch": True}, "forward_prefetch is not built yet"),
     "mesh": (lambda: nn.Linear(2, 2), {"device_mesh": object()}, "device_mesh is not built yet"),
