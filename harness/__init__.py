@@ -1,5 +1,45 @@
 """Lockstep: a pytest-native, multi-rank test harness for PyTorch.
 
+The public names are loaded on first use, so that the plugin can be imported without torch.
+
 PYTEST_DONT_REWRITE: ranks are forked from a server that has imported this package before pytest could
 rewrite its asserts; the package raises its own messages and needs no rewriting.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.adapters import Engine
+    from harness.exceptions import PeerFailed, RankStateWarning
+    from harness.lockstep import RunSubtests
+    from harness.rank.view import RankWorld
+    from harness.recorders import CollectivesLog, ForwardDtypes
+
+_HOMES = {
+    "CollectivesLog": "harness.recorders",
+    "Engine": "harness.adapters",
+    "ForwardDtypes": "harness.recorders",
+    "PeerFailed": "harness.exceptions",
+    "RankStateWarning": "harness.exceptions",
+    "RankWorld": "harness.rank.view",
+    "RunSubtests": "harness.lockstep",
+}
+
+__all__ = [
+    "CollectivesLog",
+    "Engine",
+    "ForwardDtypes",
+    "PeerFailed",
+    "RankStateWarning",
+    "RankWorld",
+    "RunSubtests",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

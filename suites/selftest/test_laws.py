@@ -1,0 +1,137 @@
+"""The laws of the architecture, read off the source."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import harness
+
+ROOT = Path(harness.__file__).parent
+PROJECT = Path(__file__).parents[2]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+
+
+def is_typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports(tree: ast.AST, *, lazy: bool) -> Iterator[str]:
+    """Yield the modules that a tree imports; those inside functions only if `lazy`; never those for types."""
+    for node in ast.iter_child_nodes(tree):
+        if is_typing_only(node) or (not lazy and isinstance(node, ast.FunctionDef | ast.Lambda)):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in names)
+        else:
+            yield from imports(node, lazy=lazy)
+
+
+def package(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def test_the_engine_imports_nothing_else_of_harness() -> None:
+    for name, tree in MODULES.items():
+        if package(name) == "harness.engine":
+            ours = [found for found in imports(tree, lazy=True) if found.split(".")[0] == "harness"]
+            assert [found for found in ours if package(found) != "harness.engine"] == []
+
+
+def test_nothing_imports_the_plugin_the_suites_or_the_benchmarks() -> None:
+    for tree in MODULES.values():
+        for found in imports(tree, lazy=True):
+            assert found != "harness.plugin"
+            assert found.split(".")[0] not in ("suites", "benchmarks")
+
+
+def test_the_import_graph_has_no_cycle() -> None:
+    graph = {
+        name: {found for found in imports(tree, lazy=False) if found in MODULES and found != name}
+        for name, tree in MODULES.items()
+    }
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+@pytest.mark.parametrize("name", ["harness", "harness.plugin", "harness.controller"])
+def test_the_controllers_side_can_be_imported_without_torch(name: str) -> None:
+    code = f"import sys, {name}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+COLLECTIVES = {
+    name
+    for prefix in (
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "scatter",
+        "gather",
+    )
+    for name in (prefix, f"{prefix}_single", f"{prefix}_tensor", f"{prefix}_into_tensor", f"{prefix}_object")
+} | {"barrier", "send", "recv", "isend", "irecv", "reduce", "batch_isend_irecv"}
+
+
+def test_inside_the_engine_only_collectives_calls_torch_distributed_collectives() -> None:
+    for name, tree in MODULES.items():
+        if package(name) == "harness.engine" and name != "harness.engine.collectives":
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    owner, called = ast.unparse(node.func.value), node.func.attr
+                    moves_data = any(word in called for word in COLLECTIVE_WORDS) and not called[0].isupper()
+                    assert not (owner in ("dist", "torch.distributed") and moves_data), (name, called)
+
+
+def suite_files() -> list[Path]:
+    return [path for path in (PROJECT / "suites").rglob("*.py") if "selftest" not in path.parts]
+
+
+def test_suites_reach_an_engine_through_the_fixture_only() -> None:
+    assert suite_files()
+    for path in suite_files():
+        found = set(imports(ast.parse(path.read_text()), lazy=True))
+        assert not any(name.startswith(("harness.engine", "torch.distributed.fsdp")) for name in found), path
+
+
+def test_public_names_are_what_the_package_says() -> None:
+    assert sorted(harness.__all__) == harness.__all__
+    for name in harness.__all__:
+        assert getattr(harness, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        harness.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["engine", "recorders", "assertions", "reporting"])
+def test_packages_name_what_is_public(name: str) -> None:
+    room = __import__(f"harness.{name}", fromlist=["__all__"])
+    assert all(hasattr(room, public) for public in room.__all__)
+    shown = {
+        alias.asname or alias.name
+        for node in ast.iter_child_nodes(MODULES[f"harness.{name}"])
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+    assert shown >= set(room.__all__) or name == "reporting"
+
+
+def test_no_room_is_named_after_nothing() -> None:
+    assert {"utils", "helpers", "common", "misc"}.isdisjoint(name.split(".")[-1] for name in MODULES)
