@@ -43,7 +43,8 @@ class Tree:
         self.units = tuple(units)
         self.sync = True
         self._forwards = 0
-        self._in_backward = False
+        self.backward = -1
+        """The outermost backward that goes through the tree, as `_backward_id` numbers it; -1 for none."""
 
     @property
     def root(self) -> Unit:
@@ -56,13 +57,13 @@ class Tree:
 
     @property
     def in_backward(self) -> bool:
-        # The flag alone would lie after a backward that raised; autograd knows whether one is running.
-        return self._in_backward and _backward_id() != -1
+        # Ours alone would be wrong after a backward that raised; autograd knows whether one is running.
+        return self.backward != -1 and _backward_id() != -1
 
     def enter_forward(self) -> None:
         if self._forwards == 0 and not self.in_backward:
             # Kept parameters may be stale, and a step that raised may have left things behind.
-            self._in_backward = False
+            self.backward = -1
             for unit in self.units:
                 unit.start()
         self._forwards += 1
@@ -72,12 +73,12 @@ class Tree:
 
     def enter_backward(self) -> None:
         """Make sure that the end of this backward is seen, once, in the outermost backward."""
-        if not self._in_backward:
-            self._in_backward = True
+        if self.backward == -1:
+            self.backward = _backward_id()
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self.backward = -1
         for unit in self.units:
             unit.finish()
 
@@ -95,6 +96,7 @@ class Unit:
         self._nodes: dict[Tensor, Node] = {}
         self._awaited: dict[int, int] = {}
         self._inputs_done = False
+        self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
 
     def start(self) -> None:
@@ -116,6 +118,7 @@ class Unit:
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._prepare((args, kwargs))
+        self._recomputed = self.tree.in_backward
         if self.group:
             self.group.gather()
             if torch.is_grad_enabled():
@@ -228,9 +231,20 @@ class Unit:
         backward = _backward_id()
         self._awaited[backward] = self._num_awaited(backward) - 1
         if self._awaited[backward] == 0 and self.group:
+            done = self._inputs_done or self._is_done(self.group, backward)
             self.group.gradients.collect(self.group.leaves, self.tree.sync)
-            if self.group.all_trainable or self._inputs_done:
+            if done:
                 self.group.free()
+
+    def _is_done(self, group: ShardGroup, backward: int) -> bool:
+        """Tell whether nothing will read the full parameters again, now that ``backward`` gave all gradients.
+
+        A parameter without one may be read still: a frozen one, or one that a reentrant checkpoint hides from
+        this backward until it runs a nested one. After a nested backward the next may come, unless all of the
+        unit was recomputed for it: then it will be again, and gathers.
+        """
+        everywhere = all(leaf.grad is not None for leaf in group.leaves)
+        return everywhere and (backward == self.tree.backward or self._recomputed)
 
     def _on_inputs_done(self) -> None:
         self._inputs_done = True

@@ -52,18 +52,20 @@ class Frozen(nn.Sequential):
 
 
 class Checkpointed(nn.Module):
-    """A unit that is computed a second time in backward."""
+    """Layers that are computed a second time in backward: a unit, or with ``units=()`` a part of one."""
 
-    units = ("inner",)
-
-    def __init__(self, use_reentrant):
+    def __init__(self, use_reentrant, units=("inner",)):
         super().__init__()
+        self.units = units
         self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
         self.use_reentrant = use_reentrant
 
     def forward(self, x):
-        return self.after(checkpoint(self.inner, self.before(x), use_reentrant=self.use_reentrant))
+        x = self.before(x)
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return self.after(x)
 
 
 def loss_of(output):
@@ -108,6 +110,8 @@ MODELS = {
     "odd_shapes": OddShapes,
     "checkpointed": lambda: Checkpointed(use_reentrant=False),
     "checkpointed_reentrant": lambda: Checkpointed(use_reentrant=True),
+    "checkpointed_inside_a_unit": lambda: Checkpointed(use_reentrant=False, units=()),
+    "checkpointed_inside_a_unit_reentrant": lambda: Checkpointed(use_reentrant=True, units=()),
 }
 
 
