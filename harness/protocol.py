@@ -63,6 +63,11 @@ class RankSpec:
         return self.path(f"rank-{self.rank}.log")
 
     @property
+    def phases_path(self) -> str:
+        """Where the rank notes how many phases of the item are over, for the case that it dies."""
+        return self.path(f"rank-{self.rank}.phases")
+
+    @property
     def stacks_path(self) -> str:
         """Where faulthandler writes when a rank cannot answer, because it holds the GIL."""
         return self.path(f"rank-{self.rank}.stacks")
@@ -175,4 +180,5 @@ class Finished:
     """How many process groups were ever made, which names the next one."""
 
 
+# A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
 FromRank = Ready | Broken | Reported | Warned | Voted | Doing | Finished

@@ -54,13 +54,17 @@ CLOSE_WITHIN = 10.0
 class Died:
     """The rank's process ended in the middle of the test."""
 
-    exitcode: int
+    exitcode: int | None
     output: str
     at: float
     """Wall-clock time, as in pytest's reports."""
+    phases_over: int = 0
+    """How many phases of the item the rank had ended; it may not have sent the reports of all."""
 
     @property
     def how(self) -> str:
+        if self.exitcode is None:
+            return "closed its connection to the controller"
         if self.exitcode >= 0:
             return f"exited with code {self.exitcode}"
         try:
@@ -308,26 +312,32 @@ class World:
             sources[self._ranks[rank].wire] = rank
             sources[self._ranks[rank].process.sentinel] = rank
         received: list[tuple[int, FromRank | Died]] = []
-        for rank in sorted({sources[source] for source in wait(list(sources), max(timeout, 0.0))}):
-            received.extend((rank, message) for message in self._drain(rank))
+        for source in wait(list(sources), max(timeout, 0.0)):
+            rank = sources[source]
+            if rank not in self._died:
+                received.extend((rank, message) for message in self._read(rank, source))
         return received
 
-    def _drain(self, rank: int) -> list[FromRank | Died]:
-        messages: list[FromRank | Died] = []
+    def _read(self, rank: int, source: Any) -> list[FromRank | Died]:
+        """Read what came from one source: a batch of messages, or the end of the rank's wire or process."""
         wire, process = self._ranks[rank].wire, self._ranks[rank].process
+        messages: list[FromRank | Died] = []
         try:
-            while wire.poll():
-                messages.append(wire.recv())
+            if source is wire:
+                return [*wire.recv()]
+            while wire.poll():  # its last words
+                messages.extend(wire.recv())
         except (EOFError, OSError):
             process.join(1.0)  # its exit status follows the end of the wire
-        if not process.is_alive():
-            with contextlib.suppress(EOFError, OSError):
-                while wire.poll():
-                    messages.append(wire.recv())
-            died = Died(process.exitcode if process.exitcode is not None else 0, self._log(rank), time.time())
-            self._died[rank] = died
-            messages.append(died)
-        return messages
+        died = Died(process.exitcode, self._log(rank), time.time(), self._phases_over(rank))
+        self._died[rank] = died
+        return [*messages, died]
+
+    def _phases_over(self, rank: int) -> int:
+        try:
+            return int(Path(self._directory, f"rank-{rank}.phases").read_text())
+        except (OSError, ValueError):  # it died before it ran an item
+            return 0
 
     def _log(self, rank: int) -> str:
         """Read what a rank wrote outside of pytest's capture since its item began: its start and its end."""
@@ -363,7 +373,7 @@ class World:
             if started.process.is_alive():
                 complaints.append(f"rank {rank} of {self.key} did not end in {timeout:g} s and was killed")
             elif started.process.exitcode != 0 and rank not in self._died:
-                died = Died(started.process.exitcode or 0, self._log(rank), 0.0)
+                died = Died(started.process.exitcode, self._log(rank), 0.0)
                 complaints.append(f"rank {rank} of {self.key} {died.how} as it closed\n{died.output}")
         self.kill()
         return complaints

@@ -18,7 +18,12 @@ import threading
 from pathlib import Path
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
-RANKS_NEED = ("torch", "torch.distributed", "torch.distributed.fsdp", "numpy", "pytest", "harness.rank")
+RANKS_NEED = (
+    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.utils._device"),
+    *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
+    *("harness.rank", "harness.plugin", "harness.launch.entry", "harness.lockstep", "harness.recorders"),
+)
+"""Modules that every rank, or nearly every one, would import itself."""
 
 
 def status_path(directory: str) -> Path:
@@ -35,7 +40,7 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
     sys.path[:] = sys_path
     gc.disable()
     failures = {}
-    for name in (*RANKS_NEED, *modules):
+    for name in (*RANKS_NEED, *_pytests_plugins(), *modules):
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a user's module raises is told to the user
@@ -47,6 +52,14 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
     partial = status_path(directory).with_suffix(".partial")
     partial.write_text(json.dumps(status))
     partial.rename(status_path(directory))
+
+
+def _pytests_plugins() -> list[str]:
+    """Name the modules that pytest imports at the start of every session; a wrong guess costs time only."""
+    config = importlib.import_module("_pytest.config")
+    return [
+        f"_pytest.{name}" for name in getattr(config, "default_plugins", ()) if name != "pytester_assertions"
+    ]
 
 
 def _thread_count() -> int:

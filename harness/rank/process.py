@@ -44,7 +44,9 @@ class Rank:
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device)
         self._wire = wire
+        self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
+        self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -64,9 +66,21 @@ class Rank:
         """Tell the controller that items may come."""
         self.send(Ready())
 
-    def send(self, message: FromRank) -> None:
+    def post(self, message: FromRank) -> None:
+        """Send a message with the next one that cannot wait: each write wakes the controller."""
         with self._sending:
-            self._wire.send(message)
+            self._outbox.append(message)
+
+    def send(self, message: FromRank) -> None:
+        """Send a message, after those that were posted."""
+        with self._sending:
+            self._outbox.append(message)
+            self._wire.send(tuple(self._outbox))
+            self._outbox.clear()
+
+    def note_phases_over(self, count: int) -> None:
+        """Leave a note of how far the item has come; posted reports are lost if the process dies."""
+        os.pwrite(self._phases, str(count).encode(), 0)
 
     def next_order(self) -> RunItem | Agreed | Close:
         """Wait for the controller to say what to do next."""
@@ -92,7 +106,7 @@ class Rank:
 
     def reseed(self) -> None:
         """Give every generator of this process the seed of the world."""
-        seed_everything(self.spec.seed)
+        seed_everything(self.spec.seed, self.group.device)
 
     def _watch(self) -> None:
         main = threading.main_thread().ident

@@ -86,9 +86,11 @@ class RankSession:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
         return True  # nothing yet: a file is collected when the first of its items is asked for
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
         self._baseline = RankState.capture()
@@ -107,7 +109,8 @@ class RankSession:
         else:
             next_item = self._collection.find(session, *order.next_item) if order.next_item else None
             self.world.enter_test(order.shared_tmp_path)
-            seed_everything(self._spec.seed)
+            self._rank.reseed()
+            self._rank.note_phases_over(0)
             self._run_protocol(item, next_item)
         self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
 
@@ -132,8 +135,10 @@ class RankSession:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._send_report(report)
-        raised = report.failed or (report.skipped and hasattr(report, "wasxfail"))
-        if raised and report.when != "teardown" and type(report) is pytest.TestReport:
+        if type(report) is not pytest.TestReport:
+            return  # of a subtest: the test goes on
+        self._rank.note_phases_over(("setup", "call", "teardown").index(report.when) + 1)
+        if report.when != "teardown" and _raised(report):
             self._rank.group.sever()
 
     def _send_report(self, report: pytest.TestReport) -> None:
@@ -141,7 +146,7 @@ class RankSession:
         report.user_properties = [(name, _plain(value)) for name, value in report.user_properties]
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
         try:
-            self._rank.send(Reported(data))
+            (self._rank.send if _raised(report) else self._rank.post)(Reported(data))
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             text = f"the report holds what cannot leave a rank: {error}. Does a hook add to reports?"
             self._send_report(_failure(report.nodeid, report.location, text, report.when))
@@ -150,7 +155,7 @@ class RankSession:
         if when == "runtest":  # those of start and collection are the controller's too
             category = warning_message.category
             text, filename = str(warning_message.message), warning_message.filename
-            self._rank.send(
+            self._rank.post(
                 Warned(category.__module__, category.__qualname__, text, filename, warning_message.lineno)
             )
 
@@ -183,11 +188,22 @@ class RankSession:
         self._baseline = self._baselines_below.pop(fixturedef, self._baseline)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed random, numpy's legacy generator and torch (all devices)."""
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed random, numpy's legacy generator, and torch's generators of the CPU and of the rank's device.
+
+    Not by `torch.manual_seed`: it also queues a seed for every kind of device that was never used, with a
+    formatted stack each, which takes longer than a small test.
+    """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)
+
+
+def _raised(report: pytest.TestReport) -> bool:
+    """Whether something was raised that is no skip, expected or not."""
+    return report.failed or (report.skipped and hasattr(report, "wasxfail"))
 
 
 def _missing(order: RunItem, error: str) -> pytest.TestReport:

@@ -30,6 +30,8 @@ class RankReports:
 
     def reached(self) -> Phase:
         """The phase in which the rank ended without a word."""
+        if isinstance(self.fate, Died):
+            return PHASES[min(self.fate.phases_over, 2)]
         return next((phase for phase in PHASES if phase not in self.phases), "teardown")
 
     def skip(self) -> tuple[Phase, str] | None:
