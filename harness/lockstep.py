@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import re
@@ -139,12 +140,20 @@ def describe_value(value: Any) -> str:
     """Name a setting's value in one word that can be typed on a command line."""
     if isinstance(value, enum.Enum):
         return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        told = (f"{field.name}={describe_value(getattr(value, field.name))}" for field in _set_fields(value))
+        return f"{type(value).__name__}({';'.join(told)})"
     if isinstance(value, type) or callable(value):
         text = getattr(value, "__name__", None) or type(value).__name__
     else:
         text = str(value)
     text = re.sub(r" at 0x[0-9a-f]+", "", text).removeprefix("torch.")
     return re.sub(r"[\s,]+", "_", text)
+
+
+def _set_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass instance that differ from their defaults."""
+    return [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
 
 
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 import pytest
@@ -13,6 +14,13 @@ from harness.protocol import Vote
 
 class Colour(enum.Enum):
     RED = 1
+
+
+@dataclasses.dataclass
+class Options:
+    dtype: torch.dtype | None = None
+    offload: bool = False
+    level: int = 0
 
 
 class AloneInTheWorld:
@@ -43,6 +51,8 @@ class AloneInTheWorld:
         (torch.nn.Linear, "Linear"),
         ((1, 2), "(1_2)"),
         ("two words", "two_words"),
+        (Options(), "Options()"),
+        (Options(dtype=torch.float16, level=2), "Options(dtype=float16;level=2)"),
     ],
 )
 def test_a_value_is_named_in_one_word(value: object, word: str) -> None:
