@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import warnings
 from collections.abc import Generator
@@ -143,13 +142,8 @@ class RankSession:
 
     def _send_report(self, report: pytest.TestReport) -> None:
         config = self._config
-        report.user_properties = [(name, _plain(value)) for name, value in report.user_properties]
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        try:
-            (self._rank.send if _raised(report) else self._rank.post)(Reported(data))
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            text = f"the report holds what cannot leave a rank: {error}. Does a hook add to reports?"
-            self._send_report(_failure(report.nodeid, report.location, text, report.when))
+        (self._rank.send if _raised(report) else self._rank.post)(Reported(_plain(data)))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
@@ -219,12 +213,15 @@ def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when:
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
 
 
-def _plain(value: object) -> object:
-    """Reduce a recorded property to what reads the same without the rank's modules: a tensor to its text."""
+def _plain(value: Any) -> Any:
+    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
+
+    Reports hold anything: recorded properties, and what users' hooks set as attributes.
+    """
     match value:
         case dict():
             return {str(name): _plain(item) for name, item in value.items()}
         case list() | tuple():
-            return [_plain(item) for item in value]
+            return (list if isinstance(value, list) else tuple)(map(_plain, value))
         case _:
             return value if value is None or type(value) in (bool, int, float, str) else str(value)
