@@ -6,39 +6,25 @@ Under pytest-xdist each of its workers is a controller. Must not import torch.
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import os
 import shlex
 import sys
 import uuid
 import warnings
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from harness import reporting
 from harness.exceptions import WorldError
-from harness.launch.processes import START_METHODS, ProcessLauncher
-from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
+from harness.launch.processes import ProcessLauncher
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
+from harness.requests import Refusal, Request, request_of
 from harness.world import ItemOutcome, World
 from harness.worlds import Worlds
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What one item asks of the controller."""
-
-    key: WorldKey
-    fresh: bool
-    timeout: float
-    skip: str | None = None
-    """Why this machine cannot run it."""
-
-
-_request_key = pytest.StashKey[Request]()
+_request_key = pytest.StashKey[Request | Refusal]()
 
 
 class Controller:
@@ -79,34 +65,22 @@ class Controller:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        marked = [(item, mark) for item in items if (mark := _mark_of(item))]
-        for item, mark in marked:
-            item.stash[_request_key] = self._request(item, mark)
-        if not marked:
+        for item in items:
+            if request := request_of(item):
+                item.stash[_request_key] = request
+        asking = [item for item in items if isinstance(item.stash.get(_request_key, None), Request)]
+        if not asking:
             self._stop_server()  # the word stood in a file, but no test needs it
-        else:
-            # What stands now stands to the end, torch's modules above all. Collections of garbage, and the
-            # end of the interpreter, need not walk through it: 0.4 s of a run.
-            gc.freeze()
-        if marked and (self._config.option.usepdb or self._config.option.trace):
+            return
+        if self._config.option.usepdb or self._config.option.trace:
             option = "--pdb" if self._config.option.usepdb else "--trace"
             raise pytest.UsageError(
-                f"{option} cannot reach into ranks, which have no terminal, and {marked[0][0].nodeid} "
+                f"{option} cannot reach into ranks, which have no terminal, and {asking[0].nodeid} "
                 f"runs on ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
             )
-
-    def _request(self, item: pytest.Item, mark: RanksMark) -> Request:
-        size = _size_of(item, mark)
-        backend = mark.backend or default_backend(self._config)
-        device = self._config.getoption("device") or ("cuda" if backend == "nccl" else "cpu")
-        if device not in BACKENDS[backend]:
-            raise pytest.UsageError(
-                f"{item.nodeid}: the backend {backend} does not work on the device {device}"
-            )
-        timeout = mark.timeout or self._config.getoption("world_timeout")
-        fresh = mark.fresh or self._config.getoption("fresh_worlds")
-        request = Request(WorldKey(size, backend, device), fresh, timeout)
-        return replace(request, skip=_lack_of_gpus(request.key)) if device == "cuda" else request
+        # What stands now stands to the end, torch's modules above all. Collections of garbage, and the end of
+        # the interpreter, need not walk through it: 0.4 s of a run.
+        gc.freeze()
 
     # Running a test
 
@@ -116,7 +90,11 @@ class Controller:
         if request is None:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        reports = self._run(item, request, nextitem) if request.skip is None else _skipped(item, request.skip)
+        match request:
+            case Request():
+                reports = self._run(item, request, nextitem)
+            case Refusal():
+                reports = _refuse(item, request)
         self._tear_down_controllers_own(item, nextitem, reports[-1])
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
@@ -129,13 +107,13 @@ class Controller:
         try:
             world = self._worlds.take(request.key, fresh=request.fresh)
         except WorldError as error:
-            return _failed_to_start(item, f"no world of {request.key}: {error}")
+            return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
         order = self._order(item, request, nextitem)
         try:
             outcome = world.run(order, request.timeout)
         except WorldError as error:
             world.kill()
-            return _failed_to_start(item, str(error))
+            return _refuse(item, Refusal("failed", str(error)))
         except BaseException:
             world.kill()
             raise
@@ -165,7 +143,7 @@ class Controller:
         items = nextitem.session.items
         for item in itertools.islice(items, items.index(nextitem), None):
             request = item.stash.get(_request_key, None)
-            if request is not None and request.key == key and not request.fresh:
+            if isinstance(request, Request) and request.key == key and not request.fresh:
                 return item
         return None
 
@@ -226,7 +204,8 @@ class Controller:
 
     def _session_spec(self) -> SessionSpec:
         config = self._config
-        args = [str(argument) for argument in config.invocation_params.args]
+        # Every rank would open --debug's file anew, as soon as it reads its arguments.
+        args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
         if hasattr(config.option, "no_cov"):
             args.append("--no-cov")  # pytest-cov in a rank would erase what the controller has measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -267,82 +246,16 @@ class Controller:
             self._launcher = None
 
 
-def default_backend(config: pytest.Config) -> str:
-    """Return the backend of items that name none: `--backend`, else what suits `--device`."""
-    backend: str | None = config.getoption("backend")
-    return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
-
-
-def check_options(config: pytest.Config) -> None:
-    """Refuse options that no world can satisfy, before anything is collected.
-
-    Raises:
-        pytest.UsageError: with what was wrong and what to write.
-    """
-    backend = default_backend(config)
-    try:
-        check_backend(backend)
-    except MarkError as error:
-        raise pytest.UsageError(f"--backend: {error}") from None
-    device = config.getoption("device")
-    if device is not None and device not in BACKENDS[backend]:
-        raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
-    if (backend == "nccl" or device == "cuda") and _count_gpus() == 0:
-        asked = "--device cuda" if device == "cuda" else "--backend nccl"
-        raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
-    if config.getoption("world_timeout") <= 0:
-        raise pytest.UsageError("--world-timeout: a number of seconds above 0")
-    start_method = config.getini("ranks_start_method")
-    if start_method not in START_METHODS:
-        raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
-
-
-def _mark_of(item: pytest.Item) -> RanksMark | None:
-    if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and no way to ask for the world
-        return None
-    try:
-        return read_mark(item)
-    except MarkError as error:  # marks of functions are checked at collection; hooks may add one later
-        raise pytest.UsageError(f"{item.nodeid}: {error}") from None
-
-
-def _size_of(item: pytest.Item, mark: RanksMark) -> int:
-    if len(mark.sizes) == 1:
-        return mark.sizes[0]
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or "ranks_size" not in callspec.params:
-        raise pytest.UsageError(
-            f"{item.nodeid}: several world sizes need a test function; give ranks() one size"
-        )
-    return int(callspec.params["ranks_size"])
-
-
-def _count_gpus() -> int:
-    torch = importlib.import_module("torch")  # only where someone asks for GPUs
-    return int(torch.cuda.device_count())
-
-
-def _lack_of_gpus(key: WorldKey) -> str | None:
-    have = _count_gpus()
-    need = key.size if key.backend == "nccl" else 1
-    if need <= have:
-        return None
-    ranks = f"{key.size} ranks under {key.backend}"
-    return f"{ranks} need {need} GPUs, this machine has {have}; run with --backend gloo"
-
-
 def _report(item: pytest.Item, when: str, outcome: str, longrepr: object = None) -> pytest.TestReport:
     keywords = dict.fromkeys(item.keywords, 1)
     return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, when)  # type: ignore[arg-type]
 
 
-def _skipped(item: pytest.Item, reason: str) -> list[pytest.TestReport]:
-    longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}")
-    return [_report(item, "setup", "skipped", longrepr), _report(item, "teardown", "passed")]
-
-
-def _failed_to_start(item: pytest.Item, text: str) -> list[pytest.TestReport]:
-    return [_report(item, "setup", "failed", text), _report(item, "teardown", "passed")]
+def _refuse(item: pytest.Item, refusal: Refusal) -> list[pytest.TestReport]:
+    longrepr: object = refusal.why
+    if refusal.outcome == "skipped":
+        longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {refusal.why}")
+    return [_report(item, "setup", refusal.outcome, longrepr), _report(item, "teardown", "passed")]
 
 
 def _to_message(warned: Warned) -> warnings.WarningMessage:

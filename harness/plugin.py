@@ -65,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
-    from harness.controller import Controller, check_options
+    from harness.controller import Controller
+    from harness.requests import check_options
 
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
     if not _only_distributes(config):

@@ -9,10 +9,7 @@ import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
 from harness.reporting.problems import BROKEN_CONNECTION, Problem
-from harness.reporting.words import Context, RankReports, lines, messages
-
-Link = tuple[ReprTraceback, ReprFileLocation | None, str | None]
-"""One exception of a chain, as pytest represents it."""
+from harness.reporting.words import Context, Link, RankReports, lines, links, messages
 
 
 def explain(
@@ -71,9 +68,7 @@ def _chain(problem: Problem) -> list[Link]:
     chain: list[Link]
     if report is None:
         chain = [(_native(problem.text), problem.crash, None)]
-    elif isinstance(report.longrepr, ExceptionChainRepr):
-        chain = list(report.longrepr.chain)
-    else:
+    elif not (chain := links(report)):
         location = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
         chain = [(_native(report.longreprtext), location, None)]
     entry, crash, description = chain[-1]

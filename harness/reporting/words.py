@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr
+from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
 from harness.protocol import Finished
 from harness.world import Died, RankOutcome, Stuck
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
+
+Link = tuple[ReprTraceback, ReprFileLocation | None, str | None]
+"""One exception of a chain, as pytest represents it."""
 
 
 @dataclass(slots=True)
@@ -85,21 +88,29 @@ def where(stuck: Stuck) -> str:
     return f"{stuck.doing.collective} at {where}" if stuck.doing.collective else where
 
 
+def links(report: pytest.TestReport) -> list[Link]:
+    """Return the chain of exceptions of a failure, empty if pytest has none but a text."""
+    match report.longrepr:
+        case ExceptionChainRepr() as longrepr:
+            return list(longrepr.chain)
+        case ReprExceptionInfo() as longrepr:  # under --tb=native
+            return [(longrepr.reprtraceback, longrepr.reprcrash, None)]
+        case _:
+            return []
+
+
 def messages(report: pytest.TestReport) -> list[str]:
     """Return the message of every exception of the report's chain, the one that ended the phase last."""
-    longrepr = report.longrepr
-    if isinstance(longrepr, ExceptionChainRepr):
-        messages = [crash.message for _, crash, _ in longrepr.chain if crash is not None]
-        if messages:
-            return messages
-    return [report.longreprtext or "(no message)"]
+    messages = [crash.message for _, crash, _ in links(report) if crash is not None]
+    return messages or [report.longreprtext or "(no message)"]
 
 
 def lines(report: pytest.TestReport) -> tuple[str, ...]:
     """Return the lines that the traceback goes through, the test's own first."""
-    if not isinstance(report.longrepr, ExceptionChainRepr):
+    chain = links(report)
+    if not chain:
         return (f"{report.location[0]}:{(report.location[1] or 0) + 1}",)
-    places = (getattr(entry, "reprfileloc", None) for entry in report.longrepr.reprtraceback.reprentries)
+    places = (getattr(entry, "reprfileloc", None) for entry in chain[-1][0].reprentries)
     return tuple(f"{place.path}:{place.lineno}" for place in places if place is not None) or (report.nodeid,)
 
 

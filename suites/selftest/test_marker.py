@@ -226,20 +226,36 @@ def test_world_and_run_subtests_asked_for_late_fail_with_the_cure(pytester: pyte
     result.stdout.fnmatch_lines_random([f"the fixture `world` {cure}", f"the fixture `run_subtests` {cure}"])
 
 
-def test_a_unittest_method_on_several_sizes_is_refused_by_name(pytester: pytest.Pytester) -> None:
-    result = collect(
-        pytester,
+def test_a_mark_that_only_shows_later_to_be_broken_is_an_error_of_its_item(pytester: pytest.Pytester) -> None:
+    """A hook may mark an item when it is collected already, and methods of unittest have no parameters."""
+    pytester.makeconftest(
+        """
+        import pytest
+
+        def pytest_itemcollected(item):
+            if item.name == "test_hooked":
+                item.add_marker(pytest.mark.ranks(0))
+        """
+    )
+    pytester.makepyfile(
         """
         import pytest, unittest
 
         @pytest.mark.ranks(2, 4)
         class TestOld(unittest.TestCase):
             def test_x(self): pass
-        """,
+
+        def test_hooked(): pass
+        def test_sound(): pass
+        """
     )
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: test_it.py::TestOld::test_x: several world sizes need a test function; *"]
+    result = pytester.runpytest_subprocess("-n1", timeout=60)
+    result.assert_outcomes(passed=1, errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "ranks(2, 4): several world sizes need a test function; give one size here",
+            "ranks(0): a world has at least 1 rank",
+        ]
     )
 
 
@@ -278,8 +294,14 @@ def test_asking_for_gpus_where_there_are_none_is_one_usage_error(
     )
 
 
+def test_a_test_for_another_device_than_the_one_chosen_skips(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile('import pytest\n\n@pytest.mark.ranks(2, backend="nccl")\ndef test_x(world): pass')
+    result = pytester.runpytest_subprocess("-rs", "--device=cpu", timeout=60)
+    result.stdout.fnmatch_lines(["SKIPPED*.py:3: the backend nccl does not work with --device cpu"])
+
+
 @pytest.mark.usefixtures("no_gpus")
-def test_a_test_that_needs_more_gpus_than_there_are_skips_and_says_how_many(
+def test_a_test_that_this_machine_cannot_run_skips_and_says_what_it_needs(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(

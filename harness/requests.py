@@ -1,0 +1,112 @@
+"""What a marked item asks of the controller, and what of that this run or this machine refuses.
+
+Runs in the controller; imports torch only where someone asks for GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from harness.launch.processes import START_METHODS
+from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
+from harness.protocol import WorldKey
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A world for one item."""
+
+    key: WorldKey
+    fresh: bool
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an item cannot run, and what becomes of it."""
+
+    outcome: Literal["skipped", "failed"]
+    why: str
+
+
+def request_of(item: pytest.Item) -> Request | Refusal | None:
+    """Return what the item asks for; None if it runs in the controller, as in any project."""
+    if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and no way to ask for the world
+        return None
+    try:
+        mark = read_mark(item)
+        return None if mark is None else _resolve(item, mark)
+    except MarkError as error:
+        # Functions were checked when collected; methods of unittest, and marks that hooks add, were not.
+        return Refusal("failed", str(error))
+
+
+def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
+    config = item.config
+    size = _size_of(item, mark)
+    backend = mark.backend or default_backend(config)
+    device = config.getoption("device") or ("cuda" if backend == "nccl" else "cpu")
+    key = WorldKey(size, backend, device)
+    if device not in BACKENDS[backend]:
+        return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
+    if device == "cuda" and (lack := _lack_of_gpus(key)):
+        return Refusal("skipped", lack)
+    timeout = mark.timeout or config.getoption("world_timeout")
+    return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout)
+
+
+def _size_of(item: pytest.Item, mark: RanksMark) -> int:
+    if len(mark.sizes) == 1:
+        return mark.sizes[0]
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "ranks_size" not in callspec.params:
+        raise MarkError(f"ranks{mark.sizes}: several world sizes need a test function; give one size here")
+    return int(callspec.params["ranks_size"])
+
+
+def _lack_of_gpus(key: WorldKey) -> str | None:
+    have = _count_gpus()
+    need = key.size if key.backend == "nccl" else 1
+    if need <= have:
+        return None
+    ranks = f"{key.size} ranks under {key.backend}"
+    return f"{ranks} need {need} GPUs, this machine has {have}; run with --backend gloo"
+
+
+def _count_gpus() -> int:
+    torch = importlib.import_module("torch")
+    return int(torch.cuda.device_count())
+
+
+def default_backend(config: pytest.Config) -> str:
+    """Return the backend of items that name none: `--backend`, else what suits `--device`."""
+    backend: str | None = config.getoption("backend")
+    return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
+
+
+def check_options(config: pytest.Config) -> None:
+    """Refuse options that no world can satisfy, before anything is collected.
+
+    Raises:
+        pytest.UsageError: with what was wrong and what to write.
+    """
+    backend = default_backend(config)
+    try:
+        check_backend(backend)
+    except MarkError as error:
+        raise pytest.UsageError(f"--backend: {error}") from None
+    device = config.getoption("device")
+    if device is not None and device not in BACKENDS[backend]:
+        raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
+    if (backend == "nccl" or device == "cuda") and _count_gpus() == 0:
+        asked = "--device cuda" if device == "cuda" else "--backend nccl"
+        raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
+    if config.getoption("world_timeout") <= 0:
+        raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+    start_method = config.getini("ranks_start_method")
+    if start_method not in START_METHODS:
+        raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
