@@ -33,6 +33,7 @@ class Controller:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._numbers = itertools.count()
+        self._positions: dict[pytest.Item, int] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = Worlds(self._start_world, self._complain)
         self._preload = tuple(config.getini("ranks_preload"))
@@ -126,14 +127,12 @@ class Controller:
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request.key, nextitem)
-        number = next(self._numbers)
+        name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
         return RunItem(
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
-            shared_tmp_path=str(self._basetemp() / "shared" / f"{number}-{item.originalname}"[:40])
-            if isinstance(item, pytest.Function)
-            else str(self._basetemp() / "shared" / str(number)),
+            shared_tmp_path=str(self._basetemp() / "shared" / name[:40]),
         )
 
     def _next_of_world(self, key: WorldKey, nextitem: pytest.Item | None) -> pytest.Item | None:
@@ -141,7 +140,9 @@ class Controller:
         if nextitem is None:
             return None
         items = nextitem.session.items
-        for item in itertools.islice(items, items.index(nextitem), None):
+        if not self._positions:
+            self._positions = {item: position for position, item in enumerate(items)}
+        for item in itertools.islice(items, self._positions[nextitem], None):
             request = item.stash.get(_request_key, None)
             if isinstance(request, Request) and request.key == key and not request.fresh:
                 return item

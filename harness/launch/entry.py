@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from multiprocessing import forkserver
@@ -29,6 +30,8 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
     os.chdir(session.cwd)
     if session.captures:
         _redirect_streams(spec.log_path)
+    else:
+        _write_whole_lines()
     from harness.rank import Rank
 
     Rank(spec, wire).run()
@@ -43,6 +46,13 @@ def _let_go_of_server() -> None:
     if running._forkserver_alive_fd is not None:
         os.close(running._forkserver_alive_fd)
         running._forkserver_alive_fd = None
+
+
+def _write_whole_lines() -> None:
+    """Keep the lines of ranks that share a terminal apart, whatever PYTHONUNBUFFERED says."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _redirect_streams(path: str) -> None:

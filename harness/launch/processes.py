@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from harness.launch import server
 from harness.protocol import RankSpec
 
 START_METHODS = ("forkserver", "spawn")
+MOST_OF_TMPDIR = 70
+"""Characters. A socket's path has at most 107, of which multiprocessing's own names take 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class ProcessLauncher:
         self._preload = preload
         self._checked = False
         # multiprocessing makes this directory (mode 0700), keeps the server's socket in it and removes it.
-        self.directory = util.get_temp_dir()
+        with _short_temporary_directory():
+            self.directory = util.get_temp_dir()
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
 
     def prestart(self) -> None:
@@ -141,6 +145,18 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _short_temporary_directory() -> Iterator[None]:
+    """Use /tmp where TMPDIR is so deep that a socket in it would have too long a name to be bound."""
+    chosen = tempfile.gettempdir()
+    if len(chosen) > MOST_OF_TMPDIR:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = chosen
 
 
 @contextlib.contextmanager

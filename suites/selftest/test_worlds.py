@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,17 +39,17 @@ class Project:
         (self.path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
         (self.path / "tmp").mkdir(exist_ok=True)
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
-        environ = {**os.environ, "TMPDIR": str(self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
+    def start(self, *args: str, tmpdir: Path | None = None) -> subprocess.Popen[str]:
+        environ = {**os.environ, "TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, cwd=self.path, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True
         )
 
-    def run(self, *args: str) -> str:
+    def run(self, *args: str, tmpdir: Path | None = None) -> str:
         """Run pytest to its end; return what it printed."""
-        process = self.start(*args)
+        process = self.start(*args, tmpdir=tmpdir)
         return process.communicate(timeout=60)[0]
 
     def pids(self, what: str, rank: int = 0) -> list[str]:
@@ -77,10 +79,12 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Iterator[Project]:
-    project = Project(tmp_path)
-    yield project
-    project.kill()
+def project() -> Iterator[Project]:
+    # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as path:
+        project = Project(Path(path))
+        yield project
+        project.kill()
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
@@ -241,6 +245,14 @@ def test_nothing_is_left_after_the_controller_was_killed(project: Project) -> No
     process.communicate(timeout=10)
     until(lambda: not project.processes(), "ranks and server have ended by themselves", seconds=5)
     assert project.temporary_files() == []
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_no_obstacle(project: Project) -> None:
+    project.write("def test_a(world): world.barrier()")
+    deep = project.path / "tmp" / ("deep" * 20)
+    deep.mkdir(parents=True)
+    assert "1 passed" in project.run(tmpdir=deep)
+    assert list(deep.iterdir()) == [deep / f"pytest-of-{getpass.getuser()}"]
 
 
 def test_ranks_can_be_spawned_instead_of_forked(project: Project) -> None:
