@@ -19,8 +19,13 @@ from harness.protocol import Doing
 WIRE_THREAD = "lockstep-wire"
 
 
-def describe_rank(main_thread: int) -> Doing:
-    """Describe all threads of this process but the one that asks, the main thread first."""
+def describe_rank(main_thread: int, base: str) -> Doing:
+    """Describe all threads of this process but the one that asks, the main thread first.
+
+    Args:
+        main_thread: its ident.
+        base: directory that the user's files are named from.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     main = _frames(frames.pop(main_thread))
@@ -29,7 +34,7 @@ def describe_rank(main_thread: int) -> Doing:
         if names.get(ident) != WIRE_THREAD:
             texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(frame))}")
     collective, on_world = collective_in_flight()
-    return Doing("\n".join(texts), _users_line(main), collective, on_world)
+    return Doing("\n".join(texts), _users_line(main).removeprefix(f"{base}/"), collective, on_world)
 
 
 def _frames(innermost: FrameType | None) -> list[traceback.FrameSummary]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import queue
 import signal
@@ -56,6 +57,8 @@ class Rank:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
             self.group.join()
+            # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
+            logging.getLogger("c10d-NullHandler-default").disabled = True
             session = RankSession(self)
             status = pytest.main(list(self.spec.session.args), plugins=[session])
             if not session.started:
@@ -120,6 +123,6 @@ class Rank:
                 return
             match message:
                 case ShowStacks():
-                    self.send(describe_rank(main))
+                    self.send(describe_rank(main, self.spec.session.cwd))
                 case RunItem() | Agreed() | Close():
                     self._inbox.put(message)
