@@ -12,6 +12,7 @@ import shlex
 import sys
 import uuid
 import warnings
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ from harness.requests import Refusal, Request, request_of
 from harness.world import ItemOutcome, World
 from harness.worlds import Worlds
 
+# What changes how an item runs, with defaults: a line that runs it again has to repeat it.
+OUR_OPTIONS = {
+    "backend": None,
+    "device": None,
+    "engine": "lockstep",
+    "world_seed": 0,
+    "world_timeout": 60.0,
+    "fresh_worlds": False,
+}
+
 _request_key = pytest.StashKey[Request | Refusal]()
 
 
@@ -34,6 +45,7 @@ class Controller:
         self._config = config
         self._numbers = itertools.count()
         self._positions: dict[pytest.Item, int] = {}
+        self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = Worlds(self._start_world, self._complain)
         self._preload = tuple(config.getini("ranks_preload"))
@@ -107,6 +119,7 @@ class Controller:
     ) -> list[pytest.TestReport]:
         try:
             world = self._worlds.take(request.key, fresh=request.fresh)
+            self._last_items[world.name] = item
         except WorldError as error:
             return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
         order = self._order(item, request, nextitem)
@@ -140,6 +153,10 @@ class Controller:
         if nextitem is None:
             return None
         items = nextitem.session.items
+        if hasattr(self._config, "workerinput"):  # of pytest-xdist: which of the items after it are ours?
+            request = nextitem.stash.get(_request_key, None)
+            shares = isinstance(request, Request) and request.key == key and not request.fresh
+            return nextitem if shares else None
         if not self._positions:
             self._positions = {item: position for position, item in enumerate(items)}
         for item in itertools.islice(items, self._positions[nextitem], None):
@@ -164,11 +181,14 @@ class Controller:
         config = self._config
         path = os.path.relpath(item.path, config.invocation_params.dir)
         words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
-        defaults = {"backend": None, "device": None, "engine": "lockstep", "world_seed": 0}
-        for option, default in defaults.items():
+        if config.option.inifilename:
+            words += ["-c", str(config.option.inifilename)]
+        for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
+            words += [word for value in values or () for word in (flag, str(value))]
+        for option, default in OUR_OPTIONS.items():
             value = config.getoption(option)
             if value != default:
-                words += [f"--{option.replace('_', '-')}", str(value)]
+                words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
         return shlex.join(words)
 
     # What ranks say beside their reports
@@ -178,10 +198,11 @@ class Controller:
         for warned in dict.fromkeys(warned for rank in outcome.ranks for warned in rank.warnings):
             self._record(_to_message(warned), str(item.nodeid))
 
-    def _complain(self, line: str) -> None:
-        self._record(
-            warnings.WarningMessage(pytest.PytestWarning(line), pytest.PytestWarning, __file__, 1), ""
-        )
+    def _complain(self, world: World, text: str) -> None:
+        """Let what broke while a world closed, a wide fixture's tear-down say, fail the last item it ran."""
+        item = self._last_items[world.name]
+        report = _report(item, "teardown", "failed", text)
+        item.ihook.pytest_runtest_logreport(report=report)
 
     def _record(self, message: warnings.WarningMessage, nodeid: str) -> None:
         self._config.hook.pytest_warning_recorded.call_historic(
@@ -231,11 +252,14 @@ class Controller:
         factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
         return factory.getbasetemp()
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.INTERRUPTED:
-            self._worlds.kill()
-        self._worlds.close()
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        result = yield
+        self._worlds.close()  # while what goes wrong can still fail the run
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        self._worlds.kill()  # none is left but after an interruption
 
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()

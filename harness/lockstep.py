@@ -36,6 +36,8 @@ class RunSubtests:
         self._rank = rank
         self._subtests = subtests
         self._selected = selected
+        self._settings: dict[str, Sequence[Any]] = {}
+        self._num_run = 0
 
     def __call__(
         self, settings: Mapping[str, Sequence[Any]], fn: Callable[..., object], *args: Any, **kwargs: Any
@@ -49,16 +51,22 @@ class RunSubtests:
         Raises:
             ValueError: a setting has no values, or is given in `kwargs` too; no point would be run.
         """
+        __tracebackhide__ = True
         _check(settings, kwargs)
         points = [
             dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
         ]
         chosen = [point for point in points if self._is_selected(point)]
-        if not chosen:
-            wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
-            pytest.skip(f"no point of {', '.join(settings)} matches --subtest {wanted}")
+        self._settings.update(settings)
+        self._num_run += len(chosen)
         for point in chosen:
             self._run_point(point, lambda point=point: fn(*args, **kwargs, **point))  # type: ignore[misc]
+
+    def skip_if_nothing_ran(self) -> None:
+        """Skip the test that used this fixture if `--subtest` chose none of its points."""
+        if self._settings and not self._num_run:
+            wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
+            pytest.skip(f"no point of {', '.join(self._settings)} matches --subtest {wanted}")
 
     def _is_selected(self, point: Mapping[str, Any]) -> bool:
         return all(
@@ -67,35 +75,29 @@ class RunSubtests:
 
     def _run_point(self, point: Mapping[str, Any], call: Callable[[], object]) -> None:
         name = describe_point(point)
+        __tracebackhide__ = True
         outcome = "failed"
         votes: tuple[Vote, ...] | None = None
         with self._subtests.test(name):
+            skip: BaseException | None = None
             try:
                 self._rank.reseed()
                 call()
                 outcome = "passed"
-            except pytest.skip.Exception:
-                outcome = "skipped"
-                raise
+            except pytest.skip.Exception as error:
+                outcome, skip = "skipped", error
             # Inside the subtest, so that it fails here too if another rank has failed.
-            votes = self._rank.agree(Vote(name, outcome))
+            votes = self._rank.agree(Vote(name, outcome, str(skip or "")))
             _expect_all(votes, outcome)
-        if votes is None:
-            votes = self._settle(name, outcome)
+            if skip is not None:
+                raise skip
+        if votes is None:  # it raised, and its own report is out already
+            self._rank.sever()  # frees the ranks that wait for this one
+            votes = self._rank.agree(Vote(name, outcome))
         if any(vote.outcome == "ended" for vote in votes):
             pytest.fail(_tell(votes), pytrace=False)
         if {vote.outcome for vote in votes} not in ({"passed"}, {"skipped"}):
             self._rank.repair()
-
-    def _settle(self, name: str, outcome: str) -> tuple[Vote, ...]:
-        """Vote for a point that raised here; its own report is out already."""
-        if outcome == "failed":
-            self._rank.sever()  # frees the ranks that wait for this one
-        votes = self._rank.agree(Vote(name, outcome))
-        if outcome == "skipped":
-            with self._subtests.test(name):
-                _expect_all(votes, outcome)
-        return votes
 
 
 def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
@@ -115,10 +117,15 @@ def _tell(votes: tuple[Vote, ...]) -> str:
     if any(vote.outcome == "failed" for vote in votes):
         culprits = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "failed"]
         return f"{VICTIM_OF_A_POINT}rank {', '.join(culprits)}"
-    return "ranks disagree: " + "; ".join(f"rank {rank} {vote.outcome}" for rank, vote in enumerate(votes))
+    return "ranks disagree: " + "; ".join(f"rank {rank} {_word(vote)}" for rank, vote in enumerate(votes))
+
+
+def _word(vote: Vote) -> str:
+    return f"{vote.outcome} ({vote.reason})" if vote.reason else vote.outcome
 
 
 def _check(settings: Mapping[str, Sequence[Any]], kwargs: Mapping[str, Any]) -> None:
+    __tracebackhide__ = True
     for name, values in settings.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise ValueError(f"run_subtests: setting {name!r} is {values!r}; it must be a list of values")
@@ -148,7 +155,7 @@ def describe_value(value: Any) -> str:
     else:
         text = str(value)
     text = re.sub(r" at 0x[0-9a-f]+", "", text).removeprefix("torch.")
-    return re.sub(r"[\s,]+", "_", text)
+    return re.sub(r"[\s,]+", "_", text) or "''"
 
 
 def _set_fields(value: Any) -> list[dataclasses.Field[Any]]:

@@ -81,11 +81,14 @@ def _only_distributes(config: pytest.Config) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     nodeid = metafunc.definition.nodeid
+    mark, wrong = None, ""
     try:
         mark = read_mark(metafunc.definition)
     except MarkError as error:
-        pytest.fail(f"{nodeid}: {error}", pytrace=False)
-    if mark is None:
+        wrong = str(error)
+    if wrong:
+        pytest.fail(f"{nodeid}: {wrong}", pytrace=False)
+    elif mark is None:
         if "world" in metafunc.fixturenames:
             pytest.fail(
                 f"{nodeid}: the fixture `world` exists only on ranks: mark the test, its class or its module "

@@ -132,6 +132,16 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
+class Collecting:
+    """The rank imports a file of the item or of the next one: time that is no test's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The rank has collected what it had to, and the item's own time begins."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """One report of a phase or a subtest, serialised by `pytest_report_to_serializable`."""
 
@@ -166,6 +176,8 @@ class Doing:
     """The collective in flight: operation, sequence number, dtype, shape."""
     on_world: bool = False
     """Whether that collective is one of the default group, which needs every rank."""
+    sequence: int = 0
+    """The collective's number in its group, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +193,4 @@ class Finished:
 
 
 # A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
-FromRank = Ready | Broken | Reported | Warned | Voted | Doing | Finished
+FromRank = Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Finished

@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 
 from harness.launch.processes import START_METHODS
+from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
 from harness.protocol import WorldKey
 
@@ -107,6 +108,10 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+    try:
+        parse_selection(config.getoption("subtest"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
     start_method = config.getini("ranks_start_method")
     if start_method not in START_METHODS:
         raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")

@@ -20,8 +20,10 @@ from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProcess
 from harness.protocol import (
     Agreed,
+    Began,
     Broken,
     Close,
+    Collecting,
     Doing,
     Finished,
     FromRank,
@@ -46,6 +48,8 @@ ANSWER_WITHIN = 0.5
 """Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
 MOST_OUTPUT = 6000
 """Characters of a dead rank's last output that are shown."""
+COLLECT_WITHIN = 60.0
+"""Seconds, at least, that importing a test file may take; it counts for no test."""
 CLOSE_WITHIN = 10.0
 """Seconds a rank gets to tear down its session."""
 
@@ -79,6 +83,7 @@ class Stuck:
 
     doing: Doing
     at: float
+    phases_over: int = 0
 
 
 Fate = Finished | Died | Stuck
@@ -111,6 +116,8 @@ class ItemOutcome:
     ranks: tuple[RankOutcome, ...]
     timeout: float
     timed_out: bool
+    seconds: float
+    """From the order to the last rank's end, collection included."""
 
     def is_clean(self) -> bool:
         """Whether the world can be trusted with another test."""
@@ -141,7 +148,10 @@ class World:
         self._session = session
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
+        self._specs: list[RankSpec] = []
         self._ranks: list[RankProcess] = []
+        self._timeout = self._deadline = 0.0
+        self._collecting: set[int] = set()
         self._died: dict[int, Died] = {}
         self._log_starts: dict[int, int] = {}
 
@@ -154,13 +164,13 @@ class World:
         """
         deadline = time.monotonic() + timeout
         os.makedirs(self._directory, mode=0o700)
-        specs = [
+        self._specs = [
             RankSpec(
                 rank, self.key, self._session, seed, self._directory, f"{basetemp}/{self.name}-rank{rank}"
             )
             for rank in range(self.key.size)
         ]
-        self._ranks = self._launcher.start(specs, deadline)
+        self._ranks = self._launcher.start(self._specs, deadline)
         waiting = set(range(self.key.size))
         while waiting:
             for rank, message in self._receive(waiting, deadline - time.monotonic()):
@@ -190,31 +200,41 @@ class World:
         Once a rank has failed or died the others get a moment to notice; whoever still runs then, or when
         time is over, is asked what it is doing and counts as stuck.
         """
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
+        self._timeout, self._deadline = timeout, begun + timeout
         outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
         for rank in range(self.key.size):
-            with contextlib.suppress(OSError):  # there is none under -s
-                self._log_starts[rank] = os.path.getsize(self._log_path(rank))
-            self._send(rank, order)
-        probe_at = float("inf")
-        until = deadline
+            self._begin(rank, order)
+        grace = probe = float("inf")
         while pending := {outcome.rank for outcome in outcomes if outcome.fate is None}:
             if len(pending) < len(outcomes):
-                probe_at = min(probe_at, time.monotonic() + PROBE_EVERY)
-            for rank, message in self._receive(pending, min(until, probe_at) - time.monotonic()):
+                probe = min(probe, time.monotonic() + PROBE_EVERY)
+            # A rank that has failed itself may tear down in peace.
+            late = {rank for rank in pending if not outcomes[rank].has_failed()}
+            until = min(self._deadline, probe, grace if late else self._deadline)
+            for rank, message in self._receive(pending, until - time.monotonic()):
                 self._note(outcomes, rank, message)
             now = time.monotonic()
-            if until == deadline and any(outcome.has_failed() for outcome in outcomes):
-                until = min(deadline, now + GRACE)
-            if now >= probe_at:
-                probe_at = float("inf")
-                until = now if self._waits_in_vain(pending, outcomes) else until
-            if now >= until:
-                self._give_up(outcomes)
-        outcome = ItemOutcome(tuple(outcomes), timeout, timed_out=time.monotonic() >= deadline)
+            if any(outcome.has_failed() for outcome in outcomes):
+                grace = min(grace, now + GRACE)
+            if now >= probe:
+                probe = float("inf")
+                if self._waits_in_vain(pending, outcomes):
+                    self._give_up(outcomes, pending)
+            if now >= min(self._deadline, grace):
+                self._give_up(outcomes, pending if now >= self._deadline else late)
+        now = time.monotonic()
+        outcome = ItemOutcome(tuple(outcomes), timeout, now >= self._deadline, now - begun)
         if len({fate.collectives for fate in outcome.finished()}) > 1:
             self._look_for_work_in_flight(outcomes)
         return outcome
+
+    def _begin(self, rank: int, order: RunItem) -> None:
+        spec = self._specs[rank]
+        Path(spec.phases_path).write_text("0")
+        with contextlib.suppress(OSError):  # there is no log under -s
+            self._log_starts[rank] = os.path.getsize(spec.log_path)
+        self._send(rank, order)
 
     def _note(self, outcomes: list[RankOutcome], rank: int, message: FromRank | Died) -> None:
         outcome = outcomes[rank]
@@ -229,6 +249,13 @@ class World:
             case Finished() | Died():
                 outcome.fate = message
                 self._count_votes(outcomes)
+            case Collecting():
+                self._collecting.add(rank)
+                self._deadline = time.monotonic() + max(self._timeout, COLLECT_WITHIN)
+            case Began():
+                self._collecting.discard(rank)
+                if not self._collecting:
+                    self._deadline = time.monotonic() + self._timeout
             case Doing() | Ready():
                 pass  # the answer to a question that is no longer asked
             case Broken(text):
@@ -247,9 +274,17 @@ class World:
             self._send(outcome.rank, Agreed(votes))
 
     def _waits_in_vain(self, pending: set[int], outcomes: list[RankOutcome]) -> bool:
-        """Whether a rank waits in a collective that needs a rank which has ended the test."""
+        """Whether ranks wait in collectives that a rank which has ended the test never began.
+
+        Some collectives let ranks go before others, so it counts whether that rank had begun it; and as
+        sends and receives are numbered too, all that still run must be waiting.
+        """
         doing = self._ask(pending, outcomes)
-        return any(outcomes[rank].fate is None and doing[rank].on_world for rank in doing)
+        waiting = [doing[rank] for rank in pending if outcomes[rank].fate is None and rank in doing]
+        ended = [outcome.fate.collectives for outcome in outcomes if isinstance(outcome.fate, Finished)]
+        if not waiting or not ended or not all(each.on_world for each in waiting):
+            return False
+        return max(each.sequence for each in waiting) > min(ended)
 
     def _look_for_work_in_flight(self, outcomes: list[RankOutcome]) -> None:
         """Ask ranks that ended after unequal numbers of collectives what is still under way.
@@ -260,11 +295,11 @@ class World:
         for rank, doing in self._ask(finished, outcomes).items():
             outcomes[rank].left_in_flight = doing.collective if doing.on_world else None
 
-    def _give_up(self, outcomes: list[RankOutcome]) -> None:
-        pending = {outcome.rank for outcome in outcomes if outcome.fate is None}
+    def _give_up(self, outcomes: list[RankOutcome], ranks: set[int]) -> None:
+        pending = {rank for rank in ranks if outcomes[rank].fate is None}
         for rank, doing in self._ask(pending, outcomes).items():
             if outcomes[rank].fate is None:
-                outcomes[rank].fate = Stuck(doing, time.time())
+                outcomes[rank].fate = Stuck(doing, time.time(), self._phases_over(rank))
 
     def _ask(self, ranks: set[int], outcomes: list[RankOutcome]) -> dict[int, Doing]:
         """Ask ranks what they are doing; what else they say meanwhile goes into `outcomes`."""
@@ -284,11 +319,12 @@ class World:
 
     def _dump(self, rank: int) -> Doing:
         """Read the stacks of a rank that does not answer; its faulthandler needs no GIL to write them."""
-        path = Path(self._directory, f"rank-{rank}.stacks")
-        with contextlib.suppress(ProcessLookupError, OSError):
+        path = Path(self._specs[rank].stacks_path)
+        with contextlib.suppress(OSError):
+            before = path.stat().st_size
             os.kill(self._pid(rank), signal.SIGUSR1)
-            time.sleep(0.1)
-            if text := path.read_text():
+            time.sleep(0.1)  # the handler gives no sign when it is done
+            if text := path.read_text()[before:]:
                 return Doing(text, "code that holds the GIL")
         return Doing(
             "(it does not answer)", "a place it cannot tell: it is stopped, or blocked in a system call"
@@ -335,14 +371,14 @@ class World:
 
     def _phases_over(self, rank: int) -> int:
         try:
-            return int(Path(self._directory, f"rank-{rank}.phases").read_text())
+            return int(Path(self._specs[rank].phases_path).read_text())
         except (OSError, ValueError):  # it died before it ran an item
             return 0
 
     def _log(self, rank: int) -> str:
         """Read what a rank wrote outside of pytest's capture since its item began: its start and its end."""
         try:
-            with open(self._log_path(rank), errors="replace") as log:
+            with open(self._specs[rank].log_path, errors="replace") as log:
                 log.seek(self._log_starts.get(rank, 0))
                 text = log.read()
         except OSError:
@@ -353,9 +389,6 @@ class World:
             if len(text) < MOST_OUTPUT
             else f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
         )
-
-    def _log_path(self, rank: int) -> str:
-        return f"{self._directory}/rank-{rank}.log"
 
     # The end
 
@@ -377,6 +410,10 @@ class World:
                 complaints.append(f"rank {rank} of {self.key} {died.how} as it closed\n{died.output}")
         self.kill()
         return complaints
+
+    def is_whole(self) -> bool:
+        """Whether every rank lives."""
+        return all(started.process.is_alive() for started in self._ranks)
 
     def is_gone(self) -> bool:
         """Whether every rank has ended."""

@@ -19,10 +19,10 @@ class Worlds:
 
     Args:
         start: makes a world with that key and waits until it is ready.
-        complain: called with a line of text when a world did not close as it should.
+        complain: called with a world and what went wrong when it ended otherwise than it should.
     """
 
-    def __init__(self, start: Callable[[WorldKey], World], complain: Callable[[str], None]) -> None:
+    def __init__(self, start: Callable[[WorldKey], World], complain: Callable[[World, str], None]) -> None:
         self._start = start
         self._complain = complain
         self._warm: dict[WorldKey, World] = {}
@@ -30,8 +30,15 @@ class Worlds:
 
     def take(self, key: WorldKey, *, fresh: bool) -> World:
         """Return a world for one test: a warm one if there is one and `fresh` does not forbid it."""
-        self._reap_ended()
+        self._reap([world for world in self._closing if world.is_gone()])
         world = None if fresh else self._warm.pop(key, None)
+        if world is not None and not world.is_whole():
+            self._complain(world, f"a rank of {key} ended after the test")
+            world.kill()
+            world = None
+        if world is None and not fresh:
+            # Fixtures of the old world that outlive a test must be torn down before they are set up anew.
+            self._reap([world for world in self._closing if world.key == key])
         return world or self._start(key)
 
     def give_back(self, world: World, *, keep: bool) -> None:
@@ -48,8 +55,7 @@ class Worlds:
         for world in self._warm.values():
             self._close(world)
         self._warm = {}
-        self._reap(self._closing)
-        self._closing = []
+        self._reap(list(self._closing))
 
     def kill(self) -> None:
         """End all worlds at once, without tearing anything down."""
@@ -61,12 +67,8 @@ class Worlds:
         world.say_close()
         self._closing.append(world)
 
-    def _reap_ended(self) -> None:
-        ended = [world for world in self._closing if world.is_gone()]
-        self._closing = [world for world in self._closing if world not in ended]
-        self._reap(ended)
-
     def _reap(self, worlds: list[World]) -> None:
         for world in worlds:
-            for line in world.reap():
-                self._complain(line)
+            self._closing.remove(world)
+            if complaints := world.reap():
+                self._complain(world, "\n".join(complaints))

@@ -100,6 +100,10 @@ class ProcessLauncher:
             return
         path = server.status_path(self.directory)
         while not path.exists():
+            if _has_ended(_running_server()._forkserver_pid):
+                raise LaunchError(
+                    f"the server that ranks are forked from died while it imported {', '.join(self._preload)}"
+                )
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"the server that ranks are forked from is still importing {', '.join(self._preload)}; "
@@ -127,10 +131,20 @@ class ProcessLauncher:
             return
         server.say_goodbye(self.directory)
         # multiprocessing has no public way to end it before the interpreter ends.
-        running: Any = forkserver._forkserver
+        running = _running_server()
         if running._forkserver_pid is not None and not self._checked:
             os.kill(running._forkserver_pid, signal.SIGKILL)  # it would finish its imports first
         running._stop()
+
+
+def _running_server() -> Any:
+    """multiprocessing's own handle on the one server of this process."""
+    return forkserver._forkserver
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child process has ended; it stays to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
     for name in (*RANKS_NEED, *_pytests_plugins(), *modules):
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a user's module raises is told to the user
+        except (Exception, SystemExit) as error:  # whatever a user's module raises is told to the user
             failures[name] = f"{type(error).__name__}: {error}"
     gc.freeze()
     # After the imports: handlers run in reverse order, and this one ends the process.

@@ -33,6 +33,10 @@ class RankCollection:
                 self._items.update({str(item.nodeid): item for item in items})
         return self._items.get(nodeid)
 
+    def knows(self, path: str) -> bool:
+        """Whether the file has been collected, or tried."""
+        return path in self._errors
+
     def error_of(self, path: str) -> str:
         """Return what pytest said of a file that it could not collect."""
         return self._errors.get(path, "")

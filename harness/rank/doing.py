@@ -7,12 +7,15 @@ import linecache
 import sys
 import threading
 import traceback
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pluggy
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.protocol import Doing
 
@@ -33,8 +36,9 @@ def describe_rank(main_thread: int, base: str) -> Doing:
     for ident, frame in frames.items():
         if names.get(ident) != WIRE_THREAD:
             texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(frame))}")
-    collective, on_world = collective_in_flight()
-    return Doing("\n".join(texts), _users_line(main).removeprefix(f"{base}/"), collective, on_world)
+    return replace(
+        collective_in_flight(), stacks="\n".join(texts), where=_users_line(main).removeprefix(f"{base}/")
+    )
 
 
 def _frames(innermost: FrameType | None) -> list[traceback.FrameSummary]:
@@ -63,23 +67,27 @@ def _users_line(frames: list[traceback.FrameSummary]) -> str:
 
 
 def _is_installed(filename: str) -> bool:
-    roots = (sys.prefix, sys.base_prefix, *pluggy.__path__, *pytest.__path__, *torch.__path__)
-    return filename.startswith(roots) or filename.startswith("<") or "/harness/rank/" in filename
+    harness = str(Path(__file__).parents[1])
+    roots = ("<", harness, sys.prefix, sys.base_prefix, *pluggy.__path__, *pytest.__path__, *torch.__path__)
+    return filename.startswith(roots)
 
 
-def collective_in_flight() -> tuple[str | None, bool]:
-    """Return the oldest collective that has not ended, and whether it is one of the default group.
+def collective_in_flight() -> Doing:
+    """Return the oldest collective that has not ended, if there is one; stacks and place are left empty.
 
-    Read from torch's flight recorder, which records on gloo and nccl without a cost per collective.
+    Read from torch's flight recorder, which costs nothing per collective. Each backend has one of its own.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return None, False
-    entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-    for entry in entries:
-        if not entry["retired"]:
-            return _describe(entry), entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
-    return None, False
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
+    try:
+        entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+        for entry in entries:
+            if not entry["retired"]:
+                on_world = entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
+                return Doing("", "", _describe(entry), on_world, entry["collective_seq_id"])
+    except (KeyError, IndexError, ValueError) as error:  # a private format: say so, but do answer
+        return Doing("", "", f"a collective it cannot tell ({type(error).__name__}: {error})")
+    return Doing("", "")
 
 
 def _describe(entry: dict[str, Any]) -> str:

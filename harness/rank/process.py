@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -64,6 +65,9 @@ class Rank:
             if not session.started:
                 self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
             self.group.leave()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(0)  # threads that tests have left would keep the process
 
     def ready(self) -> None:
         """Tell the controller that items may come."""

@@ -32,9 +32,11 @@ class DefaultGroup:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # the flight recorder: collectives in flight
+        # The flight recorder, for collectives in flight; the second name is nccl's of old.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._generation += 1
@@ -52,6 +54,8 @@ class DefaultGroup:
         Destroying the group would not do: it lives on while a traceback's frames, a model or work in flight
         refer to it, and its destructor waits for that work.
         """
+        if not dist.is_initialized():
+            return
         if self._spec.key.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
             return

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from harness.exceptions import RankStateWarning
-from harness.protocol import RANK_PLUGIN, Close, Finished, Reported, RunItem, Warned
+from harness.lockstep import RunSubtests
+from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank.collection import RankCollection
 from harness.rank.state import RankState, count_collectives, count_groups
 
@@ -102,16 +103,27 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
-        item = self._collection.find(session, order.nodeid, order.path)
+        item, next_item = self._collect(session, order)
         if item is None:
             self._send_report(_missing(order, self._collection.error_of(order.path)))
         else:
-            next_item = self._collection.find(session, *order.next_item) if order.next_item else None
             self.world.enter_test(order.shared_tmp_path)
             self._rank.reseed()
-            self._rank.note_phases_over(0)
             self._run_protocol(item, next_item)
         self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+
+    def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
+        """Find the item and its next one. What a file changes when it is imported stands from then on."""
+        wanted = [(order.nodeid, order.path), *([order.next_item] if order.next_item else [])]
+        news = not all(self._collection.knows(path) for _, path in wanted)
+        before = RankState.capture() if news else None
+        if news:
+            self._rank.send(Collecting())
+        found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
+        if before is not None and self._baseline is not None:
+            self._baseline = self._baseline.with_changes(before, RankState.capture())
+            self._rank.send(Began())
+        return found if order.next_item else [*found, None]
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         try:
@@ -143,6 +155,12 @@ class RankSession:
     def _send_report(self, report: pytest.TestReport) -> None:
         config = self._config
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        if data is None:
+            why = (
+                f"a report of the class {type(report).__name__} cannot leave a rank: no plugin serialises it"
+            )
+            report = _failure(report.nodeid, report.location, why, report.when)
+            data = config.hook.pytest_report_to_serializable(config=config, report=report)
         (self._rank.send if _raised(report) else self._rank.post)(Reported(_plain(data)))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
@@ -170,12 +188,22 @@ class RankSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         """Let what a fixture of wider scope than a function changes stand until that fixture ends."""
+        if fixturedef.scope == "function" or self._baseline is None:
+            return (yield)
+        before = RankState.capture()
         result = yield
-        if fixturedef.scope != "function" and self._baseline is not None:
-            now = RankState.capture()
-            if now != self._baseline:
-                self._baselines_below[fixturedef] = self._baseline
-                self._baseline = now
+        now = RankState.capture()
+        if now != before:
+            self._baselines_below[fixturedef] = self._baseline
+            self._baseline = self._baseline.with_changes(before, now)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        result = yield
+        runner = pyfuncitem.funcargs.get("run_subtests")
+        if isinstance(runner, RunSubtests):
+            runner.skip_if_nothing_ran()
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ class RankState:
                 lines.append(_describe(field.name.replace("_", " "), before, after))
         return [line for line in lines if line]
 
+    def with_changes(self, before: RankState, now: RankState) -> RankState:
+        """Return this state with what differs between the two others."""
+        changes: dict[str, Any] = {}
+        for field in fields(self):
+            old, new = getattr(before, field.name), getattr(now, field.name)
+            if old != new:
+                changes[field.name] = _fold(getattr(self, field.name), old, new)
+        return replace(self, **changes)
+
     def restore(self) -> None:
         """Put the process back into this state. Groups that were destroyed stay so."""
         now = RankState.capture()
@@ -86,6 +95,18 @@ def _describe(name: str, before: Any, after: Any) -> str:
             return f"{len(left)} process group(s)" if left else ""
         case _:
             return f"{name}: {after} (was {before})"
+
+
+def _fold(value: Any, old: Any, new: Any) -> Any:
+    """Apply to a value what differs between two others: item by item where it is a collection."""
+    match value:
+        case dict():
+            kept = {key: item for key, item in value.items() if key not in old or key in new}
+            return kept | {key: item for key, item in new.items() if old.get(key) != item}
+        case frozenset():
+            return (value - (old - new)) | (new - old)
+        case _:
+            return new
 
 
 def _groups() -> dict[str, dist.ProcessGroup]:

@@ -14,16 +14,17 @@ from typing import Literal
 import pytest
 
 from harness.reporting.explain import explain
-from harness.reporting.problems import Problem, death_of, find_problems
+from harness.reporting.problems import Problem, find_problems, subtest_problems
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
-from harness.world import Died, ItemOutcome
+from harness.world import ItemOutcome
 
 __all__ = ["merge"]
 
 
 def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> list[pytest.TestReport]:
     """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each."""
-    context = Context(item.config, item, outcome.timeout, outcome.timed_out, rerun, seed)
+    timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
+    context = Context(item.config, item, *timing, rerun, seed)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
@@ -44,17 +45,10 @@ def _merge_subtests(context: Context, ranks: list[RankReports]) -> list[pytest.T
     merged = []
     for name in names:
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
-        problems = [
-            Problem(rank, report.stop, "failed", report) for rank, report in reports.items() if report.failed
-        ]
-        if problems:  # a rank that died without a word on the point died in it
-            dead = [rank for rank in ranks if isinstance(rank.fate, Died) and name not in rank.subtests]
-            problems += [
-                death_of(context, rank.rank, rank.fate) for rank in dead if isinstance(rank.fate, Died)
-            ]
+        problems = subtest_problems(context, ranks, name, reports)
         point = reports[min(reports)].context.msg
         rerun = context.rerun
-        if point and "=" in point:  # a point of run_subtests, which the command line can select
+        if point and "run_subtests" in getattr(context.item, "fixturenames", ()):
             rerun += f" --subtest {shlex.quote(point.replace(', ', ','))}"
         merged.append(_merge_phase(replace(context, rerun=rerun), "call", reports, problems, ranks))
     return merged
@@ -85,6 +79,8 @@ def _merge_phase(
         merged.duration = max(report.duration for report in reports.values())
     merged.sections = _sections(context, reports, {problem.rank for problem in causes})
     merged.user_properties = _unique(prop for report in reports.values() for prop in report.user_properties)
+    if any(cause.report is None for cause in causes):  # ranks that were cut short have no duration of it
+        merged.duration = max(merged.duration, context.seconds)
     if causes:
         merged.outcome = "failed"
         merged.longrepr = explain(context, causes, ranks, reports)

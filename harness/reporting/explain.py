@@ -54,6 +54,8 @@ def _names(problems: list[Problem]) -> str:
 
 
 def _of_bystander(rank: RankReports, report: pytest.TestReport | None) -> str:
+    reports = [each for each in (report, *rank.phases.values()) if each is not None]
+    report = next((each for each in reports if each.failed), report)
     if report is not None and report.failed:
         broken = BROKEN_CONNECTION.search(messages(report)[-1])
         why = broken[1] or "aborted" if broken else messages(report)[-1].splitlines()[0]
@@ -72,6 +74,8 @@ def _chain(problem: Problem) -> list[Link]:
         location = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
         chain = [(_native(report.longreprtext), location, None)]
     entry, crash, description = chain[-1]
+    if crash is None and report is not None:
+        crash = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
     if crash is not None:
         crash = ReprFileLocation(crash.path, crash.lineno, f"rank {problem.rank}: {crash.message}")
     return [*chain[:-1], (entry, crash, description)]

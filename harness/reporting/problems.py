@@ -65,9 +65,9 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
                 found[phase].append(Problem(rank.rank, report.stop, "failed", report))
         if isinstance(rank.fate, Died):
             found[rank.reached()].append(death_of(context, rank.rank, rank.fate))
+    _add_silence(context, ranks, found)
     _add_disagreement(ranks, found)
-    if not any(not problem.is_victim() for problem in _all(found)):
-        _add_stuck(context, ranks, found)
+    _add_stuck(context, ranks, found)
     if not any(_all(found)):
         _add_out_of_step(context, ranks, found)
     if _is_expected_failure(ranks, found):
@@ -94,16 +94,61 @@ def death_of(context: Context, rank: int, died: Died) -> Problem:
 
 
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    """A rank that was ended while it ran is to blame only if nothing else explains it."""
+    """A rank that was ended while it ran is to blame if nothing else explains it, or if it failed before."""
     ended = [str(rank.rank) for rank in ranks if isinstance(rank.fate, Finished)]
+    explained = any(not problem.is_victim() for problem in _all(found))
     for rank in ranks:
-        if isinstance(rank.fate, Stuck):
-            if context.timed_out or not ended:
+        failed_before = any(report.failed for report in rank.phases.values())
+        if isinstance(rank.fate, Stuck) and (failed_before or not explained):
+            if context.timed_out or not ended or failed_before:
                 title = f"still ran at the deadline of {context.timeout:g} s, in {where(rank.fate)}"
             else:
                 names = ", ".join(ended)
                 title = f"waits in {where(rank.fate)} for rank {names}, which has ended the test"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
+
+
+def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
+    """A rank that reached the end of an item must have said how each phase went: silence is no success."""
+    calls = not (context.config.getoption("setuponly", False) or context.config.getoption("setupplan", False))
+    path, lineno, _ = context.item.location
+    for rank in ranks:
+        setup = rank.phases.get("setup")
+        if not isinstance(rank.fate, Finished) or any(report.failed for report in rank.phases.values()):
+            continue
+        due: list[Phase] = ["setup", "teardown"]
+        if calls and setup is not None and setup.passed:
+            due.append("call")
+        for phase in due:
+            if phase not in rank.phases:
+                title = f"said nothing of the {phase}; does a plugin run items by itself?"
+                crash = ReprFileLocation(path, (lineno or 0) + 1, title)
+                found[phase].append(Problem(rank.rank, 0.0, title, crash=crash))
+
+
+def subtest_problems(
+    context: Context, ranks: list[RankReports], name: tuple[str, int], reports: dict[int, pytest.TestReport]
+) -> list[Problem]:
+    """Return what went wrong with one subtest, of which some ranks have a report."""
+    failed = {rank: report for rank, report in reports.items() if report.failed}
+    problems = [Problem(rank, report.stop, "failed", report) for rank, report in failed.items()]
+    if any(hasattr(report, "wasxfail") for report in reports.values()):
+        return [problem for problem in problems if not problem.is_victim()]
+    for rank in ranks:
+        if problems and isinstance(rank.fate, Died) and name not in rank.subtests:
+            problems.append(death_of(context, rank.rank, rank.fate))  # it died in it, without a word
+    if not problems:
+        path, lineno, _ = context.item.location
+        outcomes = [report.outcome for report in reports.values()]
+        most = max(outcomes, key=outcomes.count)
+        for rank in ranks:
+            report = reports.get(rank.rank)
+            word = "never came to it" if report is None else f"{report.outcome} it"
+            if isinstance(rank.fate, Finished) and (report is None or report.outcome != most):
+                title = f"{word} and others did not: ranks disagree"
+                crash = ReprFileLocation(path, (lineno or 0) + 1, title)
+                problems.append(Problem(rank.rank, 0.0, title, crash=crash))
+    return problems
 
 
 def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:

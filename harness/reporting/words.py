@@ -5,6 +5,8 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,15 +29,15 @@ class RankReports:
 
     rank: int
     phases: dict[str, pytest.TestReport] = field(default_factory=dict)
-    subtests: dict[str, pytest.TestReport] = field(default_factory=dict)
+    subtests: dict[tuple[str, int], pytest.TestReport] = field(default_factory=dict)
+    """By name, and which one of that name it is."""
     fate: Finished | Died | Stuck | None = None
     left_in_flight: str | None = None
 
     def reached(self) -> Phase:
         """The phase in which the rank ended without a word."""
-        if isinstance(self.fate, Died):
-            return PHASES[min(self.fate.phases_over, 2)]
-        return next((phase for phase in PHASES if phase not in self.phases), "teardown")
+        assert isinstance(self.fate, Died | Stuck)
+        return PHASES[min(self.fate.phases_over, 2)]
 
     def skip(self) -> tuple[Phase, str] | None:
         """The phase and reason of the rank's skip, if it skipped."""
@@ -65,6 +67,8 @@ class Context:
     item: pytest.Item
     timeout: float
     timed_out: bool
+    seconds: float
+    """How long the item took, as the controller sees it."""
     rerun: str
     """The command that runs this item again."""
     seed: int
@@ -72,20 +76,20 @@ class Context:
 
 def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:
     ranks = RankReports(outcome.rank, fate=outcome.fate, left_in_flight=outcome.left_in_flight)
+    counts: Counter[str] = Counter()  # two subtests of a test may have the same name
     for data in outcome.reports:
         report = config.hook.pytest_report_from_serializable(config=config, data=data)
         if type(report) is pytest.TestReport:
             ranks.phases[report.when] = report
         else:
-            known = ranks.subtests.get(report.head_line)
-            if known is None or not known.failed:
-                ranks.subtests[report.head_line] = report
+            counts[report.head_line] += 1
+            ranks.subtests[report.head_line, counts[report.head_line]] = report
     return ranks
 
 
 def where(stuck: Stuck) -> str:
-    where = stuck.doing.where
-    return f"{stuck.doing.collective} at {where}" if stuck.doing.collective else where
+    place = stuck.doing.where
+    return f"{stuck.doing.collective} at {place}" if stuck.doing.collective else place
 
 
 def links(report: pytest.TestReport) -> list[Link]:
@@ -102,6 +106,8 @@ def links(report: pytest.TestReport) -> list[Link]:
 def messages(report: pytest.TestReport) -> list[str]:
     """Return the message of every exception of the report's chain, the one that ended the phase last."""
     messages = [crash.message for _, crash, _ in links(report) if crash is not None]
+    # Where every frame is hidden there is no line to point at, but there is the text.
+    messages = messages or re.findall(r"^E +(\S.*)$", report.longreprtext, re.MULTILINE)
     return messages or [report.longreprtext or "(no message)"]
 
 

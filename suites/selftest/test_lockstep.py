@@ -92,8 +92,12 @@ def test_a_selection_runs_only_the_points_it_names(subtests: pytest.Subtests) ->
     run = RunSubtests(AloneInTheWorld(), subtests, {"a": "2"})
     run({"a": [1, 2], "b": [0, 1]}, lambda a, b: seen.append(a * 10 + b))
     assert seen == [20, 21]
-    with pytest.raises(pytest.skip.Exception, match="no point of a matches --subtest a=2"):
-        run({"a": [1]}, seen.append)
+    run({"a": [1]}, seen.append)
+    run.skip_if_nothing_ran()  # does not: another call of the same test has run something
+    alone = RunSubtests(AloneInTheWorld(), subtests, {"a": "2"})
+    alone({"a": [1], "b": [3]}, print)
+    with pytest.raises(pytest.skip.Exception, match="no point of a, b matches --subtest a=2"):
+        alone.skip_if_nothing_ran()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,16 @@ def test_skips_must_agree(world, run_subtests):
             assert world.gather(a) == [a, a]
     run_subtests({"a": [0, 1, 2]}, claim)
 
+def test_skipped_points_are_skipped(world, run_subtests):
+    run_subtests({"all": [0]}, lambda all: pytest.skip("nobody"))
+    run_subtests({"other": [0]}, lambda other: world.barrier())
+
+def test_the_same_settings_twice(world, run_subtests):
+    def first(a): raise ValueError("in the first")
+    def second(a): raise ValueError("in the second")
+    run_subtests({"a": [1]}, first)
+    run_subtests({"a": [1]}, second)
+
 def test_ranks_disagree_on_the_points(world, run_subtests):
     run_subtests({"a": [world.rank, 2]}, lambda a: None)
 
@@ -164,18 +178,20 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     pytester.makepyfile(test_points=POINTS)
-    result = pytester.runpytest_subprocess("-rA", "-W", "ignore", timeout=120)
-    result.assert_outcomes(passed=1, failed=13)
+    result = pytester.runpytest_subprocess("-rA", "-v", "-W", "ignore", timeout=120)
+    result.assert_outcomes(passed=2, failed=16, skipped=2)
     result.stdout.fnmatch_lines_random(
         [
             "SUBFAILED[[]a=2, b=x[]] test_points.py::test_one_bad_point - rank 1: *assert *",
             "FAILED test_points.py::test_one_bad_point - contains 1 failed subtest",
             "SUBFAILED[[]a=0[]] *::test_work_in_flight - rank 1: ValueError: left work in flight",
-            "SUBFAILED[[]a=1[]] *::test_skips_must_agree - *ranks disagree: rank 0 passed; rank 1 skipped",
+            "SUBFAILED[[]a=1[]] *::test_skips_must_agree - *: rank 0 passed; rank 1 skipped (no)",
             "*ranks disagree on which subtest comes next: rank 0 at [[]a=0[]]; rank 1 at [[]a=1[]]*",
             "FAILED *::test_a_rank_leaves_early - rank 0: *rank 1 had ended the test by then",
             "SUBFAILED[[]a=2[]] *::test_death_in_a_point - rank 1: exited with code 5",
             "FAILED test_points.py::test_death_in_a_point - rank 1: exited with code 5",
+            "FAILED test_points.py::test_the_same_settings_twice - contains 2 failed subtests",
+            "SUBSKIPPED[[]all=0[]] *",
             "rank 0: cut off by that at test_points.py:* (Connection closed by peer)",
             "pytest test_points.py::test_one_bad_point --subtest a=2,b=x",
         ]
@@ -191,3 +207,12 @@ def test_the_line_of_a_failed_point_runs_that_point_alone(pytester: pytest.Pytes
     result = pytester.runpytest_subprocess(*line.split(), "-v", "-W", "ignore", timeout=60)
     result.stdout.fnmatch_lines(["*SUBFAILED[[]a=2, b=x[]]*"])
     assert "SUBPASSED" not in result.stdout.str()
+    line = "test_points.py::test_skipped_points_are_skipped --subtest other=0"
+    result = pytester.runpytest_subprocess(*line.split(), "-v", timeout=60)
+    result.stdout.fnmatch_lines(["*SUBPASSED[[]other=0[]]*", "*1 passed*"])
+
+
+def test_a_selection_that_makes_no_sense_is_refused_before_anything_runs(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--subtest", "offload", timeout=60)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --subtest 'offload': write KEY=VALUE,KEY=VALUE"])

@@ -320,3 +320,127 @@ def test_a(world):
     assert mine == {"0100007F"}
 """)
     assert "1 passed" in project.run()
+
+
+def test_a_wide_fixture_that_breaks_as_its_world_closes_fails_the_run(project: Project) -> None:
+    project.write("""
+@pytest.fixture(scope="session")
+def breaks_late():
+    yield
+    assert False, "closing"
+
+@pytest.mark.ranks(1)
+def test_a(world, breaks_late): pass
+
+@pytest.mark.parametrize("i", range(4))
+@pytest.mark.ranks(2, 3, 4, 5)
+def test_crowds_it_out(world, i): pass
+
+@pytest.mark.ranks(1)
+def test_b(world): pass
+""")
+    output = project.run()
+    assert "ERROR test_sample.py::test_a" in output
+    assert "AssertionError: closing" in output
+    assert "18 passed, 1 error" in output
+
+
+def test_a_rank_that_died_between_tests_fails_the_test_before_not_the_one_after(project: Project) -> None:
+    project.write("""
+def test_leaves_a_bomb(world):
+    import threading
+    if world.rank == 1:
+        threading.Timer(0.2, os._exit, (9,)).start()
+
+@pytest.mark.ranks(1)
+def test_meanwhile(world): time.sleep(1)
+
+def test_innocent(world): world.barrier()
+""")
+    output = project.run()
+    assert "ERROR test_sample.py::test_leaves_a_bomb" in output
+    assert "3 passed, 1 error" in output
+
+
+def test_ranks_may_leave_a_collective_and_a_failed_test_at_their_own_pace(project: Project) -> None:
+    project.write("""
+@pytest.mark.ranks(3)
+def test_one_way(world):
+    if world.rank == 2:
+        time.sleep(2)
+    dist.gather(torch.ones(1), [torch.zeros(1) for _ in range(3)] if world.rank == 1 else None, dst=1)
+
+@pytest.fixture
+def slow_to_tear_down(world):
+    yield
+    time.sleep(1)
+    note(world, "torn-down")
+
+def test_fails(world, slow_to_tear_down): assert False
+""")
+    assert "1 failed, 1 passed" in project.run()
+    assert len(project.pids("torn-down", rank=0)) == len(project.pids("torn-down", rank=1)) == 1
+
+
+def test_importing_the_next_file_is_no_part_of_a_test(project: Project) -> None:
+    project.write("@pytest.mark.ranks(2, timeout=1)\ndef test_quick(world): world.barrier()")
+    later = "import time, torch\ntime.sleep(2)\ntorch.set_default_dtype(torch.float64)\n"
+    (project.path / "test_slow_import.py").write_text(
+        later + HEADER + "def test_after(world): assert torch.get_default_dtype() == torch.float64"
+    )
+    assert "2 passed" in project.run("-W", "error")
+
+
+def test_a_fixture_made_on_request_does_not_adopt_what_the_test_changed(project: Project) -> None:
+    project.write("""
+@pytest.fixture(scope="module")
+def wide():
+    os.environ["WIDE"] = "1"
+
+def test_a(world, request, monkeypatch):
+    monkeypatch.setenv("NARROW", "1")
+    request.getfixturevalue("wide")
+
+def test_b(world): assert "NARROW" not in os.environ and os.environ["WIDE"] == "1"
+""")
+    assert "2 passed" in project.run("-W", "error")
+
+
+def test_silence_and_disagreement_are_no_success(project: Project) -> None:
+    project.write("""
+def test_silent(world): assert world.rank == 0
+
+def test_subtests_disagree(world, subtests):
+    with subtests.test("sometimes"):
+        if world.rank == 1:
+            pytest.skip("no")
+    if world.rank == 0:
+        with subtests.test("here only"):
+            pass
+""")
+    (project.path / "conftest.py").write_text(
+        "import os, pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_runtest_protocol(item):\n"
+        "    if os.environ.get('RANK') == '1' and item.name == 'test_silent': return True\n"
+    )
+    output = project.run()
+    assert "rank 1 of 2 said nothing of the setup" in output
+    assert "skipped it and others did not: ranks disagree" in output
+    assert "rank 1 of 2 never came to it and others did not: ranks disagree" in output
+
+
+def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -> None:
+    (project.path / "deadly.py").write_text("import os\nos._exit(3)\n")
+    project.write("def test_a(world): pass", "ranks_preload = deadly\npythonpath = .")
+    assert "died while it imported deadly" in project.run()
+
+
+def test_the_line_that_runs_it_again_repeats_what_changes_a_run(project: Project) -> None:
+    project.write("def test_a(world): assert False")
+    options = ["-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=3", "-c", "pytest.ini"]
+    line = next(line for line in project.run(*options).splitlines() if line.startswith("pytest test_sample"))
+    assert line == (
+        "pytest test_sample.py::test_a -c pytest.ini -o console_output_style=classic -p no:cacheprovider "
+        "--world-seed 3 --fresh-worlds"
+    )
