@@ -47,7 +47,7 @@ def _parse(sizes: tuple[Any, ...], options: dict[str, Any]) -> RanksMark:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int):
-            raise MarkError(f"ranks({size!r}): a world size is a whole number: write ranks(2), or ranks(2, 4)")
+            raise MarkError(f"ranks({size!r}): a world size is a whole number: write ranks(2)")
         if size < 1:
             raise MarkError(f"ranks({size}): a world has at least 1 rank")
     if len(set(sizes)) != len(sizes):
