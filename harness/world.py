@@ -231,7 +231,8 @@ class World:
 
     def _begin(self, rank: int, order: RunItem) -> None:
         spec = self._specs[rank]
-        Path(spec.phases_path).write_text("0")
+        with open(spec.phases_path, "r+b") as phases:  # not truncated: some file systems then wait for the disk
+            phases.write(b"0")
         with contextlib.suppress(OSError):  # there is no log under -s
             self._log_starts[rank] = os.path.getsize(spec.log_path)
         self._send(rank, order)
