@@ -231,7 +231,9 @@ class World:
 
     def _begin(self, rank: int, order: RunItem) -> None:
         spec = self._specs[rank]
-        with open(spec.phases_path, "r+b") as phases:  # not truncated: some file systems then wait for the disk
+        with open(
+            spec.phases_path, "r+b"
+        ) as phases:  # not truncated: some file systems then wait for the disk
             phases.write(b"0")
         with contextlib.suppress(OSError):  # there is no log under -s
             self._log_starts[rank] = os.path.getsize(spec.log_path)
@@ -365,7 +367,7 @@ class World:
             while wire.poll():  # its last words
                 messages.extend(wire.recv())
         except (EOFError, OSError):
-            process.join(1.0)  # its exit status follows the end of the wire
+            process.join(5.0)  # its exit status follows the end of the wire
         died = Died(process.exitcode, self._log(rank), time.time(), self._phases_over(rank))
         self._died[rank] = died
         return [*messages, died]
