@@ -139,6 +139,10 @@ def _tells_of_failure(report: dict[str, Any]) -> bool:
     return report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)
 
 
+def _without_failure(outcomes: list[RankOutcome], ranks: set[int]) -> set[int]:
+    return {rank for rank in ranks if not outcomes[rank].has_failed()}
+
+
 class World:
     """N ranks that share a default process group."""
 
@@ -209,8 +213,7 @@ class World:
         while pending := {outcome.rank for outcome in outcomes if outcome.fate is None}:
             if len(pending) < len(outcomes):
                 probe = min(probe, time.monotonic() + PROBE_EVERY)
-            # A rank that has failed itself may tear down in peace.
-            late = {rank for rank in pending if not outcomes[rank].has_failed()}
+            late = _without_failure(outcomes, pending)
             until = min(self._deadline, probe, grace if late else self._deadline)
             for rank, message in self._receive(pending, until - time.monotonic()):
                 self._note(outcomes, rank, message)
@@ -222,6 +225,8 @@ class World:
                 if self._waits_in_vain(pending, outcomes):
                     self._give_up(outcomes, pending)
             if now >= min(self._deadline, grace):
+                # What has come meanwhile counts: a rank that has failed itself may tear down in peace.
+                late = _without_failure(outcomes, pending)
                 self._give_up(outcomes, pending if now >= self._deadline else late)
         now = time.monotonic()
         outcome = ItemOutcome(tuple(outcomes), timeout, now >= self._deadline, now - begun)
@@ -231,10 +236,8 @@ class World:
 
     def _begin(self, rank: int, order: RunItem) -> None:
         spec = self._specs[rank]
-        with open(
-            spec.phases_path, "r+b"
-        ) as phases:  # not truncated: some file systems then wait for the disk
-            phases.write(b"0")
+        with open(spec.phases_path, "r+b") as phases:
+            phases.write(b"0")  # not truncated first: some file systems then wait for the disk
         with contextlib.suppress(OSError):  # there is no log under -s
             self._log_starts[rank] = os.path.getsize(spec.log_path)
         self._send(rank, order)
