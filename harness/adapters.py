@@ -43,8 +43,10 @@ class ShardSpec:
     ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``units``: submodules that gather and free on their
     own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients
     and the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
-    parameter per group. ``sync_module_states``: all ranks start from rank 0's values. ``device``: where to
-    compute; None is where the model is. ``process_group``: None is the default group.
+    parameter per group. ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``:
+    whether a group is gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's
+    values. ``device``: where to compute; None is where the model is. ``process_group``: None is the default
+    group.
     """
 
     strategy: str = "FULL_SHARD"
@@ -52,6 +54,8 @@ class ShardSpec:
     units: tuple[str | type[nn.Module], ...] = ()
     offload: bool = False
     use_orig_params: bool = False
+    backward_prefetch: str | None = "BACKWARD_PRE"
+    forward_prefetch: bool = False
     sync_module_states: bool = False
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
@@ -132,6 +136,8 @@ class Lockstep:
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
             auto_wrap_policy=_policy(model, spec.units) if spec.units else None,
+            backward_prefetch=_backward_prefetch(spec.backward_prefetch),
+            forward_prefetch=spec.forward_prefetch,
             mixed_precision=lockstep.MixedPrecision(**precision),
             device_id=spec.device,
             sync_module_states=spec.sync_module_states,
@@ -169,6 +175,13 @@ def _strategy(name: str) -> lockstep.ShardingStrategy:
     if name not in known:
         raise ValueError(f"ShardSpec: strategy {name!r} is not built; known: {', '.join(known)}")
     return known[name]
+
+
+def _backward_prefetch(name: str | None) -> lockstep.BackwardPrefetch | None:
+    known = lockstep.BackwardPrefetch.__members__
+    if name is not None and name not in known:
+        raise ValueError(f"ShardSpec: backward_prefetch {name!r} is unknown; known: {', '.join(known)}, None")
+    return None if name is None else known[name]
 
 
 def _policy(model: nn.Module, units: tuple[str | type[nn.Module], ...]) -> lockstep.WrapPolicy:

@@ -4,7 +4,14 @@ With LOCKSTEP_ENGINE_DEBUG=1 in the environment when a model is wrapped, memory 
 filled with NaN, so that a late reader shows.
 """
 
-from harness.engine.policy import CPUOffload, GroupInfo, GroupState, MixedPrecision, ShardingStrategy
+from harness.engine.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    GroupInfo,
+    GroupState,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from harness.engine.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -15,6 +22,7 @@ from harness.engine.wrap import (
 from harness.engine.wrapper import FullyShardedDataParallel, groups
 
 __all__ = [
+    "BackwardPrefetch",
     "CPUOffload",
     "CustomPolicy",
     "FullyShardedDataParallel",

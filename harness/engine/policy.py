@@ -20,6 +20,18 @@ class ShardingStrategy(Enum):
     """Every rank holds everything; gradients are averaged."""
 
 
+class BackwardPrefetch(Enum):
+    """Say when backward gathers the group that it is expected to need next.
+
+    The guess is the reverse of the order in which units ended their forwards. A wrong one costs time.
+    """
+
+    BACKWARD_PRE = auto()
+    """Before the gradients of the current unit are computed: the most overlap, three full groups at most."""
+    BACKWARD_POST = auto()
+    """After they are computed and the current unit is freed: less overlap, two full groups at most."""
+
+
 class GroupState(Enum):
     """Say what a group has allocated and what its modules see."""
 

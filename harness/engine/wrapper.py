@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from harness.engine import clip, construction
 from harness.engine.hooks import Tree
 from harness.engine.parameters import Slot
-from harness.engine.policy import CPUOffload, GroupInfo, GroupState, MixedPrecision, ShardingStrategy
+from harness.engine.policy import (
+    BackwardPrefetch,
+    CPUOffload,
+    GroupInfo,
+    GroupState,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from harness.engine.summon import Summon, refuse_when_busy, summoned
 from harness.engine.wrap import WrapFunction, WrapPolicy, as_policy, candidates, has_forward
 
@@ -44,7 +51,7 @@ class FullyShardedDataParallel(nn.Module):
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: WrapPolicy | WrapFunction | None = None,
-        backward_prefetch: object = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -58,9 +65,7 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         construction.refuse_unbuilt(
-            backward_prefetch=backward_prefetch,
             param_init_fn=param_init_fn,
-            forward_prefetch=forward_prefetch,
             device_mesh=device_mesh,
         )
         _check_module(module)

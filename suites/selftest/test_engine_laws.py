@@ -66,6 +66,7 @@ def test_only_collectives_calls_collectives_of_torch_distributed():
 
 def test_public_names_are_the_documented_ones():
     assert sorted(harness.engine.__all__) == [
+        "BackwardPrefetch",
         "CPUOffload",
         "CustomPolicy",
         "FullyShardedDataParallel",
