@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine import collectives
+from harness.engine.axes import Axes, ProcessGroups
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.parameters import Entry, Slot, collect, own_modules
-from harness.engine.policy import MixedPrecision, ShardingStrategy
+from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.shard import GroupSettings
 
 
@@ -20,15 +21,21 @@ from harness.engine.shard import GroupSettings
 class Plan:
     """What the user asked for, with defaults filled in. ``device`` None: where the parameters are."""
 
-    process_group: dist.ProcessGroup
+    process_group: ProcessGroups
     strategy: ShardingStrategy
     mixed_precision: MixedPrecision
     offload: bool
     use_orig_params: bool
+    forward_prefetch: bool
+    backward_prefetch: BackwardPrefetch | None
     device: torch.device | None
     sync_module_states: bool
     ignored_modules: frozenset[nn.Module]
     ignored_parameters: frozenset[nn.Parameter]
+
+    @property
+    def axes(self) -> Axes:
+        return Axes.of(self.strategy, self.process_group)
 
 
 def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], bool]) -> Unit:
@@ -41,36 +48,27 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         tensors = [entry.parameter.data for entry in entries] + [
             s.module._buffers[s.name] for s in buffers.values()
         ]
-        collectives.broadcast((t for t in tensors if t is not None), plan.process_group)
+        collectives.broadcast((t for t in tensors if t is not None), plan.axes)
     device = _compute_device(entries, plan) if plan.offload else plan.device
     settings = GroupSettings(
         unit=f"FullyShardedDataParallel({type(module).__name__})",
         strategy=plan.strategy,
         mixed_precision=plan.mixed_precision,
         use_orig_params=plan.use_orig_params,
-        process_group=plan.process_group,
+        axes=plan.axes,
         offload_device=device if plan.offload else None,
         poison=os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0"),
     )
     group = ShardGroup(entries, settings) if entries else None
-    return Unit(
-        group, buffers, UnitSettings(plan.strategy, plan.mixed_precision, device, keeps_precision=False)
+    settings_of_unit = UnitSettings(
+        plan.strategy,
+        plan.mixed_precision,
+        device,
+        keeps_precision=False,
+        forward_prefetch=plan.forward_prefetch,
+        backward_prefetch=plan.backward_prefetch,
     )
-
-
-def default_group(group: object) -> dist.ProcessGroup:
-    """Return ``group``, or the default process group for None; raise when there is none."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "FullyShardedDataParallel needs a process group: call torch.distributed.init_process_group first."
-        )
-    group = group or dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise NotImplementedError(
-            f"process_group: expected one ProcessGroup, got {type(group).__name__}; "
-            "pairs of groups (hybrid sharding) are not built."
-        )
-    return group
+    return Unit(group, buffers, settings_of_unit)
 
 
 def as_device(device_id: int | torch.device | None) -> torch.device | None:
@@ -139,6 +137,6 @@ def _compute_device(entries: Iterable[Entry], plan: Plan) -> torch.device:
         if entry.parameter.device.type != "cpu":
             return entry.parameter.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in dist.get_backend_config(plan.process_group):
+    if accelerator is None or "cpu:" in dist.get_backend_config(plan.axes.groups[0]):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

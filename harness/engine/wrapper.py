@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import clip, construction
+from harness.engine.axes import ProcessGroups, resolve
 from harness.engine.hooks import Tree
 from harness.engine.parameters import Slot
 from harness.engine.policy import (
@@ -47,7 +48,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroups | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: WrapPolicy | WrapFunction | None = None,
@@ -61,21 +62,21 @@ class FullyShardedDataParallel(nn.Module):
         limit_all_gathers: bool = True,  # always so: a gather is awaited before the next one starts
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
-        device_mesh: object = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        construction.refuse_unbuilt(
-            param_init_fn=param_init_fn,
-            device_mesh=device_mesh,
-        )
+        construction.refuse_unbuilt(param_init_fn=param_init_fn)
         _check_module(module)
         ignored = construction.ignored(ignored_modules, ignored_states)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         plan = construction.Plan(
-            process_group=construction.default_group(process_group),
-            strategy=sharding_strategy or ShardingStrategy.FULL_SHARD,
+            process_group=resolve(strategy, process_group, device_mesh),
+            strategy=strategy,
             mixed_precision=mixed_precision or MixedPrecision(),
             offload=bool(cpu_offload and cpu_offload.offload_params),
             use_orig_params=use_orig_params,
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
             device=construction.as_device(device_id),
             sync_module_states=sync_module_states,
             ignored_modules=ignored[0],
@@ -108,12 +109,13 @@ class FullyShardedDataParallel(nn.Module):
         tree.enter_forward()
         try:
             args, kwargs = unit.before_forward(args, kwargs)
-            return unit.after_forward(self.module(*args, **kwargs))
+            output = unit.after_forward(self.module(*args, **kwargs))
         except BaseException:
             unit.abort_forward()
+            tree.leave_forward(failed=True)
             raise
-        finally:
-            tree.leave_forward()
+        tree.leave_forward(failed=False)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -331,6 +333,8 @@ def _wrap_one(
         "device_id": plan.device,
         "sync_module_states": plan.sync_module_states,
         "use_orig_params": plan.use_orig_params,
+        "forward_prefetch": plan.forward_prefetch,
+        "backward_prefetch": plan.backward_prefetch,
         "ignored_modules": plan.ignored_modules,
         "ignored_states": plan.ignored_parameters,
     }

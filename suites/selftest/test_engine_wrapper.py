@@ -379,8 +379,8 @@ REFUSED = {
     "lazy": (lambda: nn.LazyLinear(2), {}, "'weight' has no shape yet; run a forward before wrapping"),
     "integers": (quantized, {}, r"'scale' has dtype torch.int8; .*Pass it in ignored_states"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), {}, "'weight' is on the meta device; give it storage"),
-    "mesh": (lambda: nn.Linear(2, 2), {"device_mesh": object()}, "device_mesh is not built yet"),
-    "hybrid": (lambda: nn.Linear(2, 2), {"process_group": (1, 2)}, "expected one ProcessGroup, got tuple"),
+    "pair": (lambda: nn.Linear(2, 2), {"process_group": (1, 2)}, "FULL_SHARD needs one group"),
+    "not_a_group": (lambda: nn.Linear(2, 2), {"process_group": 1}, "expected a ProcessGroup, got int"),
     "not_a_module": (lambda: torch.zeros(2), {}, "wraps an nn.Module, got Tensor"),
 }
 
