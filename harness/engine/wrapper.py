@@ -59,7 +59,7 @@ class FullyShardedDataParallel(nn.Module):
         device_id: int | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,  # always so: a gather is awaited before the next one starts
+        limit_all_gathers: bool = True,  # always so: one gather is prefetched at a time
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,

@@ -117,6 +117,14 @@ def test_low_precision_sums_are_rounded_once(world, strategy, dtype):
     assert torch.equal(full_gradient(model).cpu(), exact.float().to(dtype))
 
 
+@pytest.mark.ranks(3)
+def test_gloo_ranks_are_added_in_order_in_fp32(world):
+    # In another order, or in fp64, the one in the middle would survive: 1e8 + 1 is no fp32 number.
+    model = wrapped(world, 200_000)
+    model(torch.full((200_000,), (1e8, 1.0, -1e8)[world.rank], device=world.device)).backward()
+    assert not full_gradient(model).any()
+
+
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
 def test_one_hot_gradients_of_microbatches_add_up_and_do_not_leak_into_the_next_step(world, strategy):
     model = wrapped(world, 5, sharding_strategy=strategy)
