@@ -151,9 +151,10 @@ class Unit:
         args, kwargs = self._prepare((args, kwargs))
         self._recomputed = self.tree.in_backward
         if self.group:
-            self.group.gather()
+            self.group.prefetch()
             if not self._recomputed:
                 self.tree.prefetcher.in_forward(self.group)
+            self.group.gather()
             if torch.is_grad_enabled():
                 self._watch_leaves(self.group)
                 args, kwargs = self._watch_inputs(self.group, (args, kwargs))
@@ -260,8 +261,9 @@ class Unit:
                     f"{self.group.settings.unit}: the module was converted or moved between forward and "
                     "backward; do it between steps."
                 )
-            self.group.gather()
+            self.group.prefetch()
             self.tree.prefetcher.before_gradients(self.group)
+            self.group.gather()
 
     def _on_gradient(self, _: Tensor) -> None:
         """Reduce when the last leaf that this backward reaches has its gradient."""

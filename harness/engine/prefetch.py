@@ -28,7 +28,7 @@ class Prefetcher:
         self._entered, self._ended = [], []
 
     def in_forward(self, group: ShardGroup) -> None:
-        """``group``, gathered, begins its forward."""
+        """``group``, whose own gather is on its way, begins its forward."""
         self._entered.append(group)
         if self._advance(group) and self._forward:
             self._prefetch_next()
@@ -41,7 +41,7 @@ class Prefetcher:
         self._expected, self._position = self._ended[::-1], 0
 
     def before_gradients(self, group: ShardGroup) -> None:
-        """Backward comes to ``group``, which is gathered."""
+        """Backward comes to ``group``, whose own gather is on its way."""
         if self._advance(group) and self._backward is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_next()
 
