@@ -32,11 +32,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from statistics import median, quantiles
 
-# Beside this file lies a harness.py, which must not hide the package of that name.
-sys.path.sort(key=lambda folder: folder == str(Path(__file__).resolve().parent))
+# Beside this file lies a harness.py, which must not hide the package of that name: that comes first.
+_HERE = str(Path(__file__).resolve().parent)
+sys.path[:] = [folder for folder in sys.path if folder != _HERE]
+import_module("harness")
+sys.path.append(_HERE)
 
 import torch
 import torch.distributed as dist

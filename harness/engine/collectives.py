@@ -51,25 +51,27 @@ def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
     start_gather(full, shard, axes)()
 
 
-def start_mean(full: Tensor, axes: Axes, pool: BufferPool) -> Finish:
-    """Start the mean of ``full`` (1-D, S * n) over all ranks; the result is this rank's shard (n).
+def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -> Finish:
+    """Start the mean over ranks of ``full`` (1-D, S * n); the result is this rank's shard (n) in ``dtype``.
 
-    ``full`` is used up. The result has its dtype, and shares its memory only where there is one shard.
+    ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
+    only where there is one shard.
 
     Reduces inside the shard axis, then across the replicate axis, and divides once. On a backend that would
     round every partial sum (gloo), ranks exchange pieces and add them in rank order, in fp32 (fp64 for fp64):
     the result is rounded once per axis and has the same bits on every run.
     """
-    if not full.numel() or axes.size == 1:
-        return lambda: full
-    if axes.shard is None:
-        assert axes.replicate is not None
-        return _start_all_reduce(full, axes.replicate, axes.size, pool)
-    scattered = _start_reduce_scatter(full, axes.shard, axes.size, pool)
     across = axes.replicate
+    if not full.numel() or axes.size == 1:
+        return lambda: full.to(dtype)
+    if axes.shard is None:
+        assert across is not None
+        reduced = _start_all_reduce(full, across, axes.size, pool)
+        return lambda: reduced().to(dtype)
     if across is None:
-        return scattered
-    return lambda: _start_all_reduce(scattered(), across, 1, pool)()
+        return _start_reduce_scatter(full, axes.shard, axes.size, dtype, pool)
+    scattered = _start_reduce_scatter(full, axes.shard, axes.size, full.dtype, pool)
+    return lambda: _start_all_reduce(scattered(), across, 1, pool)().to(dtype)
 
 
 def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = False) -> Tensor:
@@ -103,24 +105,28 @@ def divide_factors(size: int) -> tuple[float, float]:
     return float(before), size / before
 
 
-def _start_reduce_scatter(full: Tensor, group: dist.ProcessGroup, divisor: int, pool: BufferPool) -> Finish:
-    """Start the sum over ``group``, divided; the result is this rank's piece of it."""
+def _start_reduce_scatter(
+    full: Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype, pool: BufferPool
+) -> Finish:
+    """Start the sum over ``group``, divided; the result is this rank's piece of it in ``dtype``."""
     size = dist.get_world_size(group)
     if _is_nccl(full, group):
-        return _start_native_reduce_scatter(full, group, divisor)
+        return _start_native_reduce_scatter(full, group, divisor, dtype)
     received = pool.take_like(full)
     work = dist.all_to_all_single(received, full, group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        shard = _sum_in_order(received.view(size, -1), divisor)
+        shard = _sum_in_order(received.view(size, -1), divisor, dtype)
         pool.give(received)
         return shard
 
     return finish
 
 
-def _start_native_reduce_scatter(full: Tensor, group: dist.ProcessGroup, divisor: int) -> Finish:
+def _start_native_reduce_scatter(
+    full: Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype
+) -> Finish:
     before, after = divide_factors(divisor)
     shard = full.new_empty(full.numel() // dist.get_world_size(group))
     reduce_scatter = _single("reduce_scatter_single", "reduce_scatter_tensor")
@@ -128,7 +134,7 @@ def _start_native_reduce_scatter(full: Tensor, group: dist.ProcessGroup, divisor
 
     def finish() -> Tensor:
         work.wait()
-        return shard.div_(after)
+        return shard.div_(after).to(dtype)
 
     return finish
 
@@ -139,7 +145,7 @@ def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool
         size = dist.get_world_size(group)
         padded = full.new_zeros(-(-full.numel() // size) * size)
         padded[: full.numel()] = full
-        scattered = _start_reduce_scatter(padded, group, divisor, pool)
+        scattered = _start_reduce_scatter(padded, group, divisor, full.dtype, pool)
 
         def finish() -> Tensor:
             gather(padded, scattered(), Axes(shard=group, replicate=None))
@@ -156,16 +162,21 @@ def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool
     return finish_native
 
 
-def _sum_in_order(parts: Tensor, divisor: int) -> Tensor:
-    """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided."""
-    shard = parts.new_empty(parts.shape[1])
+def _sum_in_order(parts: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided.
+
+    It is rounded to the dtype of ``parts``, whose first row is overwritten, and returned in ``dtype``.
+    """
+    shard = parts.new_empty(parts.shape[1], dtype=dtype)
     precise = torch.promote_types(parts.dtype, torch.float32)
     pieces = zip(torch.split(shard, _CHUNK_NUMEL), torch.split(parts, _CHUNK_NUMEL, dim=1), strict=True)
     for piece, of_ranks in pieces:
-        summed = torch.add(of_ranks[0].to(precise), of_ranks[1])
-        for of_rank in of_ranks[2:]:
+        summed = piece if dtype == precise else torch.empty_like(piece, dtype=precise)
+        summed.copy_(of_ranks[0])
+        for of_rank in of_ranks[1:]:
             summed.add_(of_rank)
-        torch.div(summed, divisor, out=piece)
+        of_ranks[0].copy_(summed.div_(divisor))
+        piece.copy_(of_ranks[0])
     return shard
 
 

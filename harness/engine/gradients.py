@@ -45,7 +45,8 @@ class Gradients:
         self.settle()
         full = self._flatten(leaves, pool)
         self._add_unsynced(full)
-        finish = collectives.start_mean(full, self._shard.settings.axes, pool)
+        axes = self._shard.settings.axes
+        finish = collectives.start_mean(full, axes, self._shard.gradient_dtype, pool)
 
         def finished() -> Tensor:
             reduced = finish()
@@ -135,8 +136,7 @@ class Gradients:
         pool.give(full)
 
     def _add_shard(self, reduced: Tensor) -> None:
-        shard = self._shard
-        reduced = reduced.to(device=shard.flat.device, dtype=shard.gradient_dtype)
+        reduced = reduced.to(self._shard.flat.device)
         for parameter, span in self._shard_spans():
             fresh = reduced[span].view_as(parameter)
             if parameter.grad is None:

@@ -85,17 +85,16 @@ class Tree:
                 unit.drop_prefetched()
 
     def collect(self, group: ShardGroup) -> None:
-        """Take the gradients that ``group`` has; with `sync` start to average them, one group at a time.
+        """Take the gradients that ``group`` has; with `sync` start to average them.
 
-        While one is on its way, the gradients of the next are computed.
+        One group is on its way at a time, while the gradients of the next are computed.
         """
         if not self.sync:
             group.gradients.collect_unsynced(group.leaves)
             return
+        self._settle()
         group.gradients.collect(group.leaves, self._pool)
-        before, self._reducing = self._reducing, group
-        if before and before is not group:
-            before.gradients.settle()
+        self._reducing = group
 
     def enter_backward(self) -> None:
         """Make sure that the end of this backward is seen, once, in the outermost backward."""
@@ -108,10 +107,13 @@ class Tree:
         self.backward = -1
         for unit in self.units:
             unit.finish()
+        self._settle()
+        self._pool.clear()
+
+    def _settle(self) -> None:
         if self._reducing:
             self._reducing.gradients.settle()
             self._reducing = None
-        self._pool.clear()
 
 
 class Unit:
@@ -274,9 +276,10 @@ class Unit:
         self._awaited[backward] = self._num_awaited(backward) - 1
         if self._awaited[backward] == 0 and self.group:
             done = self._inputs_done or self._is_done(self.group, backward)
+            if done:
+                self.group.free()  # before memory for the reduction is taken
             self.tree.collect(self.group)
             if done:
-                self.group.free()
                 self.tree.prefetcher.after_gradients()
 
     def _is_done(self, group: ShardGroup, backward: int) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 class BufferPool:
     """Lend 1-D buffers whose values are undefined, and keep what is given back until `clear`.
 
-    A backward has two reductions in flight at most, so four buffers of the largest group's size serve all.
+    A backward has one reduction in flight, so two buffers of the largest group's size serve all of it.
     """
 
     def __init__(self) -> None:
