@@ -41,6 +41,10 @@ class FullyShardedDataParallel(nn.Module):
     the group's one visible parameter is ``flat_param``; with True the original ones stay, each as the piece
     that this rank holds.
 
+    For each module with parameters or buffers of its own on the meta device ``param_init_fn`` is called, and
+    must set those alone; without it they get memory, and their ``reset_parameters`` is called. Each unit does
+    so right before it shards. What ``ignored_modules`` or ``ignored_states`` name stays as it is.
+
     Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
     """
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.engine import (
     CustomPolicy,
@@ -218,6 +219,14 @@ def test_a_group_that_this_rank_is_not_in_is_refused(world):
             return
         with pytest.raises(ValueError, match="process_group: rank 1 is not in it"):
             nested(world, process_group=group)
+
+
+def test_a_device_that_is_not_where_the_module_is_is_refused_by_parameter():
+    bare = nn.Linear(2, 2, bias=False)
+    with FakeTensorMode():
+        bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
+        with pytest.raises(ValueError, match="'weight' is on cuda:0, but device_id is cpu; move the module"):
+            FullyShardedDataParallel(bare, device_id=torch.device("cpu"))
 
 
 # when it is called

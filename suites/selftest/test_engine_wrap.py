@@ -123,6 +123,13 @@ def test_a_policy_does_not_reach_a_unit_that_was_wrapped_by_hand(world):
     assert model[1] is inner
 
 
+def test_a_batch_norm_in_a_unit_that_was_wrapped_by_hand_stays_in_it(world):
+    inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
+    bare = nn.Sequential(nn.Linear(8, 8).to(world.device), FullyShardedDataParallel(inner))
+    model = wrapped(bare, CustomPolicy(lambda _: False), mixed_precision=MixedPrecision(param_dtype=F16))
+    assert {g.name: g.compute_dtype for g in groups(model)} == {"": F16, "1": F32}
+
+
 def test_a_shared_module_becomes_one_unit_in_all_its_places(world):
     shared = nn.Linear(8, 8)
     bare = nn.Sequential(shared, nn.Sequential(shared)).to(world.device)
