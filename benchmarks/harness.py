@@ -15,9 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -26,12 +24,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from string import Template
 from typing import Any
+
+from figures import describe_machine, ratio, table, verdicts
 
 # What is wanted. A fresh world is compared with MultiProcessTestCase, which starts processes for each test; a
 # warm one with MultiProcContinuousTest, which keeps them for a class.
@@ -269,21 +268,6 @@ def show(seconds: Sequence[float]) -> str:
     return f"{middle} {unit} ({low} to {high})"
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Return the quotient of the medians; not a number if one has no samples."""
-    return median(over) / median(under) if over and under else math.nan
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns also line up as plain text."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
-
-
 def report(figures: Figures, worlds: Sequence[int]) -> str:
     """Return both tables: per test, and from command to verdict."""
     rows = []
@@ -327,16 +311,6 @@ def wanted(figures: Figures, worlds: Sequence[int]) -> dict[str, bool]:
     return held
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return what the figures are taken on, and how busy others keep it before anything runs."""
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 1),
-    }
-
-
 def write_json(figures: Figures, machine: Mapping[str, Any], path: Path) -> None:
     """Write every sample, in seconds, and what they were taken on."""
     kinds = {"first": figures.first, "each": figures.each}
@@ -364,7 +338,7 @@ def main() -> int:
     print(report(figures, worlds))
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     held = wanted(figures, worlds)
-    print("\n" + "\n".join(f"{'held  ' if ok else 'MISSED'}  {what}" for what, ok in held.items()))
+    print("\n" + verdicts(held))
     if options.json:
         write_json(figures, machine, options.json)
     return int(options.check and not all(held.values()))

@@ -24,16 +24,15 @@ def clip(
             "clip_grad_norm_: gradients from no_sync are not reduced yet; run a synced backward first."
         )
     local = [p.grad for p in parameters if p.grad is not None]
-    cut: dict[dist.ProcessGroup, list[Tensor]] = {}
+    cut: dict[dist.ProcessGroup, list[Tensor]] = {}  # by shard axis; replicas hold the same
     for group in groups:
-        if group.shard.whole:
-            local += group.gradients.visible()
-        else:
-            cut.setdefault(group.settings.process_group, []).extend(group.gradients.visible())
+        axis = group.settings.axes.shard
+        held = local if axis is None else cut.setdefault(axis, [])
+        held += group.gradients.visible()
     device = groups[0].shard.device if groups else torch.device("cpu")
     largest = norm_type == float("inf")
     sums = [_power_sum(local, norm_type, device)]
-    sums += [collectives.total(_power_sum(g, norm_type, device), world, largest) for world, g in cut.items()]
+    sums += [collectives.total(_power_sum(g, norm_type, device), [axis], largest) for axis, g in cut.items()]
     norm = torch.stack(sums).amax() if largest else torch.stack(sums).sum() ** (1 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in [*local, *(g for gradients in cut.values() for g in gradients)]:

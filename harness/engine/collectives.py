@@ -1,7 +1,10 @@
-"""Every torch.distributed collective the engine runs. Runs on ranks; imports nothing else of the engine.
+"""Every torch.distributed collective the engine runs, and the arithmetic of reductions. Runs on ranks.
 
-Reductions return the mean over the ranks of the group. A group of one rank communicates nothing.
+What takes long is started and finished apart, so that ranks compute in between. On a backend with streams
+(nccl) to wait is to order the streams: the host goes on.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,63 +13,82 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.engine.axes import Axes
+from harness.engine.pool import BufferPool
+
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
+Finish = Callable[[], Tensor]
+"""Waits for what was started, and returns its result; to be called once."""
 
-def gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``full`` (1-D, W * n) with the 1-D ``shard`` (n) of every rank, in rank order."""
-    if dist.get_world_size(group) == 1:
-        full.copy_(shard)
-    elif full.numel():
-        _single("all_gather_single", "all_gather_into_tensor")(full, shard, group=group)
+# What is summed at once, so that the fp32 sum stays in a core's L2 cache (256 KiB) until it is whole.
+_CHUNK_NUMEL = 1 << 16
 
 
-def reduce_scatter_mean(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard (1-D, n) of the mean over ranks of ``full`` (1-D, W * n), in its dtype.
+def start_gather(full: Tensor, shard: Tensor, axes: Axes) -> Finish:
+    """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order.
 
-    May overwrite ``full``.
+    Neither may be touched until the result, ``full``, is there.
     """
-    size = dist.get_world_size(group)
-    if size == 1 or not full.numel():
-        return full.clone()
-    if _sums_coarsely(full, group):
-        return _exchange_and_sum(full, group).div_(size).to(full.dtype)
-    before, after = divide_factors(size)
-    shard = full.new_empty(full.numel() // size)
-    _single("reduce_scatter_single", "reduce_scatter_tensor")(shard, full.div_(before), group=group)
-    return shard.div_(after)
+    if axes.shard is None:
+        full.copy_(shard)
+        return lambda: full
+    if not full.numel():
+        return lambda: full
+    work = _single("all_gather_single", "all_gather_into_tensor")(
+        full, shard, group=axes.shard, async_op=True
+    )
+
+    def finish() -> Tensor:
+        work.wait()
+        return full
+
+    return finish
 
 
-def all_reduce_mean(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean over ranks of ``full`` (1-D), in its dtype. May overwrite ``full``."""
-    size = dist.get_world_size(group)
-    if size == 1 or not full.numel():
-        return full.clone()
-    if _sums_coarsely(full, group):
-        padded = full.new_zeros(-(-full.numel() // size) * size)
-        padded[: full.numel()] = full
-        gather(padded, reduce_scatter_mean(padded, group), group)
-        return padded[: full.numel()]
-    before, after = divide_factors(size)
-    dist.all_reduce(full.div_(before), group=group)
-    return full.div_(after)
+def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
+    """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order."""
+    start_gather(full, shard, axes)()
 
 
-def total(values: Tensor, group: dist.ProcessGroup, largest: bool = False) -> Tensor:
-    """Return the sum over ranks of ``values``, or the element-wise largest."""
-    if dist.get_world_size(group) > 1:
+def start_mean(full: Tensor, axes: Axes, pool: BufferPool) -> Finish:
+    """Start the mean of ``full`` (1-D, S * n) over all ranks; the result is this rank's shard (n).
+
+    ``full`` is used up. The result has its dtype, and shares its memory only where there is one shard.
+
+    Reduces inside the shard axis, then across the replicate axis, and divides once. On a backend that would
+    round every partial sum (gloo), ranks exchange pieces and add them in rank order, in fp32 (fp64 for fp64):
+    the result is rounded once per axis and has the same bits on every run.
+    """
+    if not full.numel() or axes.size == 1:
+        return lambda: full
+    if axes.shard is None:
+        assert axes.replicate is not None
+        return _start_all_reduce(full, axes.replicate, axes.size, pool)
+    scattered = _start_reduce_scatter(full, axes.shard, axes.size, pool)
+    across = axes.replicate
+    if across is None:
+        return scattered
+    return lambda: _start_all_reduce(scattered(), across, 1, pool)()
+
+
+def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = False) -> Tensor:
+    """Return the sum over the ranks of all ``groups`` of ``values``, or the element-wise largest."""
+    for group in groups:
         dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     return values
 
 
-def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite each tensor with that of the group's rank 0."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in tensors if dist.get_world_size(group) > 1 else ():
-        if tensor.numel():
-            wire = tensor.contiguous()
+def broadcast(tensors: Iterable[Tensor], axes: Axes) -> None:
+    """Overwrite each tensor with that of the rank that is first on both axes."""
+    wires = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]
+    # In this order: the first rank of each replica has the values only after the first replica has them.
+    for group in axes.groups:
+        source = dist.get_global_rank(group, 0)
+        for tensor, wire in wires:
             dist.broadcast(wire, source, group=group)
-            tensor.copy_(wire)
+            if wire is not tensor:
+                tensor.copy_(wire)
 
 
 def divide_factors(size: int) -> tuple[float, float]:
@@ -81,22 +103,74 @@ def divide_factors(size: int) -> tuple[float, float]:
     return float(before), size / before
 
 
-def _sums_coarsely(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Tell whether the backend would round every partial sum to the tensor's low precision."""
-    return tensor.dtype in LOW_PRECISION and f"{tensor.device.type}:nccl" not in dist.get_backend_config(
-        group
-    )
+def _start_reduce_scatter(full: Tensor, group: dist.ProcessGroup, divisor: int, pool: BufferPool) -> Finish:
+    """Start the sum over ``group``, divided; the result is this rank's piece of it."""
+    size = dist.get_world_size(group)
+    if _is_nccl(full, group):
+        return _start_native_reduce_scatter(full, group, divisor)
+    received = pool.take_like(full)
+    work = dist.all_to_all_single(received, full, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        shard = _sum_in_order(received.view(size, -1), divisor)
+        pool.give(received)
+        return shard
+
+    return finish
 
 
-def _exchange_and_sum(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard of the sum, in fp32, added in rank order: the same bits on every run."""
-    received = torch.empty_like(full)
-    dist.all_to_all_single(received, full, group=group)
-    parts = received.view(dist.get_world_size(group), -1)
-    mine = parts[0].float()
-    for part in parts[1:]:
-        mine.add_(part)
-    return mine
+def _start_native_reduce_scatter(full: Tensor, group: dist.ProcessGroup, divisor: int) -> Finish:
+    before, after = divide_factors(divisor)
+    shard = full.new_empty(full.numel() // dist.get_world_size(group))
+    reduce_scatter = _single("reduce_scatter_single", "reduce_scatter_tensor")
+    work = reduce_scatter(shard, full.div_(before), group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return shard.div_(after)
+
+    return finish
+
+
+def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool: BufferPool) -> Finish:
+    """Start the sum over ``group``, divided; the result has all of it and may share memory with ``full``."""
+    if full.dtype in LOW_PRECISION and not _is_nccl(full, group):
+        size = dist.get_world_size(group)
+        padded = full.new_zeros(-(-full.numel() // size) * size)
+        padded[: full.numel()] = full
+        scattered = _start_reduce_scatter(padded, group, divisor, pool)
+
+        def finish() -> Tensor:
+            gather(padded, scattered(), Axes(shard=group, replicate=None))
+            return padded[: full.numel()]
+
+        return finish
+    before, after = divide_factors(divisor)
+    work = dist.all_reduce(full.div_(before), group=group, async_op=True)
+
+    def finish_native() -> Tensor:
+        work.wait()
+        return full.div_(after)
+
+    return finish_native
+
+
+def _sum_in_order(parts: Tensor, divisor: int) -> Tensor:
+    """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided."""
+    shard = parts.new_empty(parts.shape[1])
+    precise = torch.promote_types(parts.dtype, torch.float32)
+    pieces = zip(torch.split(shard, _CHUNK_NUMEL), torch.split(parts, _CHUNK_NUMEL, dim=1), strict=True)
+    for piece, of_ranks in pieces:
+        summed = torch.add(of_ranks[0].to(precise), of_ranks[1])
+        for of_rank in of_ranks[2:]:
+            summed.add_(of_rank)
+        torch.div(summed, divisor, out=piece)
+    return shard
+
+
+def _is_nccl(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return f"{tensor.device.type}:nccl" in dist.get_backend_config(group)
 
 
 def _single(name: str, older_name: str) -> Callable[..., Any]:

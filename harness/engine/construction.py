@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine import collectives
+from harness.engine.axes import Axes, ProcessGroups
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.ignored import Ignored
 from harness.engine.materialise import Materialiser, ParamInit
 from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
-from harness.engine.policy import MixedPrecision, ShardingStrategy
+from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.shard import GroupSettings
 
 
@@ -22,15 +23,21 @@ from harness.engine.shard import GroupSettings
 class Plan:
     """What the user asked for, with defaults filled in. ``device`` None: where the parameters are."""
 
-    process_group: dist.ProcessGroup
+    process_group: ProcessGroups
     strategy: ShardingStrategy
     mixed_precision: MixedPrecision
     offload: bool
     use_orig_params: bool
+    forward_prefetch: bool
+    backward_prefetch: BackwardPrefetch | None
     device: torch.device | None
     sync_module_states: bool
     ignored: Ignored
     param_init_fn: ParamInit | None
+
+    @property
+    def axes(self) -> Axes:
+        return Axes.of(self.strategy, self.process_group)
 
 
 def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], bool]) -> Unit:
@@ -44,21 +51,27 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         tensors = [entry.parameter.data for entry in entries] + [
             s.module._buffers[s.name] for s in buffers.values()
         ]
-        collectives.broadcast((t for t in tensors if t is not None), plan.process_group)
+        collectives.broadcast((t for t in tensors if t is not None), plan.axes)
     device = _compute_device(entries, plan) if plan.offload else plan.device
     settings = GroupSettings(
         unit=name,
         strategy=plan.strategy,
         mixed_precision=plan.mixed_precision,
         use_orig_params=plan.use_orig_params,
-        process_group=plan.process_group,
+        axes=plan.axes,
         offload_device=device if plan.offload else None,
         poison=os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0"),
     )
     group = ShardGroup(entries, settings) if entries else None
-    return Unit(
-        group, buffers, UnitSettings(plan.strategy, plan.mixed_precision, device, keeps_precision=False)
+    settings_of_unit = UnitSettings(
+        plan.strategy,
+        plan.mixed_precision,
+        device,
+        keeps_precision=False,
+        forward_prefetch=plan.forward_prefetch,
+        backward_prefetch=plan.backward_prefetch,
     )
+    return Unit(group, buffers, settings_of_unit)
 
 
 def unit_name(module: nn.Module) -> str:
@@ -66,42 +79,28 @@ def unit_name(module: nn.Module) -> str:
     return f"FullyShardedDataParallel({type(module).__name__})"
 
 
-def default_group(group: object) -> dist.ProcessGroup:
-    """Return ``group``, or the default process group for None; raise when there is none."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "FullyShardedDataParallel needs a process group: call torch.distributed.init_process_group first."
-        )
-    group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"process_group: rank {dist.get_rank()} is not in it; wrap the module on the group's ranks only."
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise NotImplementedError(
-            f"process_group: expected one ProcessGroup, got {type(group).__name__}; "
-            "pairs of groups (hybrid sharding) are not built."
-        )
-    return group
-
-
-def as_device(device_id: object, group: dist.ProcessGroup) -> torch.device | None:
+def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
     """Return the device that ``device_id`` names; an int counts the host's accelerators.
 
-    Raises ValueError if this host has no such device or the backend of ``group`` does not serve it.
+    Raises ValueError if this host has no such device or the backend of ``groups`` does not serve it.
     """
     if device_id is None:
         return None
     if not isinstance(device_id, int | torch.device):
         raise TypeError(f"device_id: expected an int or a torch.device, got {device_id!r}")
     device = _present(device_id)
-    backends = dist.get_backend_config(group)
+    backends = _backends(groups)
     if f"{device.type}:" not in backends:
         raise ValueError(
             f"device_id={device_id}: the process group communicates on {backends} only; "
             "pass a device that its backend serves, or a process group of another backend."
         )
     return device
+
+
+def _backends(groups: ProcessGroups) -> str:
+    """Return which backend serves which type of device, such as "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(groups[0] if isinstance(groups, tuple) else groups))
 
 
 def _present(device_id: int | torch.device) -> torch.device:
@@ -121,13 +120,8 @@ def _present(device_id: int | torch.device) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def refuse_unbuilt(**asked: object) -> None:
-    """Raise NotImplementedError for arguments that are part of the signature but have no effect yet."""
-    given = [name for name, value in asked.items() if value]
-    if given:
-        raise NotImplementedError(
-            f"FullyShardedDataParallel: {', '.join(given)} is not built yet; leave the default."
-        )
+def refuse_unbuilt() -> None:
+    """Raise NotImplementedError for a setting of the environment that has no effect yet."""
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1":
         raise NotImplementedError(
             "FSDP_USE_FULL_PREC_IN_EVAL=1: full precision in eval is not built yet; unset it."
@@ -180,6 +174,6 @@ def _compute_device(entries: Iterable[Entry], plan: Plan) -> torch.device:
         if entry.parameter.device.type not in ("cpu", "meta"):
             return entry.parameter.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in dist.get_backend_config(plan.process_group):
+    if accelerator is None or "cpu:" in _backends(plan.process_group):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harness.engine import collectives
 from harness.engine.full import fill_with_nan
 from harness.engine.parameters import attach_gradient
-from harness.engine.policy import ShardingStrategy
+from harness.engine.pool import BufferPool
 from harness.engine.shard import LocalShard
 
 
@@ -28,6 +28,7 @@ class Gradients:
         self._unsynced = False
         self._synced: dict[nn.Parameter, Tensor] = {}
         self._shown_version = 0
+        self._started: Callable[[], Tensor] | None = None
 
     @property
     def unreduced(self) -> bool:
@@ -39,17 +40,41 @@ class Gradients:
         return [p.grad for p, _ in self._full_spans() if p.grad is not None]
 
     @torch.no_grad()
-    def collect(self, leaves: Sequence[Tensor], sync: bool) -> None:
-        """Move gradients from ``leaves`` to the visible parameters; average them over ranks if ``sync``.
-
-        Adds to gradients that are visible already.
-        """
-        full = self._flatten(leaves)
+    def collect(self, leaves: Sequence[Tensor], pool: BufferPool) -> None:
+        """Take gradients from ``leaves`` and start to average them over ranks; `settle` shows them."""
+        self.settle()
+        full = self._flatten(leaves, pool)
         self._add_unsynced(full)
-        if sync:
-            self._add_shard(self._reduce(full))
-        else:
-            self._show_full(full)
+        finish = collectives.start_mean(full, self._shard.settings.axes, pool)
+
+        def finished() -> Tensor:
+            reduced = finish()
+            if not self._shard.whole:
+                self._give_back(full, pool)
+            return reduced
+
+        self._started = finished
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what `collect` started and add it to the visible gradients."""
+        started, self._started = self._started, None
+        if started:
+            self._add_shard(started())
+
+    def drop_started(self) -> None:
+        """Wait for what `collect` started in a backward that failed, and forget it."""
+        started, self._started = self._started, None
+        if started:
+            started()
+
+    @torch.no_grad()
+    def collect_unsynced(self, leaves: Sequence[Tensor]) -> None:
+        """Add gradients from ``leaves`` to this rank's own full gradients, and show those."""
+        self.settle()
+        full = self._flatten(leaves, BufferPool())
+        self._add_unsynced(full)
+        self._show_full(full)
 
     @torch.no_grad()
     def full(self) -> list[Tensor | None]:
@@ -85,27 +110,29 @@ class Gradients:
         shard = self._shard
         visible = (e.parameter if shard.settings.use_orig_params else shard.flat for e in shard.entries)
         present = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
-        return [bool(p) for p in collectives.total(present, shard.settings.process_group, largest=True)]
+        return [bool(p) for p in collectives.total(present, shard.settings.axes.groups, largest=True)]
 
-    def _flatten(self, leaves: Sequence[Tensor]) -> Tensor:
-        """Return all leaves' gradients as one new 1-D tensor in the reduce dtype, and clear the leaves."""
-        shard = self._shard
-        full = torch.zeros(shard.layout.padded_numel, dtype=shard.reduce_dtype, device=shard.device)
+    def _flatten(self, leaves: Sequence[Tensor], pool: BufferPool) -> Tensor:
+        """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves.
+
+        The tensor is from ``pool``, unless the user will see it.
+        """
+        shard, layout = self._shard, self._shard.layout
+        lender = BufferPool() if shard.whole else pool
+        full = lender.take(layout.padded_numel, shard.reduce_dtype, shard.device)
         for leaf, view in zip(leaves, shard.in_full(full), strict=True):
-            if leaf.grad is not None:
+            if leaf.grad is None:
+                view.zero_()
+            else:
                 view.copy_(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad)
                 leaf.grad = None
+        full[layout.numel :].zero_()
         return full
 
-    def _reduce(self, full: Tensor) -> Tensor:
-        """Return the mean over ranks of this rank's shard of ``full``."""
-        settings = self._shard.settings
-        if settings.strategy is ShardingStrategy.NO_SHARD:
-            return collectives.all_reduce_mean(full, settings.process_group)
-        reduced = collectives.reduce_scatter_mean(full, settings.process_group)
-        if settings.poison:
+    def _give_back(self, full: Tensor, pool: BufferPool) -> None:
+        if self._shard.settings.poison:
             fill_with_nan(full)
-        return reduced
+        pool.give(full)
 
     def _add_shard(self, reduced: Tensor) -> None:
         shard = self._shard

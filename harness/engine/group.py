@@ -1,6 +1,7 @@
 """A group: parameters that are sharded, gathered, freed and reduced together. Runs on ranks.
 
     SHARDED --gather--> GATHERED --free--> SHARDED                        in a forward, in a backward
+    SHARDED --prefetch--> PREFETCHED --gather--> GATHERED                 ahead of either
                         GATHERED --keep--> KEPT --gather--> GATHERED      from a forward to its backward
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
@@ -16,8 +17,10 @@ from harness.engine import collectives
 from harness.engine.full import FullParameters, fill_with_nan, over
 from harness.engine.gradients import Gradients
 from harness.engine.parameters import Entry, attach_gradient
-from harness.engine.policy import GroupState, ShardingStrategy
+from harness.engine.policy import GroupState
 from harness.engine.shard import GroupSettings, LocalShard
+
+_FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
 
 
 class ShardGroup:
@@ -31,6 +34,7 @@ class ShardGroup:
         self.settings = settings
         self.state = GroupState.SHARDED
         self._full: FullParameters | None = None
+        self._arrive: Callable[[], None] | None = None
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -39,13 +43,19 @@ class ShardGroup:
 
     @property
     def gathered_bytes(self) -> int:
-        if self._full is None or self.state not in (GroupState.GATHERED, GroupState.KEPT):
+        if self._full is None or self.state not in _FULL:
             return 0
         return self._full.buffer.untyped_storage().nbytes()
 
     @property
     def all_trainable(self) -> bool:
         return all(map(self.shard.is_trainable, self.shard.entries))
+
+    def prefetch(self) -> None:
+        """Start what `gather` will need, if nothing of it is there."""
+        if self.state is GroupState.SHARDED:
+            self._start_gather()
+            self.state = GroupState.PREFETCHED
 
     def gather(self) -> None:
         """Let modules compute with full parameters in the compute dtype."""
@@ -56,10 +66,8 @@ class ShardGroup:
                 f"{self.settings.unit}: forward or backward inside summon_full_params; leave it first."
             )
         if self.state is GroupState.SHARDED:
-            self.shard.reclaim()
-            self._full = self._full_parameters()
-            self._full.allocate()
-            self._fill(self._full)
+            self._start_gather()
+        self._finish_gather()
         for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
             leaf.requires_grad_(self.shard.is_trainable(entry))
             entry.put(leaf)
@@ -73,7 +81,8 @@ class ShardGroup:
 
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
-        if self._full and self.state in (GroupState.GATHERED, GroupState.KEPT):
+        if self._full and self.state in _FULL:
+            self._finish_gather()
             self._full.free()
             self.shard.show()
             self.state = GroupState.SHARDED
@@ -81,6 +90,7 @@ class ShardGroup:
     def discard(self) -> None:
         """Free, and forget gradients that a backward computed but did not come to reduce."""
         self.free()
+        self.gradients.drop_started()
         for leaf in self.leaves:
             leaf.grad = None
 
@@ -110,7 +120,7 @@ class ShardGroup:
 
     def hide(self) -> None:
         """Take the parameters out of their modules until ``convert``."""
-        if self.state not in (GroupState.SHARDED, GroupState.KEPT):
+        if self.state not in (GroupState.SHARDED, GroupState.KEPT, GroupState.PREFETCHED):
             raise RuntimeError(
                 f"{self.settings.unit}: cannot convert while {self.state.name.lower()}; "
                 "convert between steps, outside forward, backward and summon_full_params."
@@ -131,7 +141,7 @@ class ShardGroup:
         shard, full = self.shard, self._full
         flat = shard.flat.data
         wanted = (shard.compute_dtype, shard.device)
-        borrowed = self.settings.strategy is ShardingStrategy.NO_SHARD and wanted == (flat.dtype, flat.device)
+        borrowed = shard.whole and wanted == (flat.dtype, flat.device)
         unchanged = full is not None and (full.buffer.dtype, full.buffer.device) == wanted
         if full and unchanged and (not borrowed or full.buffer.data_ptr() == flat.data_ptr()):
             return full
@@ -144,14 +154,26 @@ class ShardGroup:
         return over(buffer, shard.layout, borrowed, self.settings.poison)
 
     @torch.no_grad()
-    def _fill(self, full: FullParameters) -> None:
-        if full.borrowed:
+    def _start_gather(self) -> None:
+        """Allocate full parameters and begin to fill them; `_finish_gather` waits until they are there."""
+        self.shard.reclaim()
+        self._full = self._full_parameters()
+        self._full.allocate()
+        if self._full.borrowed:
             return
         flat = self.shard.flat.data
         local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
-        if self.shard.whole:
-            full.buffer.copy_(local)
-        else:
-            collectives.gather(full.buffer, local, self.settings.process_group)
-        if self.settings.poison and local.data_ptr() != flat.data_ptr():
-            fill_with_nan(local)
+        finish = collectives.start_gather(self._full.buffer, local, self.settings.axes)
+        poisoned = self.settings.poison and local.data_ptr() != flat.data_ptr()
+
+        def arrive() -> None:
+            finish()
+            if poisoned:
+                fill_with_nan(local)
+
+        self._arrive = arrive
+
+    def _finish_gather(self) -> None:
+        if self._arrive:
+            self._arrive()
+            self._arrive = None

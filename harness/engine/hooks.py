@@ -19,7 +19,9 @@ from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_ho
 from harness.engine.containers import cast_floating, map_tensors, tensors
 from harness.engine.group import ShardGroup
 from harness.engine.parameters import Slot
-from harness.engine.policy import MixedPrecision, ShardingStrategy
+from harness.engine.policy import BackwardPrefetch, GroupState, MixedPrecision, ShardingStrategy
+from harness.engine.pool import BufferPool
+from harness.engine.prefetch import Prefetcher
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class UnitSettings:
     mixed_precision: MixedPrecision
     device: torch.device | None
     keeps_precision: bool
+    forward_prefetch: bool = False
+    backward_prefetch: BackwardPrefetch | None = None
 
 
 class Tree:
@@ -42,6 +46,10 @@ class Tree:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
         self.sync = True
+        asked = self.root.settings
+        self.prefetcher = Prefetcher(asked.forward_prefetch, asked.backward_prefetch)
+        self._pool = BufferPool()
+        self._reducing: ShardGroup | None = None
         self._forwards = 0
         self.backward = -1
         """The outermost backward that goes through the tree, as `_backward_id` numbers it; -1 for none."""
@@ -66,21 +74,44 @@ class Tree:
             self.backward = -1
             for unit in self.units:
                 unit.start()
+            self.prefetcher.begin_forward()
         self._forwards += 1
 
-    def leave_forward(self) -> None:
+    def leave_forward(self, failed: bool) -> None:
+        """After a failure nothing more is awaited: who knows whether the other ranks came as far."""
         self._forwards -= 1
+        if self._forwards == 0 and not self.in_backward and not failed:
+            for unit in self.units:
+                unit.drop_prefetched()
+
+    def collect(self, group: ShardGroup) -> None:
+        """Take the gradients that ``group`` has; with `sync` start to average them, one group at a time.
+
+        While one is on its way, the gradients of the next are computed.
+        """
+        if not self.sync:
+            group.gradients.collect_unsynced(group.leaves)
+            return
+        group.gradients.collect(group.leaves, self._pool)
+        before, self._reducing = self._reducing, group
+        if before and before is not group:
+            before.gradients.settle()
 
     def enter_backward(self) -> None:
         """Make sure that the end of this backward is seen, once, in the outermost backward."""
         if self.backward == -1:
             self.backward = _backward_id()
+            self.prefetcher.begin_backward()
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self.backward = -1
         for unit in self.units:
             unit.finish()
+        if self._reducing:
+            self._reducing.gradients.settle()
+            self._reducing = None
+        self._pool.clear()
 
 
 class Unit:
@@ -120,6 +151,9 @@ class Unit:
         args, kwargs = self._prepare((args, kwargs))
         self._recomputed = self.tree.in_backward
         if self.group:
+            self.group.prefetch()
+            if not self._recomputed:
+                self.tree.prefetcher.in_forward(self.group)
             self.group.gather()
             if torch.is_grad_enabled():
                 self._watch_leaves(self.group)
@@ -132,6 +166,8 @@ class Unit:
         if graded and (self.group or self.tree.root is self):
             leaves = self.group.leaves if self.group else ()
             register_multi_grad_hook(graded, lambda _: self._before_backward(leaves), mode="any")
+            if self.group and not self.tree.in_backward:
+                self.tree.prefetcher.after_forward(self.group)
         if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
             self._give_up(self.group, hooked=bool(graded))
         if self._outer_dtype:
@@ -154,8 +190,13 @@ class Unit:
             return
         left_over = any(leaf.grad is not None for leaf in self.group.leaves)
         if left_over or (self.tree.sync and self.group.gradients.unreduced):
-            self.group.gradients.collect(self.group.leaves, self.tree.sync)
+            self.tree.collect(self.group)
         self.group.free()
+
+    def drop_prefetched(self) -> None:
+        """Free what was gathered ahead for a forward that then did not come."""
+        if self.group and self.group.state is GroupState.PREFETCHED:
+            self.group.free()
 
     def _prepare(self, arguments: Any) -> Any:
         mixed, is_root = self.settings.mixed_precision, self.tree.root is self
@@ -181,8 +222,7 @@ class Unit:
     def _give_up(self, group: ShardGroup, hooked: bool) -> None:
         """After forward: keep what a backward will use, if it could not be told to gather it again."""
         needs_backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in group.leaves)
-        cheap = self.settings.strategy is ShardingStrategy.FULL_SHARD
-        if (hooked and not cheap) or (needs_backward and not hooked):
+        if (hooked and not self.settings.strategy.frees_after_forward) or (needs_backward and not hooked):
             group.keep()
         else:
             group.free()
@@ -221,6 +261,8 @@ class Unit:
                     f"{self.group.settings.unit}: the module was converted or moved between forward and "
                     "backward; do it between steps."
                 )
+            self.group.prefetch()
+            self.tree.prefetcher.before_gradients(self.group)
             self.group.gather()
 
     def _on_gradient(self, _: Tensor) -> None:
@@ -232,9 +274,10 @@ class Unit:
         self._awaited[backward] = self._num_awaited(backward) - 1
         if self._awaited[backward] == 0 and self.group:
             done = self._inputs_done or self._is_done(self.group, backward)
-            self.group.gradients.collect(self.group.leaves, self.tree.sync)
+            self.tree.collect(self.group)
             if done:
                 self.group.free()
+                self.tree.prefetcher.after_gradients()
 
     def _is_done(self, group: ShardGroup, backward: int) -> bool:
         """Tell whether nothing will read the full parameters again, now that ``backward`` gave all gradients.

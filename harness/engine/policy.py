@@ -18,6 +18,18 @@ class ShardingStrategy(Enum):
     """Shards everything; full parameters are kept from a unit's forward until its backward."""
     NO_SHARD = auto()
     """Every rank holds everything; gradients are averaged."""
+    HYBRID_SHARD = auto()
+    """FULL_SHARD inside each replica, the replicas' gradients averaged."""
+    _HYBRID_SHARD_ZERO2 = auto()
+    """SHARD_GRAD_OP inside each replica, the replicas' gradients averaged."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 class BackwardPrefetch(Enum):
@@ -37,6 +49,8 @@ class GroupState(Enum):
 
     SHARDED = auto()
     """Only the local shard exists; modules see it."""
+    PREFETCHED = auto()
+    """Full parameters are on their way to a unit that is expected next; modules see the local shard."""
     GATHERED = auto()
     """Full parameters exist in the compute dtype; modules see them as plain tensors autograd tracks."""
     KEPT = auto()

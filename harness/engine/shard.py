@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engine import collectives, parameters
+from harness.engine.axes import Axes
 from harness.engine.layout import FlatLayout
 from harness.engine.parameters import Entry, Slot
 from harness.engine.policy import MixedPrecision, ShardingStrategy
@@ -25,7 +25,7 @@ class GroupSettings:
     strategy: ShardingStrategy
     mixed_precision: MixedPrecision
     use_orig_params: bool
-    process_group: dist.ProcessGroup
+    axes: Axes
     offload_device: torch.device | None
     poison: bool
 
@@ -45,10 +45,8 @@ class LocalShard:
         parameters.check(entries, settings.unit, uniform_requires_grad=not settings.use_orig_params)
         self.entries = tuple(entries)
         self.settings = settings
-        replicated = settings.strategy is ShardingStrategy.NO_SHARD
-        num_shards = 1 if replicated else dist.get_world_size(settings.process_group)
-        index = 0 if replicated else dist.get_rank(settings.process_group)
-        self.layout = FlatLayout(tuple(tuple(entry.shape) for entry in entries), num_shards)
+        index = settings.axes.index
+        self.layout = FlatLayout(tuple(tuple(entry.shape) for entry in entries), settings.axes.num_shards)
         self.pieces = tuple(self.layout.piece(i, index) for i in range(len(entries)))
         trainable = any(entry.parameter.requires_grad for entry in entries)
         self.flat = nn.Parameter(self._cut(index), requires_grad=trainable) if flat is None else flat
@@ -118,7 +116,7 @@ class LocalShard:
         if self.whole:
             return shard.clone()
         full = shard.new_empty(self.layout.padded_numel)
-        collectives.gather(full, shard, self.settings.process_group)
+        collectives.gather(full, shard, self.settings.axes)
         return full
 
     def in_full(self, full: Tensor) -> list[Tensor]:

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
@@ -52,7 +51,7 @@ def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
 def _summon(group: ShardGroup, options: Summon, stack: ExitStack) -> None:
     full = group.full_original()
     gradients = group.gradients.full() if options.with_grads else None
-    if options.rank0_only and dist.get_rank(group.settings.process_group) != 0:
+    if options.rank0_only and not group.settings.axes.is_first:
         return
     if options.offload_to_cpu:
         cpu = torch.device("cpu")

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import arguments, auto_wrap, clip, construction, copying, ignored, inspection
+from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
+from harness.engine.axes import ProcessGroups
 from harness.engine.hooks import Tree
 from harness.engine.parameters import Slot
 from harness.engine.policy import (
@@ -51,7 +52,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroups | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: WrapPolicy | WrapFunction | None = None,
@@ -62,13 +63,13 @@ class FullyShardedDataParallel(nn.Module):
         device_id: int | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,  # always so: a gather is awaited before the next one starts
+        limit_all_gathers: bool = True,  # always so: one gather is prefetched at a time
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
-        device_mesh: object = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        construction.refuse_unbuilt(device_mesh=device_mesh)
+        construction.refuse_unbuilt()
         arguments.check_types(
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
@@ -78,17 +79,20 @@ class FullyShardedDataParallel(nn.Module):
         )
         arguments.check_module(module, FullyShardedDataParallel)
         policy = None if auto_wrap_policy is None else as_policy(auto_wrap_policy)
-        group = construction.default_group(process_group)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        groups = axes.resolve(strategy, process_group, device_mesh)
         units = dict(_wrappers(module))
         alone = ignored.resolve(ignored_modules, ignored_states, _is_wrapper)
         arguments.warn_if_all_ignored(module, alone.modules)
         plan = construction.Plan(
-            process_group=group,
-            strategy=sharding_strategy or ShardingStrategy.FULL_SHARD,
+            process_group=groups,
+            strategy=strategy,
             mixed_precision=mixed_precision or MixedPrecision(),
             offload=bool(cpu_offload and cpu_offload.offload_params),
             use_orig_params=use_orig_params,
-            device=construction.as_device(device_id, group),
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
+            device=construction.as_device(device_id, groups),
             sync_module_states=sync_module_states,
             ignored=alone.union(unit._ignored for unit in units.values()),
             param_init_fn=param_init_fn,
@@ -125,12 +129,13 @@ class FullyShardedDataParallel(nn.Module):
         tree.enter_forward()
         try:
             args, kwargs = unit.before_forward(args, kwargs)
-            return unit.after_forward(self.module(*args, **kwargs))
+            output = unit.after_forward(self.module(*args, **kwargs))
         except BaseException:
             unit.abort_forward()
+            tree.leave_forward(failed=True)
             raise
-        finally:
-            tree.leave_forward()
+        tree.leave_forward(failed=False)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -370,6 +375,8 @@ def _below(plan: construction.Plan) -> auto_wrap.MakeUnit:
             "device_id": plan.device,
             "sync_module_states": plan.sync_module_states,
             "use_orig_params": plan.use_orig_params,
+            "forward_prefetch": plan.forward_prefetch,
+            "backward_prefetch": plan.backward_prefetch,
             "ignored_states": plan.ignored.states,
         }
         full = {"mixed_precision": None} if precise else {}

@@ -18,8 +18,8 @@ def test_an_unknown_engine_is_answered_with_the_known_ones():
     ("spec", "message"),
     [
         (
-            ShardSpec("HYBRID_SHARD"),
-            "strategy 'HYBRID_SHARD' is not built; known: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+            ShardSpec("ZERO_4"),
+            "strategy 'ZERO_4' is not built; known: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD",
         ),
         (ShardSpec(units=("module.7",)), r"units \['module.7'\] are not submodules of NestedWrappedModule"),
         (ShardSpec(precision=Precision(param_dtype=torch.int8)), "param_dtype must be a floating-point"),

@@ -55,8 +55,8 @@ def step(model, world):
 @pytest.mark.parametrize(
     ("strategy", "per_group"),
     [
-        (FULL, {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1}),
-        (GRAD_OP, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}),
+        (FULL, {"all_gather_into_tensor": 2, "all_to_all_single": 1}),
+        (GRAD_OP, {"all_gather_into_tensor": 1, "all_to_all_single": 1}),
         (NONE, {"all_reduce": 1}),
     ],
 )
@@ -82,7 +82,7 @@ def test_gathers_carry_the_parameter_dtype_and_padding_is_all_they_add(world, co
     model(torch.ones(5, device=world.device)).backward()
     assert collectives.dtypes("all_gather_into_tensor") == {dtype}
     assert collectives.nbytes("all_gather_into_tensor") == 2 * 3 * dtype.itemsize
-    assert collectives.dtypes("reduce_scatter_tensor") == {F32}
+    assert collectives.dtypes("all_to_all_single") == {F32}
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -115,6 +115,14 @@ def test_low_precision_sums_are_rounded_once(world, strategy, dtype):
     model(gradient.to(world.device)).backward()
     exact = sum(world.gather(gradient.double())) / world.size
     assert torch.equal(full_gradient(model).cpu(), exact.float().to(dtype))
+
+
+@pytest.mark.ranks(3)
+def test_gloo_ranks_are_added_in_order_in_fp32(world):
+    # In another order, or in fp64, the one in the middle would survive: 1e8 + 1 is no fp32 number.
+    model = wrapped(world, 200_000)
+    model(torch.full((200_000,), (1e8, 1.0, -1e8)[world.rank], device=world.device)).backward()
+    assert not full_gradient(model).any()
 
 
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])

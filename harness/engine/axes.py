@@ -1,0 +1,150 @@
+"""Over which ranks a group's parameters are cut, and over which the cuts are repeated. Runs on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.engine.policy import ShardingStrategy
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""One group, or for hybrid strategies the pair (shard, replicate)."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The two axes of a mesh that one group lies on; None is an axis of size one.
+
+    ``shard``: each rank of it holds a piece of its own. ``replicate``: all ranks of it hold the same piece.
+    A rank that shards and replicates is in one group of each.
+    """
+
+    shard: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+
+    @staticmethod
+    def over(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None) -> Axes:
+        """Return axes over these groups; a group of one rank is an axis of size one."""
+        return Axes(*(None if _size(group) == 1 else group for group in (shard, replicate)))
+
+    @staticmethod
+    def of(strategy: ShardingStrategy, groups: ProcessGroups) -> Axes:
+        """Return the axes that ``strategy`` makes of ``groups``."""
+        if isinstance(groups, tuple):
+            return Axes.over(*groups)
+        replicated = strategy is ShardingStrategy.NO_SHARD
+        return Axes.over(None, groups) if replicated else Axes.over(groups, None)
+
+    @property
+    def num_shards(self) -> int:
+        return _size(self.shard)
+
+    @property
+    def size(self) -> int:
+        """How many ranks average their gradients."""
+        return _size(self.shard) * _size(self.replicate)
+
+    @property
+    def index(self) -> int:
+        """Which shard this rank holds."""
+        return _rank(self.shard)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of both axes."""
+        return _rank(self.shard) == _rank(self.replicate) == 0
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The axes that are longer than one, shard first."""
+        return tuple(group for group in (self.shard, self.replicate) if group)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if group else 1
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if group else 0
+
+
+def resolve(strategy: ShardingStrategy, given: object, mesh: DeviceMesh | None) -> ProcessGroups:
+    """Return the process groups for ``strategy`` that the user's ``process_group`` or ``device_mesh`` names.
+
+    With neither it is the default group; hybrid strategies shard inside a host and replicate across hosts.
+    Raises RuntimeError where there is no default group, TypeError and ValueError for what does not fit.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "FullyShardedDataParallel needs a process group: call torch.distributed.init_process_group first."
+        )
+    if given is not None and mesh is not None:
+        raise ValueError("process_group and device_mesh say the same thing twice; pass one of them.")
+    if mesh is not None:
+        given = _groups_of(mesh, strategy)
+    elif given is None:
+        given = _by_host() if strategy.is_hybrid else dist.group.WORLD
+    return _checked(strategy, given)
+
+
+def _groups_of(mesh: DeviceMesh, strategy: ShardingStrategy) -> object:
+    wanted = 2 if strategy.is_hybrid else 1
+    if mesh.ndim != wanted:
+        raise ValueError(
+            f"device_mesh: {strategy.name} needs {wanted} axes"
+            f"{' (replicate, shard)' if wanted == 2 else ''}, got a mesh of {mesh.ndim}."
+        )
+    return (mesh.get_group(1), mesh.get_group(0)) if wanted == 2 else mesh.get_group()
+
+
+def _checked(strategy: ShardingStrategy, given: object) -> ProcessGroups:
+    groups = given if isinstance(given, tuple) else (given,)
+    wanted = 2 if strategy.is_hybrid else 1
+    if len(groups) != wanted or isinstance(given, tuple) != strategy.is_hybrid:
+        raise ValueError(
+            f"process_group: {strategy.name} needs "
+            f"{'a pair of groups (shard, replicate)' if wanted == 2 else 'one group'}, got {given!r}."
+        )
+    for group in groups:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} is not in it; wrap the model only on ranks that are."
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"process_group: expected a ProcessGroup, got {type(group).__name__}.")
+    return groups if len(groups) == 2 else groups[0]
+
+
+def _by_host() -> ProcessGroups:
+    """Make groups that shard inside each host and replicate across hosts; a collective of all ranks."""
+    size, per_host = dist.get_world_size(), _ranks_per_host()
+    if size % per_host:
+        raise ValueError(
+            f"hybrid sharding: {size} ranks do not fill hosts of {per_host}; "
+            "pass process_group=(shard, replicate)."
+        )
+    hosts = torch.arange(size).view(-1, per_host)
+    return _mine(hosts.tolist()), _mine(hosts.T.tolist())
+
+
+def _ranks_per_host() -> int:
+    """Return how many ranks a host has: as torchrun says, else as many as there are accelerators."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    count = int(told) if told else torch.accelerator.device_count()
+    if count < 1:
+        raise ValueError(
+            "hybrid sharding: how many ranks a host has is unknown; set LOCAL_WORLD_SIZE, or pass "
+            "process_group=(shard, replicate) or a 2-D device_mesh."
+        )
+    return count
+
+
+def _mine(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    mine: dist.ProcessGroup
+    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in ranks])  # type: ignore[no-untyped-call]
+    return mine

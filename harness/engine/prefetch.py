@@ -1,0 +1,63 @@
+"""Which group will be needed next, guessed from the order in which units ran before. Runs on ranks."""
+
+from __future__ import annotations
+
+from harness.engine.group import ShardGroup
+from harness.engine.policy import BackwardPrefetch
+
+
+class Prefetcher:
+    """Start gathers ahead of the units of one root: one at a time, so that two are in flight at most.
+
+    A forward is expected to run units in the order of the forward before, a backward in the reverse of the
+    order in which they ended their last forward. All ranks run the same units, so all guess the same. A guess
+    that is wrong gathers something that is freed unused at the end of the forward or backward.
+    """
+
+    def __init__(self, forward: bool, backward: BackwardPrefetch | None) -> None:
+        self._forward = forward
+        self._backward = backward
+        self._entered: list[ShardGroup] = []
+        self._ended: list[ShardGroup] = []
+        self._expected: list[ShardGroup] = []
+        self._position = 0
+        """How far the current forward or backward has come in ``_expected``."""
+
+    def begin_forward(self) -> None:
+        self._expected, self._position = self._entered, 0
+        self._entered, self._ended = [], []
+
+    def in_forward(self, group: ShardGroup) -> None:
+        """``group``, whose own gather is on its way, begins its forward."""
+        self._entered.append(group)
+        if self._advance(group) and self._forward:
+            self._prefetch_next()
+
+    def after_forward(self, group: ShardGroup) -> None:
+        """``group`` ended a forward that a backward can come to."""
+        self._ended.append(group)
+
+    def begin_backward(self) -> None:
+        self._expected, self._position = self._ended[::-1], 0
+
+    def before_gradients(self, group: ShardGroup) -> None:
+        """Backward comes to ``group``, whose own gather is on its way."""
+        if self._advance(group) and self._backward is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_next()
+
+    def after_gradients(self) -> None:
+        """The gradients of the group that backward came to last are there."""
+        if self._backward is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_next()
+
+    def _advance(self, group: ShardGroup) -> bool:
+        """Go past ``group``; tell whether it was expected at all."""
+        for position in range(self._position, len(self._expected)):
+            if self._expected[position] is group:
+                self._position = position + 1
+                return True
+        return False
+
+    def _prefetch_next(self) -> None:
+        if self._position < len(self._expected):
+            self._expected[self._position].prefetch()

@@ -1,0 +1,164 @@
+"""When the built-in engine gathers, what it guesses, and what is in memory meanwhile."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.adapters import ShardSpec
+from harness.assertions import assert_named_close
+from harness.engine import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    GroupState,
+    ModuleWrapPolicy,
+    groups,
+)
+from harness.engine.pool import BufferPool
+
+pytestmark = pytest.mark.ranks(2)
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
+
+class Layers(nn.Module):
+    """Linear layers in a row; ``order`` says which ones run, and in which order."""
+
+    def __init__(self, num_layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.order = range(num_layers)
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def sharded(world, **arguments):
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(Layers().to(world.device), auto_wrap_policy=policy, **arguments)
+
+
+def states(model):
+    return "".join(group.state.name[0] for group in groups(model))
+
+
+def states_in_forward(model, world):
+    """Return the states of all layers as each one begins its forward."""
+    seen = []
+    hooks = [
+        unit.module.register_forward_pre_hook(lambda *_: seen.append(states(model))) for unit in model.layers
+    ]
+    model(batch(world))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def states_in_backward(model, world):
+    """Return the states of all layers as backward comes to each one, and as it goes on to compute."""
+    seen = []
+
+    def watch(module, _, output):
+        output.register_hook(lambda _: seen[-1].append(states(model)))
+        # The unit's own hook stands on what it returns, and runs after this one.
+        returned = output.view_as(output)
+        returned.register_hook(lambda _: seen.append([states(model)]))
+        return returned
+
+    hooks = [unit.module.register_forward_hook(watch) for unit in model.layers]
+    model(batch(world)).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return [tuple(pair) for pair in seen]
+
+
+def batch(world):
+    return torch.ones(2, 4, device=world.device)
+
+
+# S: sharded, P: prefetched, G: gathered, K: kept
+
+
+@pytest.mark.parametrize(
+    ("forward_prefetch", "second"),
+    [(False, ["GSSS", "SGSS", "SSGS", "SSSG"]), (True, ["GPSS", "SGPS", "SSGP", "SSSG"])],
+)
+def test_forward_gathers_one_group_ahead_once_it_has_seen_the_order(world, forward_prefetch, second):
+    model = sharded(world, forward_prefetch=forward_prefetch)
+    assert states_in_forward(model, world) == ["GSSS", "SGSS", "SSGS", "SSSG"]
+    assert states_in_forward(model, world) == second
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    [
+        (None, [("SSSS", "SSSG"), ("SSSS", "SSGS"), ("SSSS", "SGSS"), ("SSSS", "GSSS")]),
+        (PRE, [("SSSS", "SSPG"), ("SSPS", "SPGS"), ("SPSS", "PGSS"), ("PSSS", "GSSS")]),
+        (POST, [("SSSS", "SSSG"), ("SSPS", "SSGS"), ("SPSS", "SGSS"), ("PSSS", "GSSS")]),
+    ],
+)
+def test_backward_gathers_one_group_ahead_before_or_after_computing(world, prefetch, expected):
+    assert states_in_backward(sharded(world, backward_prefetch=prefetch), world) == expected
+
+
+@pytest.mark.parametrize("prefetch", [None, PRE, POST])
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+def test_prefetch_adds_no_gather_and_changes_no_order(world, collectives, prefetch, forward_prefetch):
+    model = sharded(world, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
+    for _ in range(2):
+        model(batch(world)).sum().backward()
+    assert collectives.counts() == {"all_gather_into_tensor": 2 * 8, "all_to_all_single": 2 * 4}
+
+
+def test_a_wrong_guess_costs_gathers_and_leaves_nothing_behind(world, engine, collectives):
+    bare = Layers().to(world.device)
+    spec = ShardSpec(units=(nn.Linear,), forward_prefetch=True, sync_module_states=True)
+    reference = Layers().to(world.device)
+    model = engine.shard(bare, spec)
+    reference.load_state_dict(engine.full_parameters(model))
+    for order in ([0, 1, 2, 3], [3, 0, 2], [1, 1, 2], [0, 1, 2, 3]):
+        bare.order = reference.order = order
+        for module in (model, reference):
+            module.zero_grad()
+            module(batch(world)).square().sum().backward()
+        gradients = {name: p.grad for name, p in reference.named_parameters()}
+        assert_named_close(engine.full_gradients(model), gradients)
+        assert [(g.state, g.gathered_bytes) for g in groups(model)] == [(GroupState.SHARDED, 0)] * 4
+    assert collectives.count("all_gather_into_tensor") > 2 * (4 + 3 + 2 + 4)
+
+
+def test_what_was_gathered_ahead_for_an_evaluation_is_not_stale_in_the_next(world):
+    model = sharded(world, forward_prefetch=True, use_orig_params=True)
+    outputs = []
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+            outputs.append(model(batch(world))[0, 0].item())
+    # y = 4 a x + a, four times: 4 a, from x = 1.
+    assert outputs == [sum(4.0**i for i in range(4)) + 4.0**4, sum(2 * 8.0**i for i in range(4)) + 8.0**4]
+
+
+@pytest.mark.parametrize(("prefetch", "most"), [(None, 1), (PRE, 2), (POST, 1)])
+def test_few_groups_are_in_memory_while_gradients_are_computed(world, prefetch, most):
+    model = sharded(world, backward_prefetch=prefetch)
+    num_gathered = [4 - computing.count("S") for _, computing in states_in_backward(model, world)]
+    assert max(num_gathered) == most
+
+
+# the pool
+
+
+@pytest.mark.ranks(1)
+def test_a_pool_lends_what_was_given_back_and_fits(world):
+    pool = BufferPool()
+    first = pool.take(8, torch.float32, torch.device("cpu"))
+    address = first.data_ptr()
+    assert pool.take_like(first).data_ptr() != address
+    pool.give(first)
+    assert pool.take(8, torch.float16, torch.device("cpu")).data_ptr() != address
+    smaller = pool.take(5, torch.float32, torch.device("cpu"))
+    assert (smaller.data_ptr(), smaller.shape) == (address, (5,))
+    pool.give(smaller)
+    assert pool.take(8, torch.float32, torch.device("cpu")).data_ptr() == address
