@@ -4,6 +4,7 @@ With LOCKSTEP_ENGINE_DEBUG=1 in the environment when a model is wrapped, memory 
 filled with NaN, so that a late reader shows.
 """
 
+from harness.engine.annotate import enable_wrap, wrap
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -12,12 +13,14 @@ from harness.engine.policy import (
     MixedPrecision,
     ShardingStrategy,
 )
-from harness.engine.wrap import (
+from harness.engine.wrap_policy import (
     CustomPolicy,
     ModuleWrapPolicy,
     WrapPolicy,
     always_wrap_policy,
+    lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
 )
 from harness.engine.wrapper import FullyShardedDataParallel, groups
 
@@ -33,6 +36,10 @@ __all__ = [
     "ShardingStrategy",
     "WrapPolicy",
     "always_wrap_policy",
+    "enable_wrap",
     "groups",
+    "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
 ]

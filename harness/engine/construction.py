@@ -1,7 +1,7 @@
 """From what a user asks of one unit to the unit: checks, placement, equal start. Runs on ranks."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,9 @@ from harness.engine import collectives
 from harness.engine.axes import Axes, ProcessGroups
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit, UnitSettings
-from harness.engine.parameters import Entry, Slot, collect, own_modules
+from harness.engine.ignored import Ignored
+from harness.engine.materialise import Materialiser, ParamInit
+from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.shard import GroupSettings
 
@@ -30,8 +32,8 @@ class Plan:
     backward_prefetch: BackwardPrefetch | None
     device: torch.device | None
     sync_module_states: bool
-    ignored_modules: frozenset[nn.Module]
-    ignored_parameters: frozenset[nn.Parameter]
+    ignored: Ignored
+    param_init_fn: ParamInit | None
 
     @property
     def axes(self) -> Axes:
@@ -40,10 +42,11 @@ class Plan:
 
 def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], bool]) -> Unit:
     """Shard what ``module`` holds and no unit below it (``is_unit``) does, and return the unit."""
-    modules = list(own_modules(module, lambda m: is_unit(m) or m in plan.ignored_modules))
-    entries = collect(modules, plan.ignored_parameters)
+    name = unit_name(module)
+    modules = list(own_modules(module, lambda m: is_unit(m) or m in plan.ignored.modules))
+    entries = _made(modules, plan, name)
     buffers = _buffers(modules)
-    _place(entries, buffers, plan)
+    _place(entries, buffers, plan, name)
     if plan.sync_module_states:
         tensors = [entry.parameter.data for entry in entries] + [
             s.module._buffers[s.name] for s in buffers.values()
@@ -51,7 +54,7 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         collectives.broadcast((t for t in tensors if t is not None), plan.axes)
     device = _compute_device(entries, plan) if plan.offload else plan.device
     settings = GroupSettings(
-        unit=f"FullyShardedDataParallel({type(module).__name__})",
+        unit=name,
         strategy=plan.strategy,
         mixed_precision=plan.mixed_precision,
         use_orig_params=plan.use_orig_params,
@@ -71,38 +74,54 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
     return Unit(group, buffers, settings_of_unit)
 
 
-def as_device(device_id: int | torch.device | None) -> torch.device | None:
-    """Return the device that ``device_id`` names; an int counts the host's accelerators."""
-    if not isinstance(device_id, int):
-        return device_id
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+def unit_name(module: nn.Module) -> str:
+    """Return how error messages call the unit of ``module``."""
+    return f"FullyShardedDataParallel({type(module).__name__})"
+
+
+def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
+    """Return the device that ``device_id`` names; an int counts the host's accelerators.
+
+    Raises ValueError if this host has no such device or the backend of ``groups`` does not serve it.
+    """
+    if device_id is None:
+        return None
+    if not isinstance(device_id, int | torch.device):
+        raise TypeError(f"device_id: expected an int or a torch.device, got {device_id!r}")
+    device = _present(device_id)
+    backends = _backends(groups)
+    if f"{device.type}:" not in backends:
         raise ValueError(
-            f"device_id={device_id}: this host has no accelerator; pass torch.device('cpu') or None."
+            f"device_id={device_id}: the process group communicates on {backends} only; "
+            "pass a device that its backend serves, or a process group of another backend."
         )
-    return torch.device(accelerator.type, device_id)
+    return device
 
 
-def ignored(
-    modules: Iterable[nn.Module] | None, states: Iterable[nn.Module | nn.Parameter] | None
-) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
-    """Return all modules and parameters that are left alone; what lies below an ignored module is, too."""
-    given = [*(modules or ()), *(states or ())]
-    for one in given:
-        if not isinstance(one, nn.Module | nn.Parameter):
-            raise TypeError(f"ignored_modules, ignored_states: expected modules or parameters, got {one!r}")
-    below = frozenset(m for one in given if isinstance(one, nn.Module) for m in one.modules())
-    parameters = {p for p in given if isinstance(p, nn.Parameter)}
-    return below, frozenset(parameters.union(p for m in below for p in m.parameters(recurse=False)))
+def _backends(groups: ProcessGroups) -> str:
+    """Return which backend serves which type of device, such as "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(groups[0] if isinstance(groups, tuple) else groups))
 
 
-def refuse_unbuilt(**asked: object) -> None:
-    """Raise NotImplementedError for arguments that are part of the signature but have no effect yet."""
-    given = [name for name, value in asked.items() if value]
-    if given:
-        raise NotImplementedError(
-            f"FullyShardedDataParallel: {', '.join(given)} is not built yet; leave the default."
+def _present(device_id: int | torch.device) -> torch.device:
+    """Return the device that ``device_id`` names on this host, with its index."""
+    if isinstance(device_id, torch.device) and device_id.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != torch.device(device_id).type:
+        raise ValueError(
+            f"device_id={device_id}: this host has {accelerator or 'no accelerator'}; "
+            "pass torch.device('cpu'), or None for where the parameters are."
         )
+    index = device_id if isinstance(device_id, int) else device_id.index
+    index = torch.accelerator.current_device_index() if index is None else index
+    if index >= (count := torch.accelerator.device_count()):
+        raise ValueError(f"device_id={device_id}: this host has {count} of {accelerator}, counted from 0.")
+    return torch.device(accelerator.type, index)
+
+
+def refuse_unbuilt() -> None:
+    """Raise NotImplementedError for a setting of the environment that has no effect yet."""
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1":
         raise NotImplementedError(
             "FSDP_USE_FULL_PREC_IN_EVAL=1: full precision in eval is not built yet; unset it."
@@ -118,11 +137,29 @@ def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Mapping[str, Slot]:
     }
 
 
-def _place(entries: Iterable[Entry], buffers: Mapping[str, Slot], plan: Plan) -> None:
+def _made(modules: Sequence[tuple[str, nn.Module]], plan: Plan, unit: str) -> tuple[Entry, ...]:
+    """Return the unit's parameters, none of them on meta any more."""
+    entries = collect(modules, plan.ignored.parameters)
+    refuse_claimed(modules, entries, unit)
+    device = torch.device("cpu") if plan.offload else _compute_device(entries, plan)
+    materialiser = Materialiser(unit, device, plan.param_init_fn, plan.ignored.parameters)
+    materialiser.make({module: name for name, module in modules})
+    # Another unit that sees one of these would make values of its own, and nobody would see the tie.
+    claim((entry for entry in entries if entry.parameter.is_meta), unit)
+    return collect(modules, plan.ignored.parameters)
+
+
+def _place(entries: Iterable[Entry], buffers: Mapping[str, Slot], plan: Plan, unit: str) -> None:
     if plan.device is None:
         return
     for entry in entries:
-        if not plan.offload and not entry.parameter.is_meta:
+        found = entry.parameter.device
+        if found.type != "cpu" and found != plan.device:
+            raise ValueError(
+                f"{unit}: parameter {entry.name!r} is on {found}, but device_id is {plan.device}; move the "
+                "module there or to CPU first, or leave device_id out."
+            )
+        if not plan.offload:
             entry.parameter.data = entry.parameter.data.to(plan.device)
     for slot in buffers.values():
         buffer = slot.module._buffers[slot.name]
@@ -130,13 +167,13 @@ def _place(entries: Iterable[Entry], buffers: Mapping[str, Slot], plan: Plan) ->
 
 
 def _compute_device(entries: Iterable[Entry], plan: Plan) -> torch.device:
-    """Return where offloaded groups compute: as told, else where parameters were, else by the backend."""
+    """Return where the unit computes: as told, else where its parameters are, else by the backend."""
     if plan.device:
         return plan.device
     for entry in entries:
-        if entry.parameter.device.type != "cpu":
+        if entry.parameter.device.type not in ("cpu", "meta"):
             return entry.parameter.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in dist.get_backend_config(plan.axes.groups[0]):
+    if accelerator is None or "cpu:" in _backends(plan.process_group):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

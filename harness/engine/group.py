@@ -26,8 +26,10 @@ _FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
 class ShardGroup:
     """Make full parameters from the local shard and give them up again."""
 
-    def __init__(self, entries: Sequence[Entry], settings: GroupSettings) -> None:
-        self.shard = LocalShard(entries, settings)
+    def __init__(
+        self, entries: Sequence[Entry], settings: GroupSettings, flat: nn.Parameter | None = None
+    ) -> None:
+        self.shard = LocalShard(entries, settings, flat)
         self.gradients = Gradients(self.shard)
         self.settings = settings
         self.state = GroupState.SHARDED

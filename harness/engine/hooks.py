@@ -124,7 +124,7 @@ class Unit:
         self.settings = settings
         self.tree = Tree([self])
         self.buffer_dtypes: dict[str, torch.dtype] = {}
-        self._buffers = dict(buffers)
+        self.buffers = dict(buffers)
         self._watched: tuple[Tensor, ...] = ()
         self._nodes: dict[Tensor, Node] = {}
         self._awaited: dict[int, int] = {}
@@ -137,7 +137,7 @@ class Unit:
         self._awaited.clear()
         if self.group:
             self.group.discard()
-        for name, slot in self._buffers.items():
+        for name, slot in self.buffers.items():
             self._cast_buffer(name, slot)
 
     def join(self, tree: Tree) -> None:

@@ -1,6 +1,6 @@
 """The parameters of one unit: where modules read them, and what is put there. Imports torch only."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,19 @@ from torch.nn.parameter import is_lazy
 _OWNER = "_lockstep_unit"
 
 
+class _Claim(str):
+    """Say which unit owns what carries this. Copies of that belong to none: they carry an empty claim."""
+
+    def __deepcopy__(self, _: object) -> str:
+        return ""
+
+    def __reduce__(self) -> tuple[type[str], tuple[()]]:
+        return str, ()
+
+
 @dataclass(frozen=True)
 class Slot:
-    """A place where a module reads a parameter."""
+    """A place where a module reads a parameter or a buffer."""
 
     module: nn.Module
     name: str
@@ -72,6 +82,24 @@ def own_modules(
     return walk(prefix, root)
 
 
+def children_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return ``modules`` in the order in which a model is built: children before parents, else as given."""
+    given = dict.fromkeys(modules)
+    seen, found = set[nn.Module](), list[nn.Module]()
+
+    def visit(module: nn.Module) -> None:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                visit(child)
+            if module in given:
+                found.append(module)
+
+    for module in given:
+        visit(module)
+    return found
+
+
 def collect(modules: Sequence[tuple[str, nn.Module]], ignored: Collection[nn.Parameter]) -> tuple[Entry, ...]:
     """Return one entry per distinct parameter that ``modules`` hold directly and that is not ``ignored``."""
     names: dict[nn.Parameter, str] = {}
@@ -99,10 +127,33 @@ def check(entries: Sequence[Entry], unit: str, uniform_requires_grad: bool) -> N
         _check_uniform(entries, unit, "requires_grad", lambda p: p.requires_grad, cure)
 
 
-def claim(entries: Sequence[Entry], unit: str) -> None:
-    """Mark parameters as sharded by ``unit``, so that a second unit that sees one can say so."""
+def claim(entries: Iterable[Entry], unit: str) -> None:
+    """Mark parameters, and modules that hold them, as sharded by ``unit``: a second unit can say so."""
     for entry in entries:
-        setattr(entry.parameter, _OWNER, f"{entry.name} of {unit}")
+        setattr(entry.parameter, _OWNER, _Claim(f"{entry.name} of {unit}"))
+        for slot in entry.slots:
+            slot.module.__dict__[_OWNER] = _Claim(unit)
+
+
+def refuse_claimed(modules: Iterable[tuple[str, nn.Module]], entries: Iterable[Entry], unit: str) -> None:
+    """Raise ValueError for a module or parameter that another unit shards, with its name and the cure."""
+    for name, module in modules:
+        if owner := module.__dict__.get(_OWNER):
+            place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise ValueError(
+                f"{unit}: {place} is inside {owner} already; wrap a module once: put that unit in its place, "
+                "or wrap one module that contains all its users."
+            )
+    for entry in entries:
+        _refuse_claimed(entry, unit)
+
+
+def _refuse_claimed(entry: Entry, unit: str) -> None:
+    if owner := getattr(entry.parameter, _OWNER, None):
+        raise ValueError(
+            f"{unit}: parameter {entry.name!r} is tied to {owner}, which shards it already. "
+            "Wrap one module that contains both, and neither of the two on its own."
+        )
 
 
 def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -128,15 +179,7 @@ def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 def _check_one(entry: Entry, unit: str) -> None:
     parameter = entry.parameter
     where = f"{unit}: parameter {entry.name!r}"
-    if owner := getattr(parameter, _OWNER, None):
-        raise ValueError(
-            f"{where} is tied to {owner}, which shards it already. "
-            "Wrap one module that contains both, and neither of the two on its own."
-        )
-    if parameter.is_meta:
-        raise NotImplementedError(
-            f"{where} is on the meta device; give it storage (module.to_empty) and values before wrapping."
-        )
+    _refuse_claimed(entry, unit)
     if type(parameter.data) is not Tensor:
         raise NotImplementedError(
             f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "

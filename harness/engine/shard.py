@@ -33,11 +33,15 @@ class GroupSettings:
 class LocalShard:
     """Hold ``flat``, the 1-D local shard: the one lasting copy of what this rank owns of ``entries``.
 
+    It is cut from the entries' parameters unless it is given.
+
     The visible parameters are the originals, each showing its piece of ``flat`` (``use_orig_params``), or
     ``flat`` itself.
     """
 
-    def __init__(self, entries: Sequence[Entry], settings: GroupSettings) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], settings: GroupSettings, flat: nn.Parameter | None = None
+    ) -> None:
         parameters.check(entries, settings.unit, uniform_requires_grad=not settings.use_orig_params)
         self.entries = tuple(entries)
         self.settings = settings
@@ -45,7 +49,7 @@ class LocalShard:
         self.layout = FlatLayout(tuple(tuple(entry.shape) for entry in entries), settings.axes.num_shards)
         self.pieces = tuple(self.layout.piece(i, index) for i in range(len(entries)))
         trainable = any(entry.parameter.requires_grad for entry in entries)
-        self.flat = nn.Parameter(self._cut(index), requires_grad=trainable)
+        self.flat = nn.Parameter(self._cut(index), requires_grad=trainable) if flat is None else flat
         self._flat_slot: Slot | None = None
         parameters.claim(entries, settings.unit)
         self._bind()

@@ -3,19 +3,19 @@
 It reads what the user asks for and hands it on: to `construction`, `hooks`, `summon` and `clip`.
 """
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import clip, construction
-from harness.engine.axes import ProcessGroups, resolve
+from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
+from harness.engine.axes import ProcessGroups
 from harness.engine.hooks import Tree
 from harness.engine.parameters import Slot
 from harness.engine.policy import (
@@ -27,7 +27,7 @@ from harness.engine.policy import (
     ShardingStrategy,
 )
 from harness.engine.summon import Summon, refuse_when_busy, summoned
-from harness.engine.wrap import WrapFunction, WrapPolicy, as_policy, candidates, has_forward
+from harness.engine.wrap_policy import WrapFunction, WrapPolicy, as_policy
 
 _INNER = "_sharded_module"
 _FLAT = "flat_param"
@@ -41,6 +41,10 @@ class FullyShardedDataParallel(nn.Module):
     must start from the same parameters, or pass ``sync_module_states=True``. With ``use_orig_params=False``
     the group's one visible parameter is ``flat_param``; with True the original ones stay, each as the piece
     that this rank holds.
+
+    For each module with parameters or buffers of its own on the meta device ``param_init_fn`` is called, and
+    must set those alone; without it they get memory, and their ``reset_parameters`` is called. Each unit does
+    so right before it shards. What ``ignored_modules`` or ``ignored_states`` name stays as it is.
 
     Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
     """
@@ -65,37 +69,53 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        construction.refuse_unbuilt(param_init_fn=param_init_fn)
-        _check_module(module)
-        ignored = construction.ignored(ignored_modules, ignored_states)
+        construction.refuse_unbuilt()
+        arguments.check_types(
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            backward_prefetch=backward_prefetch,
+            param_init_fn=param_init_fn,
+        )
+        arguments.check_module(module, FullyShardedDataParallel)
+        policy = None if auto_wrap_policy is None else as_policy(auto_wrap_policy)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        groups = axes.resolve(strategy, process_group, device_mesh)
+        units = dict(_wrappers(module))
+        alone = ignored.resolve(ignored_modules, ignored_states, _is_wrapper)
+        arguments.warn_if_all_ignored(module, alone.modules)
         plan = construction.Plan(
-            process_group=resolve(strategy, process_group, device_mesh),
+            process_group=groups,
             strategy=strategy,
             mixed_precision=mixed_precision or MixedPrecision(),
             offload=bool(cpu_offload and cpu_offload.offload_params),
             use_orig_params=use_orig_params,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
-            device=construction.as_device(device_id),
+            device=construction.as_device(device_id, groups),
             sync_module_states=sync_module_states,
-            ignored_modules=ignored[0],
-            ignored_parameters=ignored[1],
+            ignored=alone.union(unit._ignored for unit in units.values()),
+            param_init_fn=param_init_fn,
         )
-        if auto_wrap_policy is not None:
-            _wrap_below(module, as_policy(auto_wrap_policy), plan)
+        if policy is not None:
+            auto_wrap.wrap_below(module, policy, plan, units, _below(plan))
         self._finish(module, plan)
 
     def _finish(self, module: nn.Module, plan: construction.Plan) -> None:
         self._unit = construction.build_unit(module, plan, _is_wrapper)
+        self._ignored = plan.ignored
         self.add_module(_INNER, module)
-        if self._unit.group and not plan.use_orig_params:
+        self._join(plan.use_orig_params)
+        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+    def _join(self, use_orig_params: bool) -> None:
+        """Show the flat parameter if the originals are not, and be the root of all units below."""
+        if self._unit.group and not use_orig_params:
             self._unit.group.shard.register_flat(Slot(self, _FLAT))
         tree = Tree([wrapper._unit for _, wrapper in _wrappers(self)])
         for unit in tree.units:
             unit.join(tree)
-        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
     @property
     def module(self) -> nn.Module:
@@ -126,18 +146,73 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             return getattr(inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what reading ``name`` reads: the wrapped module's, if it has one and the unit has not."""
+        inner = self.__dict__.get("_modules", {}).get(_INNER)
+        if inner is None or self._has_own(name) or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    def _has_own(self, name: str) -> bool:
+        if name.startswith("_") or name == _FLAT or hasattr(type(self), name):
+            return True
+        return any(name in own for own in (vars(self), self._parameters, self._buffers, self._modules))
+
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under the names they have in the unsharded model."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield clean_name(name), parameter
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """Copy on this rank alone, without communication; as with any module, gradients are left out.
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield buffers under the names they have in the unsharded model."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean_name(name), buffer
+        An optimizer that is copied in the same call drives the copy.
+        """
+        refuse_when_busy([self._unit], "copy.deepcopy")
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k != "_unit"})
+        copied._unit = copying.copy_unit(self._unit, memo)
+        copied._join(use_orig_params=_FLAT not in self._parameters)
+        return copied
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError(
+            f"{construction.unit_name(self.module)} can be neither pickled (torch.save) nor copied by "
+            "copy.copy, because it belongs to a running process group and owns its module's parameters; save "
+            "its state_dict() and load that into a model wrapped anew, or use copy.deepcopy."
+        )
+
+    def extra_repr(self) -> str:
+        """Say how the unit shards, in which dtypes, and how much; reads no parameter, so safe at any time."""
+        unit = self.__dict__.get("_unit")
+        return inspection.describe(unit) if unit else ""
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Call ``fn`` with every module below and then with this one, under full parameters; keep changes.
+
+        Every rank keeps its part of what it set itself. Illegal inside forward, backward and
+        `summon_full_params`.
+        """
+        refuse_when_busy([self._unit], "apply")
+        with summoned([self._unit], Summon()):
+            return super().apply(fn)
+
+    def check_is_root(self) -> bool:
+        """Tell whether no unit is above this one; a unit alone is a root."""
+        return self._unit.tree.root is self._unit
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
+        """Return the units in ``module``, itself included, outer before inner; roots alone if told."""
+        return [unit for _, unit in _wrappers(module) if unit.check_is_root() or not root_only]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules under the names they have in the unsharded model; unit and wrapped module share one.
+
+        Names of parameters and buffers come from here, for modules around this one as well.
+        """
+        for name, module in super().named_modules(*args, **kwargs):
+            yield clean_name(name), module
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -222,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
         versions = getattr(state_dict, "_metadata", None)
         copied = OrderedDict(state_dict)
         if versions is not None:
-            names = (name for name, _ in self.named_modules())
+            names = _registered_names(self)
             copied._metadata = {name: versions.get(clean_name(name), {}) for name in names}  # type: ignore[attr-defined]
         return copied
 
@@ -247,46 +322,26 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def _require_root(self, what: str) -> Tree:
-        tree = self._unit.tree
-        if tree.root is not self._unit:
+        if not self.check_is_root():
             raise RuntimeError(
-                f"{what} is for the root unit only; this is a unit below it. Call it on the root."
+                f"{what} is for the root unit only; {construction.unit_name(self.module)} is a unit below "
+                "it. Call it on the root."
             )
-        return tree
+        return self._unit.tree
 
 
 def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
     """Show all groups of ``model``, outer before inner, as they are now."""
-    return tuple(_info(name, wrapper) for name, wrapper in _wrappers(model) if wrapper._unit.group)
+    return tuple(
+        inspection.info(name, wrapper._unit.group, wrapper.training)
+        for name, wrapper in _wrappers(model)
+        if wrapper._unit.group
+    )
 
 
 def clean_name(name: str) -> str:
     """Return ``name`` as it is in the unsharded model."""
     return ".".join(part for part in name.split(".") if part != _INNER)
-
-
-def _info(name: str, wrapper: FullyShardedDataParallel) -> GroupInfo:
-    group = wrapper._unit.group
-    assert group is not None
-    shard, layout = group.shard, group.shard.layout
-    gradients = group.gradients.visible()
-    return GroupInfo(
-        name=name,
-        parameters=tuple(f"{name}.{entry.name}" if name else entry.name for entry in shard.entries),
-        state=group.state,
-        sharding_strategy=group.settings.strategy,
-        original_dtype=shard.original_dtype,
-        compute_dtype=shard.compute_dtype,
-        reduce_dtype=shard.reduce_dtype,
-        flat_dtype=shard.flat.dtype,
-        gradient_dtype=gradients[0].dtype if gradients else None,
-        local_numel=layout.shard_numel,
-        full_numel=layout.padded_numel,
-        padding=layout.padding,
-        local_bytes=shard.flat.numel() * shard.flat.itemsize,
-        gathered_bytes=group.gathered_bytes,
-        training=wrapper.training,
-    )
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
@@ -299,77 +354,38 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got {type(module).__name__}")
-    if not has_forward(module):
-        raise ValueError(
-            f"FullyShardedDataParallel cannot wrap {type(module).__name__}: it has no forward of its own; "
-            "wrap what it contains, or the module that contains it."
-        )
+def _registered_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all modules as they are registered, under which `load_state_dict` looks for them."""
+    yield prefix
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _registered_names(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _wrap_below(root: nn.Module, policy: WrapPolicy, plan: construction.Plan) -> None:
-    """Replace each module that ``policy`` chooses below ``root`` by its unit, inner before outer."""
-    left_alone = plan.ignored_modules | {m for _, w in _wrappers(root) for m in w.modules()}
-    chosen = policy.choose(root, left_alone)
-    precise = _precise(root, left_alone, plan)
-    places = _places(root)
-    for module in reversed(candidates(root, left_alone)):
-        if module in chosen or module in precise:
-            unit = _wrap_one(module, chosen.get(module, {}), plan, module in precise)
-            for parent, name in places[module]:
-                setattr(parent, name, unit)
+def _below(plan: construction.Plan) -> auto_wrap.MakeUnit:
+    """Return what makes units with the arguments of ``plan``."""
 
+    def make(module: nn.Module, overrides: Mapping[str, Any], precise: bool) -> FullyShardedDataParallel:
+        arguments: dict[str, Any] = {
+            "process_group": plan.process_group,
+            "sharding_strategy": plan.strategy,
+            "cpu_offload": CPUOffload(plan.offload),
+            "mixed_precision": plan.mixed_precision,
+            "param_init_fn": plan.param_init_fn,
+            "device_id": plan.device,
+            "sync_module_states": plan.sync_module_states,
+            "use_orig_params": plan.use_orig_params,
+            "forward_prefetch": plan.forward_prefetch,
+            "backward_prefetch": plan.backward_prefetch,
+            "ignored_states": plan.ignored.states,
+        }
+        full = {"mixed_precision": None} if precise else {}
+        unit = FullyShardedDataParallel(module, **{**arguments, **overrides, **full})
+        if precise:
+            unit._unit.settings = replace(unit._unit.settings, keeps_precision=True)
+        return unit
 
-def _wrap_one(
-    module: nn.Module, overrides: Mapping[str, Any], plan: construction.Plan, precise: bool
-) -> FullyShardedDataParallel:
-    arguments: dict[str, Any] = {
-        "process_group": plan.process_group,
-        "sharding_strategy": plan.strategy,
-        "cpu_offload": CPUOffload(plan.offload),
-        "mixed_precision": None if precise else plan.mixed_precision,
-        "device_id": plan.device,
-        "sync_module_states": plan.sync_module_states,
-        "use_orig_params": plan.use_orig_params,
-        "forward_prefetch": plan.forward_prefetch,
-        "backward_prefetch": plan.backward_prefetch,
-        "ignored_modules": plan.ignored_modules,
-        "ignored_states": plan.ignored_parameters,
-    }
-    unit = FullyShardedDataParallel(module, **{**arguments, **overrides})
-    if precise:
-        unit._unit.settings = replace(unit._unit.settings, keeps_precision=True)
-    return unit
-
-
-def _precise(root: nn.Module, left_alone: Iterable[nn.Module], plan: construction.Plan) -> set[nn.Module]:
-    """Return the modules that compute in full precision although the rest does not, and say so."""
-    mixed = plan.mixed_precision
-    classes = tuple(mixed._module_classes_to_ignore)
-    if mixed.param_dtype is None and mixed.reduce_dtype is None and mixed.buffer_dtype is None:
-        return set()
-    found = {module for module in candidates(root, set(left_alone)) if isinstance(module, classes)}
-    if found:
-        names = ", ".join(sorted({type(module).__name__ for module in found}))
-        warnings.warn(
-            f"MixedPrecision: {names} modules are wrapped as units of their own in full precision "
-            "(_module_classes_to_ignore).",
-            UserWarning,
-            stacklevel=5,
-        )
-    return found
-
-
-def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return where each module is registered below ``root``; a shared one in several places."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in root.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                places.setdefault(child, []).append((parent, name))
-    return places
+    return make
 
 
 def _before_load(wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -77,6 +77,10 @@ def test_public_names_are_the_documented_ones():
         "ShardingStrategy",
         "WrapPolicy",
         "always_wrap_policy",
+        "enable_wrap",
         "groups",
+        "lambda_auto_wrap_policy",
         "size_based_auto_wrap_policy",
+        "transformer_auto_wrap_policy",
+        "wrap",
     ]

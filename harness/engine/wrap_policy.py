@@ -8,12 +8,17 @@ from torch import nn
 
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]
+States = Collection[nn.Module | nn.Parameter]
+"""Modules and parameters that are none of a policy's business: ignored ones, and those in units already."""
 
 
 class WrapPolicy(Protocol):
-    """Choose modules below ``root``: each chosen one with the constructor arguments that differ for it."""
+    """Choose modules below ``root``: each chosen one with the constructor arguments that differ for it.
 
-    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]: ...
+    Does not look at or below modules in ``ignored``, and does not count the parameters in it.
+    """
+
+    def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]: ...
 
 
 @dataclass(frozen=True, init=False)
@@ -25,7 +30,7 @@ class ModuleWrapPolicy:
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         object.__setattr__(self, "module_classes", tuple(module_classes))
 
-    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]:
+    def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]:
         return {m: {} for m in candidates(root, ignored) if isinstance(m, self.module_classes)}
 
 
@@ -35,7 +40,7 @@ class CustomPolicy:
 
     lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]
 
-    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]:
+    def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]:
         chosen: dict[nn.Module, Overrides] = {}
         for module in candidates(root, ignored):
             answer = self.lambda_fn(module)
@@ -59,13 +64,13 @@ class FunctionPolicy:
 
     function: WrapFunction
 
-    def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> Mapping[nn.Module, Overrides]:
-        seen, chosen = set(ignored), dict[nn.Module, Overrides]()
+    def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]:
+        seen, chosen = {*ignored}, dict[nn.Module, Overrides]()
 
         def visit(module: nn.Module) -> int:
             """Return how many elements below ``module`` are taken by chosen modules."""
             seen.add(module)
-            numel = sum(parameter.numel() for parameter in module.parameters())
+            numel = sum(p.numel() for p in module.parameters() if p not in ignored)
             if not self.function(module=module, recurse=True, nonwrapped_numel=numel):
                 return 0
             taken = sum(visit(child) for child in module.children() if child not in seen)
@@ -85,14 +90,42 @@ def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) 
     return True
 
 
-def size_based_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, min_num_params: int = int(1e8)
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Make a unit of what holds at least ``min_num_params`` elements that are not in a unit yet."""
-    return nonwrapped_numel >= min_num_params
+    """Make a unit of each module that ``lambda_fn`` returns True for."""
+    return recurse or lambda_fn(module)
 
 
-def candidates(root: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Module]:
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Iterable[type[nn.Module]],
+) -> bool:
+    """Make a unit of each instance of a class in ``transformer_layer_cls``."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: Iterable[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
+) -> bool:
+    """Make a unit of what holds at least ``min_num_params`` elements that are not in a unit yet.
+
+    Instances of ``force_leaf_modules`` (None: multi-head attention) stay whole in the unit around them, and
+    no instance of ``exclude_wrap_modules`` (None: module lists and dicts) becomes a unit.
+    """
+    leaves = (nn.MultiheadAttention,) if force_leaf_modules is None else tuple(force_leaf_modules)
+    excluded = (nn.ModuleList, nn.ModuleDict) if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
+    return nonwrapped_numel >= min_num_params and not isinstance(module, leaves if recurse else excluded)
+
+
+def candidates(root: nn.Module, ignored: States) -> list[nn.Module]:
     """Return the modules below ``root`` that may become units, parents first."""
     found: dict[nn.Module, None] = {}
 
@@ -113,8 +146,9 @@ def has_forward(module: nn.Module) -> bool:
 
 def as_policy(policy: WrapPolicy | WrapFunction) -> WrapPolicy:
     """Return ``policy`` itself, or the policy that a function in torch's style stands for."""
-    if hasattr(policy, "choose"):
-        return policy
-    if callable(policy):
-        return FunctionPolicy(policy)
-    raise ValueError(f"auto_wrap_policy: expected a wrap policy or a function, got {policy!r}")
+    if isinstance(policy, type) or not (hasattr(policy, "choose") or callable(policy)):
+        raise TypeError(
+            f"auto_wrap_policy: expected a wrap policy such as ModuleWrapPolicy({{nn.Linear}}), or a "
+            f"function (module, recurse, nonwrapped_numel) -> bool, got {policy!r}"
+        )
+    return policy if hasattr(policy, "choose") else FunctionPolicy(policy)

@@ -1,0 +1,37 @@
+"""Copies of units within their process: equal values, nothing shared but process groups. Runs on ranks."""
+
+from copy import deepcopy
+from typing import Any
+
+from harness.engine.group import ShardGroup
+from harness.engine.hooks import Unit
+from harness.engine.parameters import Entry, Slot
+
+
+def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """Return a unit that drives the copies of ``unit``'s modules, which ``memo`` knows already.
+
+    Like copies of an `nn.Module`, it starts without gradients.
+    """
+    buffers = {name: _copy_slot(slot, memo) for name, slot in unit.buffers.items()}
+    copied = Unit(_copy_group(unit.group, memo) if unit.group else None, buffers, unit.settings)
+    copied.buffer_dtypes = dict(unit.buffer_dtypes)
+    return copied
+
+
+def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
+    group.shard.reclaim()
+    entries = [
+        Entry(
+            entry.name,
+            deepcopy(entry.parameter, memo),
+            tuple(_copy_slot(slot, memo) for slot in entry.slots),
+            entry.shape,
+        )
+        for entry in group.shard.entries
+    ]
+    return ShardGroup(entries, group.settings, flat=deepcopy(group.shard.flat, memo))
+
+
+def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
+    return Slot(deepcopy(slot.module, memo), slot.name)

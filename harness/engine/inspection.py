@@ -1,0 +1,41 @@
+"""What a unit shows of itself, read without touching memory that comes and goes. Runs on ranks."""
+
+from harness.engine.group import ShardGroup
+from harness.engine.hooks import Unit
+from harness.engine.policy import GroupInfo
+
+
+def describe(unit: Unit) -> str:
+    """Return one line on how ``unit`` shards: strategy, dtypes, local and full numel, state."""
+    strategy = unit.settings.strategy.name
+    if unit.group is None:
+        return f"{strategy}, no parameters of its own"
+    shard, layout = unit.group.shard, unit.group.shard.layout
+    return (
+        f"{strategy}, {unit.group.state.name}, numel={layout.shard_numel}/{layout.padded_numel}, "
+        f"dtype={shard.original_dtype}, compute={shard.compute_dtype}, reduce={shard.reduce_dtype}"
+        + (", offloaded" if unit.group.settings.offload_device else "")
+    )
+
+
+def info(name: str, group: ShardGroup, training: bool) -> GroupInfo:
+    """Return a snapshot of the group of the unit that is called ``name`` in its model."""
+    shard, layout = group.shard, group.shard.layout
+    gradients = group.gradients.visible()
+    return GroupInfo(
+        name=name,
+        parameters=tuple(f"{name}.{entry.name}" if name else entry.name for entry in shard.entries),
+        state=group.state,
+        sharding_strategy=group.settings.strategy,
+        original_dtype=shard.original_dtype,
+        compute_dtype=shard.compute_dtype,
+        reduce_dtype=shard.reduce_dtype,
+        flat_dtype=shard.flat.dtype,
+        gradient_dtype=gradients[0].dtype if gradients else None,
+        local_numel=layout.shard_numel,
+        full_numel=layout.padded_numel,
+        padding=layout.padding,
+        local_bytes=shard.flat.numel() * shard.flat.itemsize,
+        gathered_bytes=group.gathered_bytes,
+        training=training,
+    )
