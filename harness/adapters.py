@@ -5,9 +5,9 @@ engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,18 @@ class Precision:
 class ShardSpec:
     """How a model is to be sharded, in words that fit every engine.
 
-    ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``units``: submodules that gather and free on their
+    ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``precision`` None does not name one to the engine at
+    all. ``units``: submodules that gather and free on their
     own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients
     and the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
     parameter per group. ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``:
     whether a group is gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's
     values. ``device``: where to compute; None is where the model is. ``process_group``: None is the default
-    group.
+    group. ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
     """
 
     strategy: str = "FULL_SHARD"
-    precision: Precision = Precision()
+    precision: Precision | None = Precision()
     units: tuple[str | type[nn.Module], ...] = ()
     offload: bool = False
     use_orig_params: bool = False
@@ -59,6 +60,7 @@ class ShardSpec:
     sync_module_states: bool = False
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
+    unit_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
 
 class Group(Protocol):
@@ -66,8 +68,10 @@ class Group(Protocol):
 
     ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, GATHERED, KEPT (full parameters
     wait for backward) or SUMMONED. ``gradient_dtype`` is None while no gradient is held.
-    ``local_numel`` and ``full_numel`` count elements of this rank's shard and of all shards, ``padding``
-    included. ``gathered_bytes`` is what full parameters occupy now, 0 when they are freed.
+    ``post_backward_hooks``: for each full parameter that modules compute with, how many hooks await its
+    gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements of this rank's
+    shard and of all shards, ``padding`` included. ``gathered_bytes`` is what full parameters occupy now, 0
+    when they are freed.
     """
 
     @property
@@ -86,6 +90,8 @@ class Group(Protocol):
     def flat_dtype(self) -> torch.dtype: ...
     @property
     def gradient_dtype(self) -> torch.dtype | None: ...
+    @property
+    def post_backward_hooks(self) -> tuple[int, ...]: ...
     @property
     def local_numel(self) -> int: ...
     @property
@@ -114,6 +120,10 @@ class Engine(Protocol):
         """Return the groups of a sharded model, outer before inner."""
         ...
 
+    def pre_backward_hooks(self, output: Tensor) -> int:
+        """Return how many hooks on an output of a sharded module or unit announce its backward."""
+        ...
+
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return copies of all parameters in full, original dtype, by their names in the bare model."""
         ...
@@ -129,16 +139,15 @@ class Lockstep:
     name = "lockstep"
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
-        precision = {field.name: getattr(spec.precision, field.name) for field in fields(Precision)}
         return lockstep.FullyShardedDataParallel(
             model,
             process_group=spec.process_group,
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
-            auto_wrap_policy=_policy(model, spec.units) if spec.units else None,
+            auto_wrap_policy=_policy(model, spec) if spec.units or spec.unit_groups else None,
             backward_prefetch=_backward_prefetch(spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
-            mixed_precision=lockstep.MixedPrecision(**precision),
+            mixed_precision=_mixed_precision(spec.precision),
             device_id=spec.device,
             sync_module_states=spec.sync_module_states,
             use_orig_params=spec.use_orig_params,
@@ -146,6 +155,10 @@ class Lockstep:
 
     def groups(self, model: nn.Module) -> Sequence[Group]:
         return lockstep.groups(model)
+
+    def pre_backward_hooks(self, output: Tensor) -> int:
+        # torch has no public question for it; a test that asks has put no hook of its own there.
+        return len(output._backward_hooks or ())
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         with lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=False):
@@ -184,14 +197,28 @@ def _backward_prefetch(name: str | None) -> lockstep.BackwardPrefetch | None:
     return None if name is None else known[name]
 
 
-def _policy(model: nn.Module, units: tuple[str | type[nn.Module], ...]) -> lockstep.WrapPolicy:
+def _mixed_precision(precision: Precision | None) -> lockstep.MixedPrecision | None:
+    if precision is None:
+        return None
+    return lockstep.MixedPrecision(**{f.name: getattr(precision, f.name) for f in fields(Precision)})
+
+
+def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy:
     modules = dict(model.named_modules())
-    unknown = [unit for unit in units if isinstance(unit, str) and unit not in modules]
+    named = [*(unit for unit in spec.units if isinstance(unit, str)), *spec.unit_groups]
+    unknown = [name for name in named if name not in modules]
     if unknown:
         raise ValueError(
             f"ShardSpec: units {unknown} are not submodules of {type(model).__name__}; "
             f"it has {[name for name in modules if name]}"
         )
-    chosen = {modules[unit] for unit in units if isinstance(unit, str)}
-    classes = tuple(unit for unit in units if isinstance(unit, type))
-    return lockstep.CustomPolicy(lambda module: module in chosen or isinstance(module, classes))
+    chosen = {modules[name] for name in named}
+    classes = tuple(unit for unit in spec.units if isinstance(unit, type))
+    groups = {modules[name]: group for name, group in spec.unit_groups.items()}
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        if module in groups:
+            return {"process_group": groups[module]}
+        return module in chosen or isinstance(module, classes)
+
+    return lockstep.CustomPolicy(choose)

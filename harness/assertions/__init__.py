@@ -8,17 +8,20 @@ from harness.assertions.agreement import assert_same_across_ranks, fail_together
 from harness.assertions.closeness import TOLERANCES, Tolerance, assert_named_close
 from harness.assertions.dtypes import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
 from harness.assertions.parity import (
+    Run,
     Trainee,
     Training,
     assert_parity,
     named_gradients,
     named_parameters,
     per_rank_batches,
+    train,
 )
 from harness.assertions.sharded import assert_sharded_parity
 
 __all__ = [
     "TOLERANCES",
+    "Run",
     "Tolerance",
     "Trainee",
     "Training",
@@ -33,4 +36,5 @@ __all__ = [
     "named_gradients",
     "named_parameters",
     "per_rank_batches",
+    "train",
 ]

@@ -16,7 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.assertions.agreement import fail_together, gathered
 from harness.assertions.closeness import EXACT, Named, Tolerance, differences
 
-__all__ = ["Trainee", "Training", "assert_parity", "named_gradients", "named_parameters", "per_rank_batches"]
+__all__ = [
+    "Run",
+    "Trainee",
+    "Training",
+    "assert_parity",
+    "named_gradients",
+    "named_parameters",
+    "per_rank_batches",
+    "train",
+]
 
 Batch = TypeVar("Batch")
 
@@ -119,12 +128,25 @@ class Training:
     seed: int = 0
 
 
-def assert_parity(reference: Trainee, candidate: Trainee, training: Training) -> None:
+@dataclass
+class Run:
+    """What one training left behind: the full parameters before and after it, and per step what it saw."""
+
+    start: Named
+    losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    parameters: Named = field(default_factory=dict)
+
+
+def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Training) -> None:
     """Assert that the candidate learns what the reference learns. Every rank must call it.
 
     Both start from the same weights, which is checked, and train on this rank's batches, the reference first.
     Compared are the loss of each step, the gradients of each step if both trainees show them, and the full
     parameters at the end. No collective but the models' own runs while they train.
+
+    A reference that many candidates are held to is trained once: pass what `train` made of it, on the same
+    ranks and with the same training.
 
     Raises:
         AssertionError: on every rank: rank, step, the loss or the name of the parameter or gradient, the
@@ -133,49 +155,27 @@ def assert_parity(reference: Trainee, candidate: Trainee, training: Training) ->
     """
     if training.steps < 1:
         raise AssertionError("no step: nothing to compare")
-    if (reference.full_gradients is None) != (candidate.full_gradients is None):
+    expected = train(reference, training) if isinstance(reference, Trainee) else reference
+    if bool(expected.gradients) != bool(candidate.full_gradients):
         raise ValueError("gradients are compared where both trainees give full_gradients, or neither")
-    start = _snapshot(reference.full_parameters(reference.model))
-    differ = _Differences(training)
-    differ.compare("before step 0, parameter ", candidate.full_parameters(candidate.model), start)
-    fail_together(differ.found)
-    expected, actual = _train(reference, training), _train(candidate, training)
-    for step in range(training.steps):
-        where = f"step {step}, "
-        differ.compare(where, actual.losses[step], expected.losses[step])
-        if reference.full_gradients and candidate.full_gradients:
-            differ.compare(f"{where}gradient ", actual.gradients[step], expected.gradients[step])
-    differ.compare(f"after step {training.steps - 1}, parameter ", actual.parameters, expected.parameters)
-    fail_together([*differ.found, *_emptiness(start, expected, training)])
+    start = _snapshot(candidate.full_parameters(candidate.model))
+    fail_together(_compare(training, "before step 0, parameter ", start, expected.start))
+    found = _differences(_train(candidate, training, start), expected, training)
+    fail_together([*found, *_emptiness(expected, training)])
 
 
-@dataclass
-class _Run:
-    """What one training left behind; losses and gradients per step."""
-
-    losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor | None] = field(default_factory=dict)
+def train(trainee: Trainee, training: Training) -> Run:
+    """Train, and return what `assert_parity` compares. Every rank must call it."""
+    return _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
 
 
-@dataclass
-class _Differences:
-    training: Training
-    found: list[str] = field(default_factory=list)
-
-    def compare(self, where: str, actual: Named, expected: Named) -> None:
-        """Add what differs, each line beginning with where."""
-        lines = differences(actual, expected, self.training.tolerance, same_dtype=self.training.same_dtype)
-        self.found += [where + line for line in lines]
-
-
-def _train(trainee: Trainee, training: Training) -> _Run:
-    model, scaler, run = trainee.model, trainee.scaler, _Run()
+def _train(trainee: Trainee, training: Training, start: Named) -> Run:
+    model, scaler, run = trainee.model, trainee.scaler, Run(start)
     rank = dist.get_rank() if dist.is_initialized() else 0
     optimizer = training.optimizer(model.parameters())
     for step in range(training.steps):
         optimizer.zero_grad()
-        torch.manual_seed(_seed(training.seed, rank, step))
+        _seed_generators(_seed(training.seed, rank, step))
         loss = training.loss(model, training.batches(step))
         run.losses.append({"loss": loss.detach().clone()})
         trainee.backward(model, scaler.scale(loss) if scaler else loss)
@@ -194,10 +194,27 @@ def _train(trainee: Trainee, training: Training) -> _Run:
     return run
 
 
-def _emptiness(start: Named, reference: _Run, training: Training) -> list[str]:
+def _differences(actual: Run, expected: Run, training: Training) -> list[str]:
+    found: list[str] = []
+    for step in range(training.steps):
+        found += _compare(training, f"step {step}, ", actual.losses[step], expected.losses[step])
+        if expected.gradients:
+            where = f"step {step}, gradient "
+            found += _compare(training, where, actual.gradients[step], expected.gradients[step])
+    where = f"after step {training.steps - 1}, parameter "
+    return found + _compare(training, where, actual.parameters, expected.parameters)
+
+
+def _compare(training: Training, where: str, actual: Named, expected: Named) -> list[str]:
+    """Return what differs, each line beginning with ``where``."""
+    lines = differences(actual, expected, training.tolerance, same_dtype=training.same_dtype)
+    return [where + line for line in lines]
+
+
+def _emptiness(reference: Run, training: Training) -> list[str]:
     """Say why agreement would mean nothing, if so; a collective."""
     found: list[str] = []
-    if not differences(reference.parameters, start, EXACT):
+    if not differences(reference.parameters, reference.start, EXACT):
         found.append(f"no parameter of the reference moved in {training.steps} steps")
     losses = gathered([float(step["loss"]) for step in reference.losses])
     distinct = {tuple(of_rank) for of_rank in losses.values()}
@@ -212,6 +229,13 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _snapshot(tensors: Named) -> dict[str, torch.Tensor | None]:
     return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
+
+
+def _seed_generators(seed: int) -> None:
+    # `torch.manual_seed` also formats a stack for every kind of device that was never used: 1 ms each time.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def _seed(*parts: int) -> int:

@@ -32,6 +32,7 @@ def info(name: str, group: ShardGroup, training: bool) -> GroupInfo:
         reduce_dtype=shard.reduce_dtype,
         flat_dtype=shard.flat.dtype,
         gradient_dtype=gradients[0].dtype if gradients else None,
+        post_backward_hooks=tuple(len(leaf._post_accumulate_grad_hooks or ()) for leaf in group.leaves),
         local_numel=layout.shard_numel,
         full_numel=layout.padded_numel,
         padding=layout.padding,

@@ -104,6 +104,8 @@ class GroupInfo:
     ``name``: the unit's name within the model, ``""`` for the model itself. ``parameters``: names as in the
     unsharded model; tied ones once. ``original_dtype``: what the user sees outside forward and backward;
     ``flat_dtype``: of the flat local shard; ``gradient_dtype``: of the gradients held now, None if none are.
+    ``post_backward_hooks``: how many hooks await the gradient of each full parameter; empty before the first
+    gather.
     ``local_numel``, ``full_numel``: elements of the local shard, and of all shards together; both count
     ``padding``. ``local_bytes``: of the local shard; ``gathered_bytes``: of the full parameters allocated
     now, 0 when they are freed.
@@ -118,6 +120,7 @@ class GroupInfo:
     reduce_dtype: torch.dtype
     flat_dtype: torch.dtype
     gradient_dtype: torch.dtype | None
+    post_backward_hooks: tuple[int, ...]
     local_numel: int
     full_numel: int
     padding: int

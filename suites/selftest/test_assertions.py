@@ -25,6 +25,7 @@ from harness.assertions import (
     fail_together,
     named_gradients,
     per_rank_batches,
+    train,
 )
 
 F16, F32 = torch.float16, torch.float32
@@ -175,6 +176,22 @@ def test_after_step_runs_once_per_step(training, ddp):
     seen = []
     assert_parity(ddp(), ddp(after_step=seen.append), training(steps=4))
     assert len(seen) == 4
+
+
+@pytest.mark.ranks(2)
+def test_a_reference_that_was_trained_before_serves_many_candidates(training, ddp):
+    reference = train(ddp(full_gradients=named_gradients), training())
+    for _ in range(2):
+        assert_parity(reference, ddp(full_gradients=named_gradients), training())
+    with pytest.raises(AssertionError, match=r"rank 0: step 1, loss: "):
+        assert_parity(reference, ddp(full_gradients=named_gradients, after_step=nudge), training())
+    with pytest.raises(ValueError, match="both trainees give full_gradients"):
+        assert_parity(reference, ddp(), training())
+
+
+def nudge(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).add_(0.5)
 
 
 def test_training_of_no_steps_fails():

@@ -1,11 +1,12 @@
-"""The adapter of the built-in engine, and the models of the zoo that it shards."""
+"""The adapter of the built-in engine."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.adapters import Precision, ShardSpec, find
-from harness.zoo import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from harness.zoo import NestedWrappedModule
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones():
@@ -22,6 +23,7 @@ def test_an_unknown_engine_is_answered_with_the_known_ones():
             "strategy 'ZERO_4' is not built; known: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD",
         ),
         (ShardSpec(units=("module.7",)), r"units \['module.7'\] are not submodules of NestedWrappedModule"),
+        (ShardSpec(unit_groups={"module.8": None}), r"units \['module.8'\] are not submodules"),
         (ShardSpec(precision=Precision(param_dtype=torch.int8)), "param_dtype must be a floating-point"),
     ],
 )
@@ -30,27 +32,27 @@ def test_a_spec_that_cannot_be_met_is_refused(world, engine, spec, message):
         engine.shard(NestedWrappedModule(), spec)
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize(
-    ("model", "sizes"),
-    [
-        (NestedWrappedModule, {"": 78, "module.1": 273, "module.1.0": 81, "module.2": 69}),
-        (
-            AlwaysWrapNestedWrappedModule,
-            {"module.0": 36, "module.1.0": 81, "module.1.1": 273, "module.2": 69, "module.3": 42},
-        ),
-    ],
-)
-def test_the_models_of_the_zoo_name_their_units(world, engine, model, sizes):
-    sharded = engine.shard(model().to(world.device), ShardSpec(units=model.units))
-    assert {group.name: group.full_numel for group in engine.groups(sharded)} == sizes
-
-
 @pytest.mark.ranks(2)
 def test_units_are_chosen_by_name_and_by_class(world, engine):
     bare = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Bilinear(2, 2, 2)), nn.Linear(2, 2))
     sharded = engine.shard(bare.to(world.device), ShardSpec(units=("2", nn.Bilinear)))
     assert [group.name for group in engine.groups(sharded)] == ["", "1.0", "2"]
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_with_a_process_group_of_its_own_is_cut_over_that_alone(world, engine):
+    own, both = dist.new_subgroups(1)
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(world.device)
+    model = engine.shard(bare, ShardSpec(unit_groups={"1": own}))
+    model(torch.full((1, 2), 1.0 + world.rank, device=world.device)).sum().backward()
+    assert [(g.name, g.local_numel, g.full_numel) for g in engine.groups(model)] == [("", 3, 6), ("1", 6, 6)]
+    gradients = engine.full_gradients(model)
+    assert world.gather(gradients["1.bias"].tolist()) == [[1.0, 1.0]] * 2
+    first, second = world.gather(gradients["1.weight"].cpu())
+    assert not torch.equal(first, second)
+    world.assert_same(gradients["0.weight"])
+    for group in both:
+        dist.destroy_process_group(group)
 
 
 @pytest.mark.ranks(2)

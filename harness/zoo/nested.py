@@ -1,8 +1,4 @@
-"""Small models, each named after the trouble it makes. Plain modules: sharding is the adapter's affair.
-
-Imports torch, and nothing else of harness. ``units`` tells an adapter what to shard on its own: submodules by
-name or by class.
-"""
+"""Linear layers in units, inside units, and bare beside them. Imports torch only."""
 
 from typing import ClassVar
 

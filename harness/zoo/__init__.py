@@ -1,0 +1,19 @@
+"""Small models, each named after the trouble it makes. Plain modules: sharding is the adapter's affair.
+
+Imports torch, and nothing else of harness. ``units`` tells an adapter what to shard on its own: submodules by
+name or by class. ``batch(generator)`` makes an input and ``loss(output, ...)`` a loss to learn from it.
+"""
+
+from harness.zoo.delay import NestedWrappedModuleWithDelay
+from harness.zoo.experts import DummyDDP, MixtureOfExperts
+from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from harness.zoo.transformer import TransformerWithSharedParams
+
+__all__ = [
+    "AlwaysWrapNestedWrappedModule",
+    "DummyDDP",
+    "MixtureOfExperts",
+    "NestedWrappedModule",
+    "NestedWrappedModuleWithDelay",
+    "TransformerWithSharedParams",
+]

@@ -1,0 +1,66 @@
+"""An encoder-decoder whose first and last weights are one. Imports torch only."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["TransformerWithSharedParams"]
+
+_VOCABULARY = 23
+_WIDTH = 16
+_BATCH = 2
+
+
+class TransformerWithSharedParams(nn.Module):
+    """A tied weight at both ends of the model, buffers of two dtypes, batch norm, dropout, integer inputs.
+
+    The root holds the tied embedding and output weight, the norms, and the buffers ``vocab_bias`` (fp32) and
+    ``long_buffer``; the encoder layer and the decoder layer are units.
+    """
+
+    units: ClassVar[tuple[str | type[nn.Module], ...]] = (
+        nn.TransformerEncoderLayer,
+        nn.TransformerDecoderLayer,
+    )
+    vocab_bias: Tensor
+    long_buffer: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.transformer = _encoder_decoder()
+        self.output_proj = nn.Linear(_WIDTH, _VOCABULARY)
+        self.output_proj.weight = self.embed_tokens.weight
+        self.register_buffer("vocab_bias", torch.ones(_WIDTH))
+        self.register_buffer("long_buffer", torch.zeros(_WIDTH, dtype=torch.long))
+        self.bn = nn.BatchNorm1d(_BATCH)
+
+    def forward(self, src_ids: Tensor, tgt_ids: Tensor) -> Tensor:
+        """Map token ids (S, 2) and (T, 2), int64, to logits (T, 2, 23)."""
+        src = self.embed_tokens(src_ids)
+        src = src + self.vocab_bias + self.long_buffer.type_as(src)
+        tgt = self.bn(self.embed_tokens(tgt_ids))
+        output: Tensor = self.output_proj(self.transformer(src, tgt))
+        return output
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return token ids (6, 2) and (4, 2), int64, on the generator's device."""
+        src, tgt = (
+            torch.randint(_VOCABULARY, (length, _BATCH), generator=generator, device=generator.device)
+            for length in (6, 4)
+        )
+        return src, tgt
+
+    @staticmethod
+    def loss(output: Tensor, tgt_ids: Tensor) -> Tensor:
+        """Return the 0-dim cross entropy of the logits, summed over tokens."""
+        return nn.functional.cross_entropy(output.flatten(0, 1), tgt_ids.flatten(), reduction="sum")
+
+
+def _encoder_decoder() -> nn.Transformer:
+    # The encoder it would make warns that nested tensors are off in this order of dimensions.
+    layer = nn.TransformerEncoderLayer(_WIDTH, nhead=2, dim_feedforward=8)
+    encoder = nn.TransformerEncoder(layer, 1, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
+    return nn.Transformer(_WIDTH, nhead=2, num_decoder_layers=1, dim_feedforward=8, custom_encoder=encoder)

@@ -1,0 +1,70 @@
+"""What the models of the zoo say of themselves."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.adapters import ShardSpec
+from harness.zoo import (
+    AlwaysWrapNestedWrappedModule,
+    MixtureOfExperts,
+    NestedWrappedModule,
+    NestedWrappedModuleWithDelay,
+    TransformerWithSharedParams,
+)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (NestedWrappedModule, {"": 78, "module.1": 273, "module.1.0": 81, "module.2": 69}),
+        (
+            AlwaysWrapNestedWrappedModule,
+            {"module.0": 36, "module.1.0": 81, "module.1.1": 273, "module.2": 69, "module.3": 42},
+        ),
+        (
+            TransformerWithSharedParams,
+            # 23 x 16 tied, 23 biases, 32 in each of two layer norms, 4 in the batch norm
+            {"": 459, "transformer.encoder.layers.0": 1434, "transformer.decoder.layers.0": 2553},
+        ),
+    ],
+)
+def test_units_are_of_known_sizes(world, engine, model, sizes):
+    sharded = engine.shard(model().to(world.device), ShardSpec(units=model.units))
+    assert {group.name: group.full_numel for group in engine.groups(sharded)} == sizes
+
+
+def test_the_transformer_learns_its_tied_weight_from_both_ends():
+    model = TransformerWithSharedParams()
+    assert model.output_proj.weight is model.embed_tokens.weight
+    src, tgt = torch.zeros(6, 2, dtype=torch.long), torch.ones(4, 2, dtype=torch.long)
+    model.loss(model(src, tgt), tgt).backward()
+    # An embedding learns the words that it reads (0 and 1), a projection those that it tells apart (all).
+    assert model.embed_tokens.weight.grad.any(dim=1).all()
+    untied = TransformerWithSharedParams()
+    untied.output_proj.weight = nn.Parameter(model.output_proj.weight.detach().clone())
+    untied.loss(untied(src, tgt), tgt).backward()
+    assert untied.embed_tokens.weight.grad.any(dim=1).tolist() == [True, True] + [False] * 21
+
+
+def test_a_late_rank_pauses_before_the_gradients_of_each_layer_and_after_backward(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("harness.zoo.delay.pause", lambda device, milliseconds: pauses.append(milliseconds))
+    model = NestedWrappedModuleWithDelay(delay_after_loss_ms=5, delay_before_reduction_ms=2)
+    loss = model.loss(model(model.batch(torch.Generator())))
+    assert pauses == []
+    model.backward(loss)
+    assert pauses == [2, 2, 2, 2, 5]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_share_all_layers_but_their_experts(world):
+    torch.manual_seed(0)
+    model = MixtureOfExperts(world.rank).to(world.device)
+    model.backward(model.loss(model(torch.full((4, 8), 1.0 + world.rank, device=world.device))))
+    weights = {name: p for name, p in model.named_parameters() if name.endswith("weight")}
+    for name, weight in weights.items():
+        for values in (weight.detach(), weight.grad):
+            first, second = world.gather(values.cpu())
+            assert torch.equal(first, second) == (not name.startswith(model.expert)), name
