@@ -41,8 +41,9 @@ class ShardSpec:
     """How a model is to be sharded, in words that fit every engine.
 
     ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``units``: submodules that gather and free on their
-    own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients
-    and the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
+    own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``ignored``: submodules that
+    are neither sharded nor cast nor synchronised, chosen likewise. ``offload``: shards, gradients and the
+    optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
     parameter per group. ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``:
     whether a group is gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's
     values. ``device``: where to compute; None is where the model is. ``process_group``: None is the default
@@ -52,6 +53,7 @@ class ShardSpec:
     strategy: str = "FULL_SHARD"
     precision: Precision = Precision()
     units: tuple[str | type[nn.Module], ...] = ()
+    ignored: tuple[str | type[nn.Module], ...] = ()
     offload: bool = False
     use_orig_params: bool = False
     backward_prefetch: str | None = "BACKWARD_PRE"
@@ -67,7 +69,8 @@ class Group(Protocol):
     ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, GATHERED, KEPT (full parameters
     wait for backward) or SUMMONED. ``gradient_dtype`` is None while no gradient is held.
     ``local_numel`` and ``full_numel`` count elements of this rank's shard and of all shards, ``padding``
-    included. ``gathered_bytes`` is what full parameters occupy now, 0 when they are freed.
+    included. ``local_bytes`` is what the shard occupies, ``gathered_bytes`` what full parameters occupy now,
+    0 when they are freed.
     """
 
     @property
@@ -92,6 +95,8 @@ class Group(Protocol):
     def full_numel(self) -> int: ...
     @property
     def padding(self) -> int: ...
+    @property
+    def local_bytes(self) -> int: ...
     @property
     def gathered_bytes(self) -> int: ...
     @property
@@ -136,6 +141,7 @@ class Lockstep:
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
             auto_wrap_policy=_policy(model, spec.units) if spec.units else None,
+            ignored_modules=_chosen(model, spec.ignored, "ignored"),
             backward_prefetch=_backward_prefetch(spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
             mixed_precision=lockstep.MixedPrecision(**precision),
@@ -185,13 +191,18 @@ def _backward_prefetch(name: str | None) -> lockstep.BackwardPrefetch | None:
 
 
 def _policy(model: nn.Module, units: tuple[str | type[nn.Module], ...]) -> lockstep.WrapPolicy:
+    chosen = _chosen(model, units, "units")
+    return lockstep.CustomPolicy(lambda module: module in chosen)
+
+
+def _chosen(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], what: str) -> set[nn.Module]:
+    """Return the submodules that names and classes in ``wanted`` choose; ValueError for an unknown name."""
     modules = dict(model.named_modules())
-    unknown = [unit for unit in units if isinstance(unit, str) and unit not in modules]
+    unknown = [name for name in wanted if isinstance(name, str) and name not in modules]
     if unknown:
         raise ValueError(
-            f"ShardSpec: units {unknown} are not submodules of {type(model).__name__}; "
+            f"ShardSpec: {what} {unknown} are not submodules of {type(model).__name__}; "
             f"it has {[name for name in modules if name]}"
         )
-    chosen = {modules[unit] for unit in units if isinstance(unit, str)}
-    classes = tuple(unit for unit in units if isinstance(unit, type))
-    return lockstep.CustomPolicy(lambda module: module in chosen or isinstance(module, classes))
+    classes = tuple(kind for kind in wanted if isinstance(kind, type))
+    return {m for name, m in modules.items() if name in wanted or isinstance(m, classes)}
