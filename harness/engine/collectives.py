@@ -53,9 +53,14 @@ def all_reduce_mean(full: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def total(values: Tensor, group: dist.ProcessGroup, largest: bool = False) -> Tensor:
-    """Return the sum over ranks of ``values``, or the element-wise largest."""
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    """Return the sum over ranks of ``values``, or the element-wise largest; NaN where any rank has one."""
+    size = dist.get_world_size(group)
+    if size > 1 and largest:
+        everyone = values.new_empty(size * values.numel())  # gloo's own MAX would drop a NaN
+        gather(everyone, values.reshape(-1), group)
+        return everyone.view(size, *values.shape).amax(0)
+    if size > 1:
+        dist.all_reduce(values, group=group)
     return values
 
 
