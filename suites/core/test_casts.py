@@ -1,5 +1,7 @@
 """Which dtypes parameters, buffers and arguments have: inside forward, between steps, and in saved state."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.ranks(2)
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
-MIXED = Precision(BF16, reduce_dtype=F32, buffer_dtype=F16)
+MIXED = Precision(BF16, buffer_dtype=F16)
 
 
 class Shifted(nn.Linear):
@@ -58,7 +60,7 @@ def shard(world, engine, bare, strategy="FULL_SHARD", **more):
 
 
 def batch(world):
-    return torch.randn(4, 8, device=world.device)
+    return torch.randn(4, 8, device=world.device) + world.rank
 
 
 def dtypes_of(tensors):
@@ -69,7 +71,7 @@ def dtypes_of(tensors):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_every_module_computes_in_the_configured_dtypes(world, engine, strategy, use_orig_params, train):
-    """pytorch#143900: buffer_dtype had no effect; the arguments of the layers below come from the root's."""
+    """pytorch#143900: buffer_dtype had no effect."""
     bare = Layers()
     log = ForwardDtypes(bare)
     model = shard(world, engine, bare, strategy, precision=MIXED, use_orig_params=use_orig_params)
@@ -80,6 +82,39 @@ def test_every_module_computes_in_the_configured_dtypes(world, engine, strategy,
     assert_parameter_dtypes(model, F32)
     assert_gradient_dtypes(model, F32)
     assert_buffer_dtypes(model, F16)
+
+
+@dataclasses.dataclass
+class Request:
+    """An argument that has tensors deep inside."""
+
+    values: dict[str, list[torch.Tensor]]
+    name: str = "request"
+
+
+@pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
+def test_floating_point_arguments_are_cast_wherever_they_lie(world, engine, units):
+    class Reading(nn.Linear):
+        def forward(self, request, *, mask):
+            return super().forward(request.values["at"][0]) * mask[0]
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below = Reading(8, 8)
+
+        def forward(self, request, mask):
+            return self.below(request, mask=mask)
+
+    bare = Root()
+    log = ForwardDtypes(bare)
+    precision = Precision(BF16, cast_forward_inputs=bool(units), cast_root_forward_inputs=not units)
+    model = shard(world, engine, bare, units=units, precision=precision)
+    request = Request({"at": [batch(world), torch.ones(2, dtype=torch.int64)]})
+    with log:
+        model(request, (batch(world).double(),)).sum().backward()
+    (call,) = log.calls("below")
+    assert call.inputs == {"0.values.at.0": BF16, "0.values.at.1": torch.int64, "mask.0": BF16}
 
 
 @EVERY_STRATEGY

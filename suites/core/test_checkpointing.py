@@ -81,7 +81,7 @@ def test_a_checkpointed_unit_is_gathered_for_its_recomputation_and_not_again_for
 ):
     spec = {"units": ("inner",), "use_orig_params": use_orig_params}
     model = shard(world, engine, Around(use_reentrant), strategy, **spec)
-    model(torch.randn(2, 4, device=world.device)).sum().backward()
+    model(torch.randn(2, 4, device=world.device) + world.rank).sum().backward()
     # The reentrant kind runs forward without autograd, so that nothing is kept for backward.
     kept = strategy == "SHARD_GRAD_OP"
     expected = ([] if kept else [ROOT]) + ([] if kept and not use_reentrant else [INNER])

@@ -181,12 +181,17 @@ def test_unreduced_gradients_are_refused(world, engine, strategy):
 
 
 @EVERY_STRATEGY
-def test_replicas_stay_bit_equal_after_a_clipped_step(world, engine, strategy):
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_clipped_steps_move_the_weights_as_unsharded_ones(world, engine, strategy, use_orig_params):
     reference = NestedWrappedModule().to(world.device)
-    model = shard(world, engine, copy.deepcopy(reference), strategy)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model = shard(world, engine, copy.deepcopy(reference), strategy, use_orig_params=use_orig_params)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=10.0) for module in (reference, model)]
     for _ in range(2):
         train(world, reference, model)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
         model.clip_grad_norm_(0.01)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_named_close(engine.full_parameters(model), dict(reference.named_parameters()))
     assert_same_across_ranks(engine.full_parameters(model))

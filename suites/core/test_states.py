@@ -1,5 +1,7 @@
 """What groups show at each moment of a step: which state, which dtypes, how many bytes."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -46,7 +48,7 @@ def states(engine, model):
 
 def batch(world):
     # torch warns of backward hooks where no input needs a gradient.
-    return torch.randn(4, 8, device=world.device, requires_grad=True)
+    return (torch.randn(4, 8, device=world.device) + world.rank).requires_grad_()
 
 
 def all_in(state):
@@ -134,7 +136,9 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, p
 @pytest.mark.parametrize(("strategy", "after_forward"), [("FULL_SHARD", 0), ("SHARD_GRAD_OP", 1)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_full_parameters_give_their_memory_back(world, engine, monkeypatch, strategy, after_forward, dtype):
-    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG")  # which would fill the memory with NaN and hold it
+    monkeypatch.delenv(
+        "LOCKSTEP_ENGINE_DEBUG", raising=False
+    )  # which would fill the memory with NaN and hold it
     bare = NestedWrappedModule().to(world.device)
     model = engine.shard(bare, ShardSpec(strategy, units=bare.units, precision=Precision(param_dtype=dtype)))
     inside = {}
@@ -157,6 +161,29 @@ def test_visible_parameters_are_sharded_outside_forward(world, engine, strategy,
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
     loss.backward()
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
+
+
+@dataclasses.dataclass
+class Result:
+    """An output that has a tensor deep inside."""
+
+    values: dict[str, list[torch.Tensor]]
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: (y,), lambda y: [y], lambda y: {"y": [y]}, lambda y: Result({"y": [y]})],
+    ids=["tuple", "list", "dict", "dataclass"],
+)
+def test_a_unit_frees_after_forward_whatever_its_output_lies_in(world, engine, strategy, wrap):
+    class Wrapping(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    model = engine.shard(Wrapping(8, 8).to(world.device), ShardSpec(strategy))
+    model(batch(world))
+    assert states(engine, model) == {"": AFTER_FORWARD[strategy]}
 
 
 @EVERY_STRATEGY
@@ -190,3 +217,45 @@ def test_evaluation_and_inference_mode_leave_training_possible(world, engine, st
         assert torch.equal(model(x), inferred)
     (model.train()(x) * 2 * world.rank).sum().backward()
     assert engine.full_gradients(model)["bias"].tolist() == [2.0] * 8
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_unit_skipped_in_a_step_or_left_out_of_the_loss_has_no_gradient(
+    world, engine, strategy, use_orig_params
+):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unheard, self.skipped = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.used(x), self.unheard(x)
+
+    bare = Branches().to(world.device)
+    spec = ShardSpec(strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
+    model = engine.shard(bare, spec)
+    model(batch(world))[0].sum().backward()
+    held = {group.name: group.gradient_dtype for group in engine.groups(model)}
+    assert held == {"used": F32, "unheard": None, "skipped": None}
+    assert {group.gathered_bytes for group in engine.groups(model)} == {0}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_step_after_save_and_load_has_the_same_bits(world, engine, strategy, use_orig_params):
+    spec = ShardSpec(strategy, units=NestedWrappedModule.units, use_orig_params=use_orig_params)
+    saved, loaded = (engine.shard(NestedWrappedModule().to(world.device), spec) for _ in range(2))
+    saved(batch(world)).square().sum().backward()
+    for parameter in saved.parameters():
+        if parameter.grad is not None:
+            parameter.data.sub_(0.1 * parameter.grad)
+    loaded.load_state_dict(saved.state_dict())
+    saved.zero_grad()
+    x = batch(world)
+    for model in (saved, loaded):
+        model(x).square().sum().backward()
+    expected = engine.full_gradients(saved)
+    for name, gradient in engine.full_gradients(loaded).items():
+        assert torch.equal(gradient, expected[name]), name
