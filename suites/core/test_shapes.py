@@ -221,7 +221,8 @@ def test_offloaded_shards_train_the_same(world, engine, run_subtests, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_train_the_same_when_memory_is_really_freed(world, engine, run_subtests, monkeypatch, model):
-    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)  # which fills memory with NaN and holds it
+    # It fills memory with NaN and holds it.
+    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
     settings = {"strategy": STRATEGIES, "use_orig_params": [True]}
     run_subtests(settings, check_two_accumulated_steps, world, engine, bare=MODELS[model]())
 

@@ -136,9 +136,8 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, p
 @pytest.mark.parametrize(("strategy", "after_forward"), [("FULL_SHARD", 0), ("SHARD_GRAD_OP", 1)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_full_parameters_give_their_memory_back(world, engine, monkeypatch, strategy, after_forward, dtype):
-    monkeypatch.delenv(
-        "LOCKSTEP_ENGINE_DEBUG", raising=False
-    )  # which would fill the memory with NaN and hold it
+    # It would fill the memory with NaN and hold it.
+    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
     bare = NestedWrappedModule().to(world.device)
     model = engine.shard(bare, ShardSpec(strategy, units=bare.units, precision=Precision(param_dtype=dtype)))
     inside = {}
