@@ -10,7 +10,7 @@ from harness.zoo import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
@@ -72,6 +72,13 @@ def test_reduce_dtype_holds_for_every_bit_of_every_gradient(
     witness = torch.tensor(1 + world.rank * 2**-10, device=world.device, dtype=F16)
     model(witness).backward()
     assert [g.tolist() for g in engine.full_gradients(model).values()] == [[1 + 2**-11] * 3] * 4
+
+
+@EVERY_STRATEGY
+def test_fp64_gradients_are_summed_in_fp64(world, engine, strategy):
+    model = shard(world, engine, KnownGradients(3).double(), strategy)
+    model(torch.tensor(1 + world.rank * 2**-40, device=world.device, dtype=F64)).backward()
+    assert [g.tolist() for g in engine.full_gradients(model).values()] == [[1 + 2**-41] * 3] * 4
 
 
 @EVERY_STRATEGY
