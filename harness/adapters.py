@@ -41,9 +41,10 @@ class ShardSpec:
     """How a model is to be sharded, in words that fit every engine.
 
     ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``precision`` None does not name one to the engine at
-    all. ``units``: submodules that gather and free on their
-    own, by name within the model or by class; ``(nn.Module,)`` is all of them. ``offload``: shards, gradients
-    and the optimizer's step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat
+    all. ``units``: submodules that gather and free on their own, by name within the model or by class;
+    ``(nn.Module,)`` is all of them. ``ignored``: submodules that are neither sharded nor cast nor
+    synchronised, chosen likewise. ``offload``: shards, gradients and the optimizer's step on CPU.
+    ``use_orig_params``: the user sees the original parameters, not one flat
     parameter per group. ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``:
     whether a group is gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's
     values. ``device``: where to compute; None is where the model is. ``process_group``: None is the default
@@ -53,6 +54,7 @@ class ShardSpec:
     strategy: str = "FULL_SHARD"
     precision: Precision | None = Precision()
     units: tuple[str | type[nn.Module], ...] = ()
+    ignored: tuple[str | type[nn.Module], ...] = ()
     offload: bool = False
     use_orig_params: bool = False
     backward_prefetch: str | None = "BACKWARD_PRE"
@@ -70,8 +72,8 @@ class Group(Protocol):
     wait for backward) or SUMMONED. ``gradient_dtype`` is None while no gradient is held.
     ``post_backward_hooks``: for each full parameter that modules compute with, how many hooks await its
     gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements of this rank's
-    shard and of all shards, ``padding`` included. ``gathered_bytes`` is what full parameters occupy now, 0
-    when they are freed.
+    shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
+    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed.
     """
 
     @property
@@ -98,6 +100,8 @@ class Group(Protocol):
     def full_numel(self) -> int: ...
     @property
     def padding(self) -> int: ...
+    @property
+    def local_bytes(self) -> int: ...
     @property
     def gathered_bytes(self) -> int: ...
     @property
@@ -145,6 +149,7 @@ class Lockstep:
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
             auto_wrap_policy=_policy(model, spec) if spec.units or spec.unit_groups else None,
+            ignored_modules=_chosen(model, spec.ignored, "ignored") or None,
             backward_prefetch=_backward_prefetch(spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
             mixed_precision=_mixed_precision(spec.precision),
@@ -204,21 +209,24 @@ def _mixed_precision(precision: Precision | None) -> lockstep.MixedPrecision | N
 
 
 def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy:
+    chosen = _chosen(model, (*spec.units, *spec.unit_groups), "units")
     modules = dict(model.named_modules())
-    named = [*(unit for unit in spec.units if isinstance(unit, str)), *spec.unit_groups]
-    unknown = [name for name in named if name not in modules]
-    if unknown:
-        raise ValueError(
-            f"ShardSpec: units {unknown} are not submodules of {type(model).__name__}; "
-            f"it has {[name for name in modules if name]}"
-        )
-    chosen = {modules[name] for name in named}
-    classes = tuple(unit for unit in spec.units if isinstance(unit, type))
     groups = {modules[name]: group for name, group in spec.unit_groups.items()}
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
-        if module in groups:
-            return {"process_group": groups[module]}
-        return module in chosen or isinstance(module, classes)
+        return {"process_group": groups[module]} if module in groups else module in chosen
 
     return lockstep.CustomPolicy(choose)
+
+
+def _chosen(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], what: str) -> set[nn.Module]:
+    """Return the submodules that names and classes in ``wanted`` choose; ValueError for an unknown name."""
+    modules = dict(model.named_modules())
+    unknown = [name for name in wanted if isinstance(name, str) and name not in modules]
+    if unknown:
+        raise ValueError(
+            f"ShardSpec: {what} {unknown} are not submodules of {type(model).__name__}; "
+            f"it has {[name for name in modules if name]}"
+        )
+    classes = tuple(kind for kind in wanted if isinstance(kind, type))
+    return {m for name, m in modules.items() if name in wanted or isinstance(m, classes)}

@@ -75,9 +75,18 @@ def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -
 
 
 def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = False) -> Tensor:
-    """Return the sum over the ranks of all ``groups`` of ``values``, or the element-wise largest."""
+    """Return the sum over the ranks of all ``groups`` of ``values``, or the element-wise largest.
+
+    A NaN of any rank makes the result NaN.
+    """
     for group in groups:
-        dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        if largest:
+            everyone = values.new_empty(dist.get_world_size(group) * values.numel())
+            # gloo's own MAX would drop a NaN.
+            gather(everyone, values.reshape(-1), Axes(shard=group, replicate=None))
+            values = everyone.view(-1, *values.shape).amax(0)
+        else:
+            dist.all_reduce(values, group=group)
     return values
 
 

@@ -1,0 +1,150 @@
+"""What activation checkpointing costs and leaves: gathers for recomputation, gradients, nothing gathered."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.adapters import ShardSpec
+from harness.assertions import assert_named_close, named_gradients
+
+pytestmark = pytest.mark.ranks(2)
+
+GATHER = "all_gather_into_tensor"
+REDUCTIONS = {"reduce_scatter_tensor", "all_to_all_single", "all_reduce"}
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+BOTH_KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+
+
+class Around(nn.Module):
+    """A unit whose forward is checkpointed from outside; then the root's own layer."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.before = nn.Linear(4, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, self.before(x), use_reentrant=self.use_reentrant)
+
+
+class Within(nn.Sequential):
+    """A module that checkpoints a part of what it does."""
+
+    def __init__(self, use_reentrant):
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return self[2](checkpoint(nn.Sequential(self[0], self[1]), x, use_reentrant=self.use_reentrant))
+
+
+class Tied(nn.Module):
+    """An embedding and the output layer that shares its weight, both of them recomputed in backward."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.output = nn.Linear(3, 5)
+        self.output.weight = self.embedding.weight
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in (self.inner, self.output):
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def shard(world, engine, bare, strategy, **more):
+    return engine.shard(copy.deepcopy(bare).to(world.device), ShardSpec(strategy, **more))
+
+
+def gathered_bytes(log, in_backward):
+    return [entry.nbytes for entry in log if entry.op == GATHER and entry.in_backward == in_backward]
+
+
+# The root holds 40 elements, the unit below it 144; each of two ranks hands in half of them.
+ROOT, INNER = 4 * 40 // 2, 4 * 144 // 2
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params"), [(s, o) for s in STRATEGIES[:2] for o in (False, True)]
+)
+def test_a_checkpointed_unit_is_gathered_for_its_recomputation_and_not_again_for_its_backward(
+    world, engine, collectives, strategy, use_orig_params, use_reentrant
+):
+    spec = {"units": ("inner",), "use_orig_params": use_orig_params}
+    model = shard(world, engine, Around(use_reentrant), strategy, **spec)
+    model(torch.randn(2, 4, device=world.device) + world.rank).sum().backward()
+    # The reentrant kind runs forward without autograd, so that nothing is kept for backward.
+    kept = strategy == "SHARD_GRAD_OP"
+    expected = ([] if kept else [ROOT]) + ([] if kept and not use_reentrant else [INNER])
+    assert gathered_bytes(collectives, in_backward=False) == [ROOT, INNER]
+    assert sorted(gathered_bytes(collectives, in_backward=True)) == expected
+    assert [entry.nbytes for entry in collectives if entry.op in REDUCTIONS] == [2 * INNER, 2 * ROOT]
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize(("strategy", "again"), [("FULL_SHARD", [INNER]), ("SHARD_GRAD_OP", [])])
+def test_a_unit_that_checkpoints_a_part_of_itself_is_gathered_once_for_backward(
+    world, engine, collectives, strategy, again, use_reentrant
+):
+    model = shard(world, engine, Within(use_reentrant), strategy)
+    x = torch.randn(2, 8, device=world.device, requires_grad=True)
+    model(x).sum().backward()
+    assert gathered_bytes(collectives, in_backward=False) == [INNER]
+    assert gathered_bytes(collectives, in_backward=True) == again
+
+
+@BOTH_KINDS
+@EVERY_STRATEGY
+@pytest.mark.parametrize("make", [Around, Within])
+def test_every_original_parameter_gets_its_piece_of_the_gradient(
+    world, engine, strategy, make, use_reentrant
+):
+    """pytorch#87413: with original parameters and the reentrant kind post-backward never ran."""
+    units = ("inner",) if make is Around else ()
+    model = shard(world, engine, make(use_reentrant), strategy, units=units, use_orig_params=True)
+    x = torch.randn(2, 4 if make is Around else 8, device=world.device, requires_grad=True)
+    model(x).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (parameter.numel() > 0), name
+        assert parameter.numel() == 0 or parameter.grad.shape == parameter.shape, name
+    assert {(g.state.name, g.gathered_bytes) for g in engine.groups(model)} == {("SHARDED", 0)}
+
+
+@BOTH_KINDS
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_tied_weight_is_counted_once_per_use(world, engine, strategy, use_orig_params, use_reentrant):
+    """DeepSpeed#988: under checkpointing it was counted twice."""
+    bare = Tied(use_reentrant).to(world.device)
+    model = shard(world, engine, bare, strategy, use_orig_params=use_orig_params)
+    tokens = torch.arange(4 * world.size, device=world.device) % 5
+    bare(tokens).square().mean().backward()
+    model(tokens.chunk(world.size)[world.rank]).square().mean().backward()
+    assert_named_close(engine.full_gradients(model), named_gradients(bare))
+
+
+@BOTH_KINDS
+@EVERY_STRATEGY
+def test_recomputation_accumulates_without_sync_as_without_checkpointing(
+    world, engine, collectives, strategy, use_reentrant
+):
+    bare = Around(use_reentrant).to(world.device)
+    model = shard(world, engine, bare, strategy, units=("inner",))
+    batches = torch.randn(3, 2 * world.size, 4, device=world.device)
+    for batch in batches:
+        bare(batch).square().mean().backward()
+    with model.no_sync():
+        for batch in batches[:2]:
+            model(batch.chunk(world.size)[world.rank]).square().mean().backward()
+    assert set(collectives.counts()) <= {GATHER}
+    model(batches[2].chunk(world.size)[world.rank]).square().mean().backward()
+    assert_named_close(engine.full_gradients(model), named_gradients(bare))

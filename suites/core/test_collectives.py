@@ -1,0 +1,226 @@
+"""What travels between ranks: how often, in which order, in which dtype and how many bytes, exactly."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.adapters import Precision, ShardSpec
+from harness.zoo import KnownGradient, NestedWrappedModule
+
+pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every group of the model has some padding
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+GATHER = "all_gather_into_tensor"
+# A backend that sums in low precision exchanges the summands instead; which of them is the engine's affair.
+REDUCTIONS = {"reduce_scatter_tensor", "all_to_all_single", "all_reduce"}
+
+NUMEL = {"": 76, "module.1": 272, "module.1.0": 80, "module.2": 68}
+FORWARD = ("", "module.1", "module.1.0", "module.2")
+BACKWARD = ("", "module.2", "module.1", "module.1.0")
+REDUCED = ("module.2", "module.1", "module.1.0", "")  # the root last: it holds the first layer
+# Which groups are gathered, in order: in forward, in backward.
+GATHERED = {"FULL_SHARD": (FORWARD, BACKWARD), "SHARD_GRAD_OP": (FORWARD, ()), "NO_SHARD": ((), ())}
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", GATHERED)
+
+# precision -> dtype of gathers, dtype of reductions
+DTYPES = {
+    Precision(): (F32, F32),
+    Precision(param_dtype=F16): (F16, F16),
+    Precision(param_dtype=BF16, reduce_dtype=F32): (BF16, F32),
+    Precision(reduce_dtype=BF16): (F32, BF16),
+}
+
+
+def shard(world, engine, strategy, bare=None, **more):
+    bare = (bare or NestedWrappedModule()).to(world.device)
+    return engine.shard(bare, ShardSpec(strategy, units=NestedWrappedModule.units, **more))
+
+
+def forward(model, world):
+    return model(torch.randn(4, 8, device=world.device) + world.rank).float().sum()
+
+
+def shard_bytes(world, dtype, names):
+    """Return the dtype and size of one rank's shard of each group, padding included."""
+    return [(dtype, -(-NUMEL[name] // world.size) * dtype.itemsize) for name in names]
+
+
+def full_bytes(world, dtype, names, padded=True):
+    """Return the dtype and size of each whole group, padded so that every rank has as much."""
+    sizes = (-(-NUMEL[name] // world.size) * world.size if padded else NUMEL[name] for name in names)
+    return [(dtype, size * dtype.itemsize) for size in sizes]
+
+
+def gathers(log, strategy, *, in_backward):
+    """Return dtype and bytes of the gathers of parameters, in order."""
+    found = [(e.dtype, e.nbytes) for e in log if e.op == GATHER and e.in_backward == in_backward]
+    # An all-reduce that is put together of an exchange and a gather gathers gradients.
+    return found if strategy != "NO_SHARD" else found[log.count("all_to_all_single") :]
+
+
+def reductions(log):
+    """Return dtype and bytes of the reductions, in order; all of them are in backward."""
+    found = [entry for entry in log if entry.op in REDUCTIONS]
+    assert all(entry.in_backward for entry in found), log
+    return [(entry.dtype, entry.nbytes) for entry in found]
+
+
+def reduced_bytes(world, log, strategy, dtype, names=REDUCED):
+    whole = strategy == "NO_SHARD" and "all_reduce" in log.counts()
+    return full_bytes(world, dtype, names, padded=not whole)
+
+
+def check_gathers(world, log, strategy, dtype, steps=1):
+    for in_backward, names in enumerate(GATHERED[strategy]):
+        found = gathers(log, strategy, in_backward=bool(in_backward))
+        assert found == shard_bytes(world, dtype, names) * steps, log
+
+
+def check_reductions(world, log, strategy, dtype, steps=1):
+    assert reductions(log) == reduced_bytes(world, log, strategy, dtype) * steps, log
+    known = {GATHER, *REDUCTIONS} if strategy != "NO_SHARD" or log.count("all_to_all_single") else REDUCTIONS
+    assert set(log.counts()) <= known, log
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_a_step_gathers_and_reduces_each_group_as_its_strategy_says(
+    world, engine, collectives, strategy, precision, offload
+):
+    """What goes over the wire is cast before, not after (pytorch#154975)."""
+    model = shard(world, engine, strategy, precision=precision, offload=offload, device=world.device)
+    for _ in range(2):
+        forward(model, world).backward()
+    gathered, reduced = DTYPES[precision]
+    check_gathers(world, collectives, strategy, gathered, steps=2)
+    check_reductions(world, collectives, strategy, reduced, steps=2)
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("precision", list(DTYPES)[::2], ids=["fp32", "bf16_reduced_in_fp32"])
+def test_no_sync_reduces_nothing_and_the_next_backward_reduces_each_group_once(
+    world, engine, collectives, strategy, use_orig_params, offload, precision
+):
+    """huggingface/accelerate#3762: gradients were communicated all the same."""
+    spec = {"use_orig_params": use_orig_params, "offload": offload, "precision": precision}
+    model = shard(world, engine, strategy, device=world.device, **spec)
+    with model.no_sync():
+        for _ in range(2):
+            forward(model, world).backward()
+    assert reductions(collectives) == []
+    forward(model, world).backward()
+    gathered, reduced = DTYPES[precision]
+    check_gathers(world, collectives, strategy, gathered, steps=3)
+    check_reductions(world, collectives, strategy, reduced, steps=1)
+
+
+@EVERY_STRATEGY
+def test_every_synced_backward_of_an_accumulation_reduces(world, engine, collectives, strategy):
+    model = shard(world, engine, strategy)
+    loss = forward(model, world)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    check_reductions(world, collectives, strategy, F32, steps=2)
+    # What was kept for the first backward is freed by it.
+    expected = {"FULL_SHARD": BACKWARD * 2, "SHARD_GRAD_OP": BACKWARD, "NO_SHARD": ()}[strategy]
+    found = gathers(collectives, strategy, in_backward=True)
+    assert found == shard_bytes(world, F32, expected)
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_gathers_each_group_once_and_keeps_none(world, engine, collectives, strategy, dtype, mode):
+    model = shard(world, engine, strategy, precision=Precision(param_dtype=dtype)).eval()
+    with mode():
+        forward(model, world)
+        assert {group.state.name for group in engine.groups(model)} == {"SHARDED"}
+        forward(model, world)
+    expected = shard_bytes(world, dtype, GATHERED[strategy][0]) * 2
+    assert [(entry.dtype, entry.nbytes) for entry in collectives] == expected
+
+
+@EVERY_STRATEGY
+def test_a_forward_without_backward_is_forgotten_by_the_next(world, engine, collectives, strategy):
+    model = shard(world, engine, strategy)
+    forward(model, world)
+    forward(model, world).backward()
+    first, second = GATHERED[strategy]
+    assert gathers(collectives, strategy, in_backward=False) == shard_bytes(world, F32, first) * 2
+    assert gathers(collectives, strategy, in_backward=True) == shard_bytes(world, F32, second)
+    check_reductions(world, collectives, strategy, F32)
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_frozen_group_is_gathered_for_its_inputs_gradient_but_not_reduced(
+    world, engine, collectives, strategy, use_orig_params
+):
+    bare = NestedWrappedModule()
+    model = shard(world, engine, strategy, bare, use_orig_params=use_orig_params)
+    bare.module[2].requires_grad_(False)
+    forward(model, world).backward()
+    check_gathers(world, collectives, strategy, F32)
+    expected = reduced_bytes(world, collectives, strategy, F32, REDUCED[1:])
+    assert reductions(collectives) == expected
+
+
+@EVERY_STRATEGY
+def test_a_frozen_group_that_backward_does_not_reach_is_gathered_in_forward_only(
+    world, engine, collectives, strategy
+):
+    bare = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)).to(world.device)
+    model = engine.shard(bare, ShardSpec(strategy, units=(nn.Linear,)))
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    num = {"FULL_SHARD": (2, 1), "SHARD_GRAD_OP": (2, 0), "NO_SHARD": (0, 0)}[strategy]
+    found = [len(gathers(collectives, strategy, in_backward=where)) for where in (False, True)]
+    assert (tuple(found), len(reductions(collectives))) == (num, 1)
+    assert [group.gathered_bytes for group in engine.groups(model)] == [0, 0]
+
+
+@EVERY_STRATEGY
+def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, collectives, strategy):
+    """facebookresearch/fairscale#513."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = KnownGradient(3)
+
+        def forward(self, x):
+            return self.inner(x) + self.inner(10 * x)
+
+    model = engine.shard(Twice().to(world.device), ShardSpec(strategy, units=("inner",)))
+    model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
+    assert engine.full_gradients(model)["inner.weight"].tolist() == [11.0 * (world.size - 1)] * 3
+    assert sum(entry.op in REDUCTIONS for entry in collectives if entry.in_backward) == 1
+
+
+@pytest.mark.ranks(2)
+@EVERY_STRATEGY
+def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, strategy):
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.skipped = KnownGradient(2), KnownGradient(6)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = engine.shard(Skipping().to(world.device), ShardSpec(strategy, units=(KnownGradient,)))
+    model(torch.ones((), device=world.device)).backward()
+    assert reductions(collectives) == [(F32, 8)]
+    assert {nbytes for _, nbytes in gathers(collectives, strategy, in_backward=False)} <= {4}
+
+
+@pytest.mark.ranks(1)
+@EVERY_STRATEGY
+@pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
+def test_one_rank_communicates_nothing(world, engine, collectives, strategy, precision):
+    model = shard(world, engine, strategy, precision=precision)
+    forward(model, world).backward()
+    model.clip_grad_norm_(1.0)
+    assert list(collectives) == []

@@ -1,0 +1,260 @@
+"""What groups show at each moment of a step: which state, which dtypes, how many bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from harness.adapters import Precision, ShardSpec
+from harness.zoo import NestedWrappedModule
+
+pytestmark = pytest.mark.ranks(2)
+
+BF16, F32 = torch.bfloat16, torch.float32
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+ROOT, MIDDLE, INNER, LAST = "", "module.1", "module.1.0", "module.2"
+NUMEL = {ROOT: 76, MIDDLE: 272, INNER: 80, LAST: 68}
+AFTER_FORWARD = {"FULL_SHARD": "SHARDED", "SHARD_GRAD_OP": "KEPT", "NO_SHARD": "KEPT"}
+
+
+class Watched(NestedWrappedModule):
+    """The nested model, that notes what ``look`` returns as each layer begins, in forward and in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.look, self.seen = None, {}
+        for name in ("module.0", "module.1.0", "module.1.1", "module.2", "module.3"):
+            layer = self.get_submodule(name)
+            layer.register_forward_pre_hook(lambda *_, name=name: self.note(f"forward {name}"))
+            layer.register_full_backward_pre_hook(lambda *_, name=name: self.note(f"backward {name}"))
+
+    def note(self, moment):
+        self.seen[moment] = self.look()
+
+
+def watch(world, engine, strategy, **more):
+    """Return the sharded model and what it will note: the states of its groups by moment."""
+    bare = Watched().to(world.device)
+    model = engine.shard(bare, ShardSpec(strategy, units=bare.units, **more))
+    bare.look = lambda: states(engine, model)
+    return model, bare.seen
+
+
+def states(engine, model):
+    return {group.name: group.state.name for group in engine.groups(model)}
+
+
+def batch(world):
+    # torch warns of backward hooks where no input needs a gradient.
+    return (torch.randn(4, 8, device=world.device) + world.rank).requires_grad_()
+
+
+def all_in(state):
+    return dict.fromkeys(NUMEL, state)
+
+
+def gathered(rest, *names):
+    """Return the states when groups of these names are gathered; ``rest`` has those of the others."""
+    return rest | dict.fromkeys(names, "GATHERED")
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_forward_gathers_a_group_for_its_own_modules_only(world, engine, strategy, use_orig_params):
+    model, seen = watch(world, engine, strategy, use_orig_params=use_orig_params, backward_prefetch=None)
+    assert states(engine, model) == all_in("SHARDED")
+    model(batch(world))
+    after = AFTER_FORWARD[strategy]
+    start, inner_done = all_in("SHARDED"), {**all_in("SHARDED"), INNER: after}
+    unit_done = {**inner_done, MIDDLE: after}
+    assert seen == {
+        "forward module.0": gathered(start, ROOT),
+        "forward module.1.0": gathered(start, ROOT, MIDDLE, INNER),
+        "forward module.1.1": gathered(inner_done, ROOT, MIDDLE),
+        "forward module.2": gathered(unit_done, ROOT, LAST),
+        "forward module.3": gathered({**unit_done, LAST: after}, ROOT),
+    }
+    assert states(engine, model) == all_in(after)
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("sync", [True, False])
+def test_backward_frees_a_group_when_it_has_its_gradients(world, engine, strategy, use_orig_params, sync):
+    model, seen = watch(world, engine, strategy, use_orig_params=use_orig_params, backward_prefetch=None)
+    loss = model(batch(world)).sum()
+    seen.clear()
+    if sync:
+        loss.backward()
+    else:
+        with model.no_sync():
+            loss.backward()
+    before = all_in(AFTER_FORWARD[strategy])
+    assert seen == {
+        "backward module.3": gathered(before, ROOT),
+        "backward module.2": gathered(before, ROOT, LAST),
+        "backward module.1.1": gathered({**before, LAST: "SHARDED"}, ROOT, MIDDLE),
+        "backward module.1.0": gathered({**before, LAST: "SHARDED", MIDDLE: "SHARDED"}, ROOT, INNER),
+        "backward module.0": gathered({**before, **all_in("SHARDED")}, ROOT),
+    }
+    assert states(engine, model) == all_in("SHARDED")
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("precision", [Precision(), Precision(BF16, F32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, precision, offload):
+    bare = NestedWrappedModule().to(world.device)
+    spec = {"precision": precision, "offload": offload, "device": world.device}
+    model = engine.shard(bare, ShardSpec(strategy, units=bare.units, **spec))
+    num_shards = 1 if strategy == "NO_SHARD" else world.size
+    compute = precision.param_dtype or F32
+
+    def check(gathered, gradient_dtype):
+        for group in engine.groups(model):
+            numel = NUMEL[group.name]
+            dtypes = (group.original_dtype, group.compute_dtype, group.reduce_dtype, group.flat_dtype)
+            assert dtypes == (F32, compute, F32, F32)
+            assert (group.local_numel, group.full_numel, group.padding) == (numel // num_shards, numel, 0)
+            assert group.local_bytes == 4 * numel // num_shards
+            assert group.gathered_bytes == (numel * compute.itemsize if group.name in gathered else 0)
+            assert group.gradient_dtype == gradient_dtype
+
+    kept = set(NUMEL) if strategy != "FULL_SHARD" else set()
+    bare.module[3].register_forward_pre_hook(lambda *_: check({ROOT} | kept, None))
+    check(set(), None)
+    loss = model(batch(world)).float().sum()
+    check(kept, None)
+    loss.backward()
+    check(set(), F32)
+    model.zero_grad()
+    check(set(), None)
+
+
+@pytest.mark.parametrize(("strategy", "after_forward"), [("FULL_SHARD", 0), ("SHARD_GRAD_OP", 1)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_full_parameters_give_their_memory_back(world, engine, monkeypatch, strategy, after_forward, dtype):
+    # It would fill the memory with NaN and hold it.
+    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
+    bare = NestedWrappedModule().to(world.device)
+    model = engine.shard(bare, ShardSpec(strategy, units=bare.units, precision=Precision(param_dtype=dtype)))
+    inside = {}
+    bare.module[0].register_forward_pre_hook(lambda layer, _: inside.update(vars(layer)))
+    loss = model(batch(world)).float().sum()
+    memory = inside["weight"].untyped_storage()
+    assert memory.nbytes() == after_forward * NUMEL[ROOT] * dtype.itemsize
+    loss.backward()
+    assert memory.nbytes() == 0
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_visible_parameters_are_sharded_outside_forward(world, engine, strategy, use_orig_params):
+    model, _ = watch(world, engine, strategy, use_orig_params=use_orig_params)
+    before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
+    local = sum(NUMEL.values()) // (1 if strategy == "NO_SHARD" else world.size)
+    assert sum(p.numel() for p in model.parameters()) == local
+    loss = model(batch(world)).sum()
+    assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
+    loss.backward()
+    assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
+
+
+@dataclasses.dataclass
+class Result:
+    """An output that has a tensor deep inside."""
+
+    values: dict[str, list[torch.Tensor]]
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: (y,), lambda y: [y], lambda y: {"y": [y]}, lambda y: Result({"y": [y]})],
+    ids=["tuple", "list", "dict", "dataclass"],
+)
+def test_a_unit_frees_after_forward_whatever_its_output_lies_in(world, engine, strategy, wrap):
+    class Wrapping(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    model = engine.shard(Wrapping(8, 8).to(world.device), ShardSpec(strategy))
+    model(batch(world))
+    assert states(engine, model) == {"": AFTER_FORWARD[strategy]}
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
+def test_an_optimizer_built_after_a_first_forward_moves_the_weights(
+    world, engine, strategy, use_orig_params, grad
+):
+    """pytorch#149205: it was given tensors that nobody reads."""
+    bare = nn.Linear(8, 8).to(world.device)
+    model = engine.shard(bare, ShardSpec(strategy, use_orig_params=use_orig_params))
+    x = torch.ones(2, 8, device=world.device)
+    with torch.set_grad_enabled(grad):
+        before = model(x).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(x) * 2 * world.rank).sum().backward()
+    optimizer.step()
+    # In the mean d(loss)/d(weight) is 2 everywhere: each of 8 weights of a row takes off 0.2, and the bias.
+    torch.testing.assert_close(model(x), before - 9 * 0.2)
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_evaluation_and_inference_mode_leave_training_possible(world, engine, strategy, use_orig_params):
+    bare = nn.Linear(8, 8).to(world.device)
+    model = engine.shard(bare, ShardSpec(strategy, use_orig_params=use_orig_params)).eval()
+    x = torch.ones(2, 8, device=world.device)
+    with torch.inference_mode():
+        inferred = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), inferred)
+    (model.train()(x) * 2 * world.rank).sum().backward()
+    assert engine.full_gradients(model)["bias"].tolist() == [2.0] * 8
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_unit_skipped_in_a_step_or_left_out_of_the_loss_has_no_gradient(
+    world, engine, strategy, use_orig_params
+):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unheard, self.skipped = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.used(x), self.unheard(x)
+
+    bare = Branches().to(world.device)
+    spec = ShardSpec(strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
+    model = engine.shard(bare, spec)
+    model(batch(world))[0].sum().backward()
+    held = {group.name: group.gradient_dtype for group in engine.groups(model)}
+    assert held == {"used": F32, "unheard": None, "skipped": None}
+    assert {group.gathered_bytes for group in engine.groups(model)} == {0}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_step_after_save_and_load_has_the_same_bits(world, engine, strategy, use_orig_params):
+    spec = ShardSpec(strategy, units=NestedWrappedModule.units, use_orig_params=use_orig_params)
+    saved, loaded = (engine.shard(NestedWrappedModule().to(world.device), spec) for _ in range(2))
+    saved(batch(world)).square().sum().backward()
+    for parameter in saved.parameters():
+        if parameter.grad is not None:
+            parameter.data.sub_(0.1 * parameter.grad)
+    loaded.load_state_dict(saved.state_dict())
+    saved.zero_grad()
+    x = batch(world)
+    for model in (saved, loaded):
+        model(x).square().sum().backward()
+    expected = engine.full_gradients(saved)
+    for name, gradient in engine.full_gradients(loaded).items():
+        assert torch.equal(gradient, expected[name]), name
