@@ -32,7 +32,8 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Take back what `take` returned."""
-        self._free.append(self._lent.pop(buffer.data_ptr()))
+        if buffer.numel():  # empty ones have no address to know them by
+            self._free.append(self._lent.pop(buffer.data_ptr()))
 
     def clear(self) -> None:
         """Give all free memory back, and forget what was lent and never returned."""

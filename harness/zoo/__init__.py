@@ -6,12 +6,15 @@ name or by class. ``batch(generator)`` makes an input and ``loss(output, ...)`` 
 
 from harness.zoo.delay import NestedWrappedModuleWithDelay
 from harness.zoo.experts import DummyDDP, MixtureOfExperts
+from harness.zoo.known_gradient import KnownGradient, KnownGradients
 from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 from harness.zoo.transformer import TransformerWithSharedParams
 
 __all__ = [
     "AlwaysWrapNestedWrappedModule",
     "DummyDDP",
+    "KnownGradient",
+    "KnownGradients",
     "MixtureOfExperts",
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
