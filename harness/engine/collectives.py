@@ -4,11 +4,14 @@ Reductions return the mean over the ranks of the group. A group of one rank comm
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -103,3 +106,29 @@ def _single(name: str, older_name: str) -> Callable[..., Any]:
     """Return a collective that torch 2.13 renamed; the older name warns there."""
     found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older_name)
     return found
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return the picklable ``value`` of every rank, in rank order."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
+    """Return the picklable ``value`` of the group's rank 0."""
+    if dist.get_world_size(group) == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
+    return values[0]
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """Return what the ranks of ``tensor``'s mesh hold together, on the mesh's device."""
+    there: Any = tensor.to(tensor.device_mesh.device_type)  # annotated as a plain tensor
+    full: Tensor = there.full_tensor()
+    return full

@@ -1,12 +1,12 @@
 """The wrapper front: `FullyShardedDataParallel`, with PyTorch's public names. Runs on ranks.
 
-It reads what the user asks for and hands it on: to `construction`, `hooks`, `summon` and `clip`.
+It reads what the user asks for and hands it on: to `construction`, `hooks`, `summon` and `clip`. State dicts
+are the affair of its base class, in `state_front`.
 """
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from harness.engine import clip, construction
 from harness.engine.hooks import Tree
+from harness.engine.names import FLAT as _FLAT
+from harness.engine.names import INNER as _INNER
+from harness.engine.names import clean_name
 from harness.engine.parameters import Slot
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
     GroupInfo,
-    GroupState,
     MixedPrecision,
     ShardingStrategy,
 )
+from harness.engine.state_front import StateFront
 from harness.engine.summon import Summon, refuse_when_busy, summoned
 from harness.engine.wrap import WrapFunction, WrapPolicy, as_policy, candidates, has_forward
 
-_INNER = "_sharded_module"
-_FLAT = "flat_param"
 
-
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateFront):
     """Shard ``module`` over the ranks of ``process_group``; every rank calls everything here in step.
 
     The parameters of ``module`` that no unit below it holds make one group. Gradients are the mean over
@@ -93,8 +93,7 @@ class FullyShardedDataParallel(nn.Module):
         tree = Tree([wrapper._unit for _, wrapper in _wrappers(self)])
         for unit in tree.units:
             unit.join(tree)
-        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+        self._register_state_hooks()
 
     @property
     def module(self) -> nn.Module:
@@ -183,53 +182,6 @@ class FullyShardedDataParallel(nn.Module):
         refuse_when_busy(found, "summon_full_params")
         return summoned(found, options)
 
-    def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return full parameters and buffers in their original dtypes, named as in the unsharded model.
-
-        A collective: every rank calls it and gets everything.
-        """
-        if self._unit.tree.busy:
-            refuse_when_busy([self._unit], "state_dict")
-        # Without a destination the module makes one that carries its version numbers.
-        given = {} if destination is None else {"destination": destination}
-        with self._full_for_state():
-            found: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
-        for name, dtype in self._unit.buffer_dtypes.items():
-            if prefix + name in found:
-                found[prefix + name] = found[prefix + name].to(dtype)
-        return found
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load what `state_dict` of a model with any wrapping, or with none, returned; on every rank.
-
-        Returns the missing and unexpected names; raises RuntimeError for them if ``strict``.
-        """
-        try:
-            found = super().load_state_dict(self._with_versions(state_dict), strict, assign)
-        except RuntimeError as error:
-            raise RuntimeError(str(error).replace(f"{_INNER}.", "")) from None
-        missing, unexpected = ([clean_name(name) for name in names] for names in found)
-        return found._replace(missing_keys=missing, unexpected_keys=unexpected)
-
-    def _with_versions(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of ``state_dict`` whose version numbers are found under the names of modules here."""
-        versions = getattr(state_dict, "_metadata", None)
-        copied = OrderedDict(state_dict)
-        if versions is not None:
-            names = (name for name, _ in self.named_modules())
-            copied._metadata = {name: versions.get(clean_name(name), {}) for name in names}  # type: ignore[attr-defined]
-        return copied
-
-    def _full_for_state(self) -> AbstractContextManager[None]:
-        group = self._unit.group
-        if group and group.state is GroupState.SUMMONED:
-            return nullcontext()
-        return summoned([self._unit], Summon(writeback=False))
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         """Cast or move everything, as `.half()` and `.to()` do: shard, gradients, buffers, units below."""
         group = self._unit.group
@@ -256,11 +208,6 @@ class FullyShardedDataParallel(nn.Module):
 def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
     """Show all groups of ``model``, outer before inner, as they are now."""
     return tuple(_info(name, wrapper) for name, wrapper in _wrappers(model) if wrapper._unit.group)
-
-
-def clean_name(name: str) -> str:
-    """Return ``name`` as it is in the unsharded model."""
-    return ".".join(part for part in name.split(".") if part != _INNER)
 
 
 def _info(name: str, wrapper: FullyShardedDataParallel) -> GroupInfo:
@@ -366,17 +313,3 @@ def _places(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
             if child is not None:
                 places.setdefault(child, []).append((parent, name))
     return places
-
-
-def _before_load(wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the wrapped module the clean names, and full parameters to copy into."""
-    refuse_when_busy([wrapper._unit], "load_state_dict")
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}{_INNER}.{name[len(prefix) :]}"] = state_dict.pop(name)
-    if group := wrapper._unit.group:
-        group.summon(group.full_original(), None)
-
-
-def _after_load(wrapper: FullyShardedDataParallel, _: Any) -> None:
-    if group := wrapper._unit.group:
-        group.dismiss(writeback=True)
