@@ -34,8 +34,12 @@ class Original:
 
     @property
     def is_described_here(self) -> bool:
-        """Whether this rank holds the first element, if there is one, and so tells the others."""
-        return self.piece.start == 0 and (len(self.piece) > 0 or self.shape.numel() == 0)
+        """Whether this rank holds the first element, and so tells the others of the state.
+
+        Nobody does for a parameter without elements: only a flat parameter has any state of it, and what a
+        checkpoint contains should not depend on that.
+        """
+        return self.piece.start == 0 and len(self.piece) > 0
 
 
 @dataclass(frozen=True)
