@@ -112,7 +112,8 @@ def _pieces(view: OptimizerView, given: Mapping[str, State], source: Mapping[str
             pieces[original.name] = {}
             for key, value in given[original.name].items():
                 if isinstance(value, Tensor):
-                    full = _full(view, place, value, source.get(original.name, {}).get(key))
+                    rank_0s = source.get(original.name, {}).get(key)
+                    full = _full(view, place, original, value, rank_0s)
                     value = _part(place, original, full, f"{key!r} of {original.name!r}", key in numbers)
                 pieces[original.name][key] = value
     return pieces
@@ -131,10 +132,12 @@ def _one_number_keys(view: OptimizerView, given: Mapping[str, State]) -> set[str
     return {key for key, single in seen if single} | (_ONE_NUMBER - {key for key, _ in seen})
 
 
-def _full(view: OptimizerView, place: Place, value: Tensor, source: Tensor | None) -> Tensor:
+def _full(
+    view: OptimizerView, place: Place, original: Original, value: Tensor, source: Tensor | None
+) -> Tensor:
     """Return ``value`` with all its elements: from its `DTensor`, or from rank 0 if it came without."""
     if not value.is_meta:
-        return dtensor.whole(value, place.name)
+        return dtensor.whole(value, original.name)
     device = place.shard.device if place.shard else place.parameter.device
     wire = torch.empty(value.shape, dtype=value.dtype, device=device) if source is None else source.to(device)
     collectives.broadcast([wire], view.world)

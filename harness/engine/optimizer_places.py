@@ -85,7 +85,7 @@ class Place:
         """
         held = [(o, states[o.name]) for o in self.originals if o.name in states]
         if not self.is_flat:
-            # An empty piece is never stepped; a count of steps that stood still would be wrong when saved.
+            # A rank that holds nothing of a parameter never steps it, and keeps nothing for it.
             held = [(o, state) for o, state in held if len(o.piece) or not self.is_cut]
         names = dict.fromkeys(name for _, state in held for name in state)
         joined = {n: self._join_one(n, [(o, state[n]) for o, state in held if n in state]) for n in names}

@@ -118,10 +118,10 @@ def _full(
     for original, laid in pieces.items():
         if laid is not None:
             original.of(flat).copy_(laid.piece)
-    views = shard.in_full(shard.gather(flat))
-    values: Sequence[Tensor] = [view for o, view in zip(originals, views, strict=True) if o in pieces]
+    gathered = shard.in_full(shard.gather(flat))
+    values = [full for original, full in zip(originals, gathered, strict=True) if original in pieces]
     if view.kind is StateDictType.SHARDED_STATE_DICT:
-        values = dtensor.cut(values, shard)
+        values = list(dtensor.cut(values, shard))
     return dict(zip(pieces, (_placed(view, value) for value in values), strict=True))
 
 

@@ -216,6 +216,27 @@ def test_what_is_missing_from_the_state_stays_as_it_is(world, engine, kind):
     assert_named_close(full_state(model), before | {"first.bias": before["first.bias"] + 1}, EXACT)
 
 
+@pytest.mark.parametrize("kind", StateDictType)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_tensors_that_are_assigned_and_not_copied_are_kept(world, engine, use_orig_params, kind):
+    first, second = (shard(engine, world, seed=s, use_orig_params=use_orig_params) for s in (0, 1))
+    load(second, kind, saved(first, kind), assign=True)
+    assert_named_close(full_state(second), full_state(first), EXACT)
+    assert {group.state.name for group in engine.groups(second)} == {"SHARDED"}
+
+
+@pytest.mark.parametrize("kind", StateDictType)
+def test_recurrent_modules_compute_as_before_with_loaded_state(world, engine, kind):
+    def model(seed):
+        torch.manual_seed(seed)
+        return engine.shard(nn.LSTM(8, 4), ShardSpec(use_orig_params=True, device=world.device))
+
+    first, second = model(0), model(1)
+    load(second, kind, saved(first, kind))
+    x = torch.ones(3, 2, 8, device=world.device)
+    assert torch.equal(second(x)[0], first(x)[0])
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "saving"),
