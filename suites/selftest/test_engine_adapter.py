@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.adapters import Precision, ShardSpec, find
-from harness.zoo import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from harness.zoo import AlwaysWrapNestedWrappedModule, NestedWrappedModule, UnevenShapes
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones():
@@ -39,6 +39,7 @@ def test_a_spec_that_cannot_be_met_is_refused(world, engine, spec, message):
             AlwaysWrapNestedWrappedModule,
             {"module.0": 36, "module.1.0": 81, "module.1.1": 273, "module.2": 69, "module.3": 42},
         ),
+        (UnevenShapes, {"": 66, "body": 30, "body.gate": 3}),
     ],
 )
 def test_the_models_of_the_zoo_name_their_units(world, engine, model, sizes):
