@@ -39,7 +39,10 @@ class StateDictConfig:
 
 @dataclass(frozen=True)
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: other ranks take part and get an empty dict. Loading wants the dict on every rank."""
+    """``rank0_only``: other ranks take part and get an empty dict, but for what lies outside any unit.
+
+    Loading wants the dict on every rank.
+    """
 
     rank0_only: bool = False
 
