@@ -18,46 +18,57 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Axes:
-    """The two axes of a mesh that one group lies on; None is an axis of size one.
+    """The two axes of a mesh that one group lies on, as process groups; None where the user gave none.
 
-    ``shard``: each rank of it holds a piece of its own. ``replicate``: all ranks of it hold the same piece.
-    A rank that shards and replicates is in one group of each.
+    ``sharding``: each rank of it holds a piece of its own. ``replicating``: all ranks of it hold the same
+    piece. A rank that shards and replicates is in one group of each.
     """
 
-    shard: dist.ProcessGroup | None
-    replicate: dist.ProcessGroup | None
-
-    @staticmethod
-    def over(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None) -> Axes:
-        """Return axes over these groups; a group of one rank is an axis of size one."""
-        return Axes(*(None if _size(group) == 1 else group for group in (shard, replicate)))
+    sharding: dist.ProcessGroup | None
+    replicating: dist.ProcessGroup | None
 
     @staticmethod
     def of(strategy: ShardingStrategy, groups: ProcessGroups) -> Axes:
         """Return the axes that ``strategy`` makes of ``groups``."""
         if isinstance(groups, tuple):
-            return Axes.over(*groups)
-        replicated = strategy is ShardingStrategy.NO_SHARD
-        return Axes.over(None, groups) if replicated else Axes.over(groups, None)
+            return Axes(*groups)
+        return Axes(None, groups) if strategy is ShardingStrategy.NO_SHARD else Axes(groups, None)
+
+    @property
+    def shard(self) -> dist.ProcessGroup | None:
+        """The group to gather from; None where there is one shard."""
+        return self.sharding if _size(self.sharding) > 1 else None
+
+    @property
+    def replicate(self) -> dist.ProcessGroup | None:
+        """The group to average with that holds the same; None where nobody else does."""
+        return self.replicating if _size(self.replicating) > 1 else None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that have everything between them: the shard axis, or where there is none the other."""
+        group = self.sharding or self.replicating
+        assert group is not None
+        return group
 
     @property
     def num_shards(self) -> int:
-        return _size(self.shard)
+        return _size(self.sharding)
 
     @property
     def size(self) -> int:
         """How many ranks average their gradients."""
-        return _size(self.shard) * _size(self.replicate)
+        return _size(self.sharding) * _size(self.replicating)
 
     @property
     def index(self) -> int:
         """Which shard this rank holds."""
-        return _rank(self.shard)
+        return _rank(self.sharding)
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of both axes."""
-        return _rank(self.shard) == _rank(self.replicate) == 0
+        return _rank(self.sharding) == _rank(self.replicating) == 0
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -7,14 +7,17 @@ What takes long is started and finished apart, so that ranks compute in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.engine.axes import Axes
 from harness.engine.pool import BufferPool
+
+T = TypeVar("T")
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -83,18 +86,18 @@ def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = F
         if largest:
             everyone = values.new_empty(dist.get_world_size(group) * values.numel())
             # gloo's own MAX would drop a NaN.
-            gather(everyone, values.reshape(-1), Axes(shard=group, replicate=None))
+            gather(everyone, values.reshape(-1), Axes(sharding=group, replicating=None))
             values = everyone.view(-1, *values.shape).amax(0)
         else:
             dist.all_reduce(values, group=group)
     return values
 
 
-def broadcast(tensors: Iterable[Tensor], axes: Axes) -> None:
-    """Overwrite each tensor with that of the rank that is first on both axes."""
+def broadcast(tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Overwrite each tensor with that of the rank that is first in all ``groups``, shard axis first."""
     wires = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]
     # In this order: the first rank of each replica has the values only after the first replica has them.
-    for group in axes.groups:
+    for group in groups:
         source = dist.get_global_rank(group, 0)
         for tensor, wire in wires:
             dist.broadcast(wire, source, group=group)
@@ -157,7 +160,7 @@ def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool
         scattered = _start_reduce_scatter(padded, group, divisor, full.dtype, pool)
 
         def finish() -> Tensor:
-            gather(padded, scattered(), Axes(shard=group, replicate=None))
+            gather(padded, scattered(), Axes(sharding=group, replicating=None))
             return padded[: full.numel()]
 
         return finish
@@ -197,3 +200,29 @@ def _single(name: str, older_name: str) -> Callable[..., Any]:
     """Return a collective that torch 2.13 renamed; the older name warns there."""
     found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older_name)
     return found
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return the picklable ``value`` of every rank, in rank order."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
+    """Return the picklable ``value`` of the group's rank 0."""
+    if dist.get_world_size(group) == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
+    return values[0]
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """Return what the ranks of ``tensor``'s mesh hold together, on the mesh's device."""
+    there: Any = tensor.to(tensor.device_mesh.device_type)  # annotated as a plain tensor
+    full: Tensor = there.full_tensor()
+    return full

@@ -51,7 +51,7 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         tensors = [entry.parameter.data for entry in entries] + [
             s.module._buffers[s.name] for s in buffers.values()
         ]
-        collectives.broadcast((t for t in tensors if t is not None), plan.axes)
+        collectives.broadcast((t for t in tensors if t is not None), plan.axes.groups)
     device = _compute_device(entries, plan) if plan.offload else plan.device
     settings = GroupSettings(
         unit=name,

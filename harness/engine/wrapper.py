@@ -1,11 +1,11 @@
 """The wrapper front: `FullyShardedDataParallel`, with PyTorch's public names. Runs on ranks.
 
-It reads what the user asks for and hands it on: to `construction`, `hooks`, `summon` and `clip`.
+It reads what the user asks for and hands it on: to `construction`, `hooks`, `summon` and `clip`. State dicts
+are the affair of its base class, in `state_front`.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -17,23 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
 from harness.engine.axes import ProcessGroups
 from harness.engine.hooks import Tree
+from harness.engine.names import FLAT as _FLAT
+from harness.engine.names import INNER as _INNER
+from harness.engine.names import clean_name
 from harness.engine.parameters import Slot
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
     GroupInfo,
-    GroupState,
     MixedPrecision,
     ShardingStrategy,
 )
+from harness.engine.state_front import StateFront
 from harness.engine.summon import Summon, refuse_when_busy, summoned
 from harness.engine.wrap_policy import WrapFunction, WrapPolicy, as_policy
 
-_INNER = "_sharded_module"
-_FLAT = "flat_param"
 
-
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateFront):
     """Shard ``module`` over the ranks of ``process_group``; every rank calls everything here in step.
 
     The parameters of ``module`` that no unit below it holds make one group. Gradients are the mean over
@@ -106,8 +106,7 @@ class FullyShardedDataParallel(nn.Module):
         self._ignored = plan.ignored
         self.add_module(_INNER, module)
         self._join(plan.use_orig_params)
-        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+        self._register_state_hooks()
 
     def _join(self, use_orig_params: bool) -> None:
         """Show the flat parameter if the originals are not, and be the root of all units below."""
@@ -260,53 +259,6 @@ class FullyShardedDataParallel(nn.Module):
         refuse_when_busy(found, "summon_full_params")
         return summoned(found, options)
 
-    def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return full parameters and buffers in their original dtypes, named as in the unsharded model.
-
-        A collective: every rank calls it and gets everything.
-        """
-        if self._unit.tree.busy:
-            refuse_when_busy([self._unit], "state_dict")
-        # Without a destination the module makes one that carries its version numbers.
-        given = {} if destination is None else {"destination": destination}
-        with self._full_for_state():
-            found: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
-        for name, dtype in self._unit.buffer_dtypes.items():
-            if prefix + name in found:
-                found[prefix + name] = found[prefix + name].to(dtype)
-        return found
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load what `state_dict` of a model with any wrapping, or with none, returned; on every rank.
-
-        Returns the missing and unexpected names; raises RuntimeError for them if ``strict``.
-        """
-        try:
-            found = super().load_state_dict(self._with_versions(state_dict), strict, assign)
-        except RuntimeError as error:
-            raise RuntimeError(str(error).replace(f"{_INNER}.", "")) from None
-        missing, unexpected = ([clean_name(name) for name in names] for names in found)
-        return found._replace(missing_keys=missing, unexpected_keys=unexpected)
-
-    def _with_versions(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of ``state_dict`` whose version numbers are found under the names of modules here."""
-        versions = getattr(state_dict, "_metadata", None)
-        copied = OrderedDict(state_dict)
-        if versions is not None:
-            names = _registered_names(self)
-            copied._metadata = {name: versions.get(clean_name(name), {}) for name in names}  # type: ignore[attr-defined]
-        return copied
-
-    def _full_for_state(self) -> AbstractContextManager[None]:
-        group = self._unit.group
-        if group and group.state is GroupState.SUMMONED:
-            return nullcontext()
-        return summoned([self._unit], Summon(writeback=False))
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         """Cast or move everything, as `.half()` and `.to()` do: shard, gradients, buffers, units below."""
         group = self._unit.group
@@ -339,11 +291,6 @@ def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
     )
 
 
-def clean_name(name: str) -> str:
-    """Return ``name`` as it is in the unsharded model."""
-    return ".".join(part for part in name.split(".") if part != _INNER)
-
-
 def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
     """Return all units of ``model`` with clean names, outer before inner."""
     found = model.named_modules()
@@ -352,14 +299,6 @@ def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
 
 def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
-
-
-def _registered_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all modules as they are registered, under which `load_state_dict` looks for them."""
-    yield prefix
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _registered_names(child, f"{prefix}.{name}" if prefix else name)
 
 
 def _below(plan: construction.Plan) -> auto_wrap.MakeUnit:
@@ -386,17 +325,3 @@ def _below(plan: construction.Plan) -> auto_wrap.MakeUnit:
         return unit
 
     return make
-
-
-def _before_load(wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the wrapped module the clean names, and full parameters to copy into."""
-    refuse_when_busy([wrapper._unit], "load_state_dict")
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}{_INNER}.{name[len(prefix) :]}"] = state_dict.pop(name)
-    if group := wrapper._unit.group:
-        group.summon(group.full_original(), None)
-
-
-def _after_load(wrapper: FullyShardedDataParallel, _: Any) -> None:
-    if group := wrapper._unit.group:
-        group.dismiss(writeback=True)

@@ -16,7 +16,7 @@ from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank.collection import RankCollection
-from harness.rank.state import RankState, count_collectives, count_groups
+from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -180,6 +180,7 @@ class RankSession:
         now = RankState.capture()
         if now != self._baseline:
             self._baseline.restore()
+        forget_meshes()
         if left := self._baseline.changes(now):
             message = f"rank {self._spec.rank}: the test left behind {'; '.join(left)}"
             warnings.warn(RankStateWarning(message), stacklevel=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -116,6 +117,18 @@ def _groups() -> dict[str, dist.ProcessGroup]:
     # torch keeps no public list of groups.
     groups = dist.distributed_c10d._world.pg_map
     return {f"{group.group_desc} {group.group_name}": group for group in groups}
+
+
+def forget_meshes() -> None:
+    """Let no operator of DTensor answer with a mesh of this test, whose groups may be gone in the next one.
+
+    An operator remembers what it returned for equal arguments, and meshes over different groups of the same
+    ranks are equal.
+    """
+    if tensor := sys.modules.get("torch.distributed.tensor"):
+        # What torch.distributed.tensor.debug does for this, whose import takes 2 s.
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _cwd() -> str:

@@ -9,6 +9,7 @@ from harness.zoo.experts import DummyDDP, MixtureOfExperts
 from harness.zoo.known_gradient import KnownGradient, KnownGradients
 from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 from harness.zoo.transformer import TransformerWithSharedParams
+from harness.zoo.uneven import UnevenShapes
 
 __all__ = [
     "AlwaysWrapNestedWrappedModule",
@@ -19,4 +20,5 @@ __all__ = [
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "TransformerWithSharedParams",
+    "UnevenShapes",
 ]

@@ -162,6 +162,22 @@ def test_makes_a_mesh_without_a_word(world):
     assert output.count("the test left behind") == 2  # one for each rank, none for the mesh
 
 
+def test_dtensors_of_one_test_do_not_meet_the_groups_of_another(project: Project) -> None:
+    project.write("""
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_gathers(world, turn):
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    tensor = DTensor.from_local(torch.ones(1), mesh, [Shard(0)]).detach()
+    assert tensor.full_tensor().tolist() == [1, 1]
+    dist.destroy_process_group(group)
+""")
+    assert "2 passed" in project.run()
+
+
 def test_what_a_wider_fixture_changes_stands_until_it_ends(project: Project) -> None:
     project.write("""
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,262 @@
+"""The state of one unit, saved and loaded in one of three kinds (`StateDictType`). Runs on ranks."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from harness.engine import collectives, dtensor
+from harness.engine.full import fill_with_nan
+from harness.engine.group import ShardGroup
+from harness.engine.hooks import Unit
+from harness.engine.names import FLAT, INNER, clean_name, joined
+from harness.engine.parameters import Slot
+from harness.engine.policy import GroupState
+from harness.engine.shard import LocalShard
+from harness.engine.state_policy import StateDictSettings, StateDictType
+from harness.engine.summon import refuse_when_busy
+
+_SIGNATURE = "lockstep_shard"
+"""Under which key the version numbers of a local state dict's modules tell whose shard it is."""
+
+SAME_SHARD = (
+    "A local state dict loads on the same rank, world size and wrapping only; save a sharded or a full one "
+    "to change these."
+)
+
+
+def signature(shard: LocalShard) -> str:
+    """Say of which parameters ``shard`` is which part, so that it is not taken for another."""
+    index = shard.settings.axes.index
+    shapes = ", ".join(f"{e.name}{list(e.shape)}" for e in shard.entries)
+    return f"shard {index} of {shard.layout.num_shards} of {shapes}"
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """Save and load the state of ``unit``, which ``wrapper`` stands for in the model.
+
+    Modules save and load themselves, as in an unsharded model; what they see meanwhile in the place of their
+    parameters is what this is about. Units below take part through their own wrappers.
+    """
+
+    unit: Unit
+    wrapper: nn.Module
+    settings: StateDictSettings
+
+    @property
+    def module(self) -> nn.Module:
+        inner = self.wrapper._modules[INNER]
+        assert inner is not None
+        return inner
+
+    @property
+    def is_local(self) -> bool:
+        return self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+
+    @torch.no_grad()
+    def save(self, destination: dict[str, Any] | None, prefix: str, keep_vars: bool) -> dict[str, Any]:
+        """Return this unit's state and that of the units below it, added to ``destination`` if given.
+
+        All ranks take part. Raises RuntimeError inside forward and backward, and for other kinds than full
+        inside `summon_full_params`.
+        """
+        self._refuse_when_busy()
+        result = _empty() if destination is None else destination
+        found = result if self._keeps() else _empty()
+        with self._shown():
+            self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
+        if self.is_local and self.unit.group:
+            self._add_flat(found, prefix, keep_vars)
+        for name, dtype in self._buffer_dtypes():
+            if prefix + name in found:
+                found[prefix + name] = found[prefix + name].to(dtype)
+        if self.settings.state_dict_config.offload_to_cpu:
+            for name, value in found.items():
+                if name.startswith(prefix) and isinstance(value, Tensor):
+                    found[name] = value.cpu()
+        return result
+
+    def before_load(
+        self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], errors: list[str]
+    ) -> None:
+        """Give the wrapped module its names in ``state``, and memory to copy its parameters into."""
+        refuse_when_busy([self.unit], "load_state_dict")
+        self._refuse_rank0_only(state, prefix)
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"{prefix}{INNER}.{name[len(prefix) :]}"] = state.pop(name)
+        group = self.unit.group
+        if self.is_local:
+            if group:
+                self._take_local(group, state, prefix, metadata, errors)
+        else:
+            self._make_whole(state, f"{prefix}{INNER}.")
+            if group:
+                group.summon(_full_of_own(group), None)
+
+    def after_load(self) -> None:
+        """Keep what `before_load` made room for."""
+        group = self.unit.group
+        if not group:
+            return
+        if not self.is_local:
+            group.dismiss(writeback=True)
+            return
+        slot = Slot(self.wrapper, FLAT)
+        loaded = slot.read()
+        if isinstance(loaded, Tensor) and loaded is not group.shard.flat:  # exchanged by assign=True
+            group.shard.flat.data.copy_(loaded.detach())
+        slot.clear()
+        group.shard.show()
+
+    def abandon_load(self) -> None:
+        """Show modules their shards again after an exception."""
+        if group := self.unit.group:
+            if group.state is GroupState.SUMMONED:
+                group.dismiss(writeback=False)
+            elif self.is_local:
+                Slot(self.wrapper, FLAT).clear()
+                group.shard.show()
+
+    def _refuse_when_busy(self) -> None:
+        summoned = self.unit.group and self.unit.group.state is GroupState.SUMMONED
+        if self.unit.tree.busy or (
+            summoned and self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+        ):
+            refuse_when_busy([self.unit], "state_dict")
+
+    def _keeps(self) -> bool:
+        """Tell whether this rank gets the state that it helps to make."""
+        if not self.settings.rank0_only:
+            return True
+        # A unit without parameters of its own goes with the units around it.
+        groups = [unit.group for unit in (self.unit, *self.unit.tree.units) if unit.group]
+        return dist.get_rank(groups[0].settings.axes.process_group if groups else None) == 0
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Let modules see, in the place of their parameters, what they are to save."""
+        group = self.unit.group
+        if not group or group.state is GroupState.SUMMONED:
+            return nullcontext()
+        if self.is_local:
+            group.shard.reclaim()
+            return _showing(group.shard, None)
+        views = group.shard.in_full(group.full_original())
+        if not self._keeps():
+            return _showing(group.shard, None)
+        if self.settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return _showing(group.shard, dtensor.cut(views, group.shard))
+        if self.settings.state_dict_config.offload_to_cpu:
+            views = [view.cpu() for view in views]
+        return _showing(group.shard, views)
+
+    def _add_flat(self, found: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        assert self.unit.group
+        shard = self.unit.group.shard
+        found[prefix + FLAT] = shard.flat if keep_vars else shard.flat.detach()
+        versions = getattr(found, "_metadata", {})
+        versions.setdefault(prefix[:-1], {})[_SIGNATURE] = signature(shard)
+
+    def _buffer_dtypes(self) -> Iterator[tuple[str, torch.dtype]]:
+        """Yield the names of cast buffers, all that a shared one has, with the dtype each is saved in."""
+        modules = [(clean_name(n), m) for n, m in self.module.named_modules(remove_duplicate=False)]
+        first = dict(reversed(modules))
+        dtypes = {}
+        for name, dtype in self.unit.buffer_dtypes.items():
+            path, _, buffer = name.rpartition(".")
+            dtypes[first.get(path), buffer] = dtype
+        for path, module in modules:
+            for buffer in module._buffers:
+                if dtype_there := dtypes.get((module, buffer)):
+                    yield joined(path, buffer), dtype_there
+
+    def _refuse_rank0_only(self, state: dict[str, Any], prefix: str) -> None:
+        group = self.unit.group
+        if not self.settings.rank0_only or not group:
+            return
+        lacking = not any(name.startswith(prefix) for name in state)
+        world = group.settings.axes.process_group
+        count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), [world])
+        if 0 < count < dist.get_world_size(world):
+            raise RuntimeError(
+                "load_state_dict: with rank0_only some ranks were given nothing to load. Loading wants the "
+                "full state dict on every rank; torch.load(..., mmap=True) reads it without a copy. Or load "
+                "on rank 0 before wrapping, and wrap with sync_module_states=True."
+            )
+
+    def _take_local(
+        self,
+        group: ShardGroup,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        errors: list[str],
+    ) -> None:
+        """Let the wrapper itself load the flat shard, under its own name."""
+        shard = group.shard
+        value = state.pop(f"{prefix}{INNER}.{FLAT}", None)
+        saved, here = metadata.get(_SIGNATURE, signature(shard)), signature(shard)
+        if value is None or value.shape != shard.flat.shape or saved != here:
+            given = "nothing" if value is None else f"{saved}, {value.numel()} elements"
+            errors.append(
+                f"{prefix}{FLAT}: this rank holds {here}, {shard.flat.numel()} elements, and was given "
+                f"{given}. {SAME_SHARD}"
+            )
+            value = shard.flat.detach()  # stays as it is
+        state[prefix + FLAT] = value
+        group.free()
+        shard.reclaim()
+        shard.hide()
+        Slot(self.wrapper, FLAT).put(shard.flat)
+
+    def _make_whole(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace `DTensor`s by full tensors, but for those that units below will load."""
+        modules = self.module.named_modules(remove_duplicate=False)
+        below = tuple(f"{name}." for name, module in modules if INNER in module._modules)
+        for name, value in state.items():
+            own = name.startswith(prefix) and not name.removeprefix(prefix).startswith(below)
+            if own and isinstance(value, DTensor):
+                state[name] = dtensor.whole(value, name.replace(f"{INNER}.", ""))
+
+
+@contextmanager
+def _showing(shard: LocalShard, values: Sequence[Tensor] | None) -> Iterator[None]:
+    """Let modules see ``values``, one per entry, in the place of the shard; nothing for None."""
+    shard.hide()
+    try:
+        for entry, value in zip(shard.entries, values or (), strict=values is not None):
+            entry.put(nn.Parameter(value, requires_grad=shard.is_trainable(entry)))
+        yield
+    finally:
+        shard.show()
+
+
+def _full_of_own(group: ShardGroup) -> Tensor:
+    """Return a full flat tensor (padded numel) with this rank's shard in its place, and NaN elsewhere.
+
+    Enough to load into: a rank keeps its own part only, and that with its old values where nothing is loaded.
+    """
+    group.free()
+    shard = group.shard
+    shard.reclaim()
+    flat = shard.flat.data
+    if shard.whole:
+        return flat.clone()
+    full = flat.new_empty(shard.layout.padded_numel)
+    fill_with_nan(full)
+    start = shard.settings.axes.index * flat.numel()
+    full[start : start + flat.numel()] = flat
+    return full
+
+
+def _empty() -> dict[str, Any]:
+    """Return what `nn.Module.state_dict` starts from: a dict that carries the version numbers of modules."""
+    empty: OrderedDict[str, Any] = OrderedDict()
+    empty._metadata = OrderedDict()  # type: ignore[attr-defined]
+    return empty

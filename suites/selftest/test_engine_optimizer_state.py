@@ -1,0 +1,329 @@
+"""The state of an optimizer of a sharded model: under original names, in full, as DTensors or as it is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from harness.adapters import ShardSpec
+from harness.assertions import assert_named_close
+from harness.assertions.closeness import EXACT
+from harness.engine import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+)
+from harness.recorders import CollectivesLog
+from harness.zoo import UnevenShapes
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+LOCAL = StateDictType.LOCAL_STATE_DICT
+STRATEGIES = ["FULL_SHARD", "NO_SHARD"]  # SHARD_GRAD_OP cuts as FULL_SHARD does
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model, optimizer, world, number):
+    """Train one step, on data that differs by rank and by step."""
+    generator = torch.Generator(world.device).manual_seed(100 * number + world.rank)
+    optimizer.zero_grad()
+    UnevenShapes.loss(model(UnevenShapes.batch(generator))).backward()
+    optimizer.step()
+
+
+def trained(engine, world, make=adam, bare=UnevenShapes, units=UnevenShapes.units, steps=1, **spec):
+    torch.manual_seed(0)
+    model = engine.shard(bare(), ShardSpec(units=units, device=world.device, **spec))
+    optimizer = make(model)
+    for number in range(steps):
+        step(model, optimizer, world, number)
+    return model, optimizer
+
+
+def save(model, optimizer, kind=FULL, config=None, **arguments):
+    with FullyShardedDataParallel.state_dict_type(model, kind, optim_state_dict_config=config):
+        return FullyShardedDataParallel.optim_state_dict(model, optimizer, **arguments)
+
+
+def load(model, optimizer, state, kind=FULL, config=None, **arguments):
+    with FullyShardedDataParallel.state_dict_type(model, kind, optim_state_dict_config=config):
+        return FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, state, load_directly=True, **arguments
+        )
+
+
+def values(state):
+    """Return all tensors of an optimizer's state dict in full, by "parameter key"."""
+    return {
+        f"{name} {key}": v.full_tensor() if isinstance(v, DTensor) else v
+        for name, one in state["state"].items()
+        for key, v in one.items()
+    }
+
+
+def unsharded(world):
+    """Train as `trained` does, unsharded on all ranks' data, and return the state under names."""
+    torch.manual_seed(0)
+    model = UnevenShapes().to(world.device)
+    optimizer = adam(model)
+    for rank in range(world.size):
+        generator = torch.Generator(world.device).manual_seed(rank)
+        (UnevenShapes.loss(model(UnevenShapes.batch(generator))) / world.size).backward()
+    optimizer.step()
+    return model, by_names(model, optimizer)
+
+
+def by_names(model, optimizer):
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    groups = [group | {"params": names} for group in state["param_groups"]]
+    return {"state": {names[n]: one for n, one in state["state"].items()}, "param_groups": groups}
+
+
+def full_parameters(model):
+    with FullyShardedDataParallel.state_dict_type(model, FULL):
+        return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_full_state_is_that_of_the_unsharded_optimizer(world, engine, use_orig_params, strategy):
+    model, optimizer = trained(engine, world, use_orig_params=use_orig_params, strategy=strategy)
+    _, expected = unsharded(world)
+    found = save(model, optimizer)
+    expected["state"].pop("empty")  # original parameters without elements are never stepped
+    groups = [copied["param_groups"][0] for copied in (found, expected)]
+    names = [sorted(group.pop("params")) for group in groups]
+    assert (names[0], groups[0]) == (names[1], groups[1])
+    assert_named_close(values(found), values(expected))
+    assert {value.device.type for value in values(found).values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_sharded_state_is_cut_as_the_parameters_are(world, engine, use_orig_params):
+    model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
+    full = save(model, optimizer)["state"]
+    for name, state in save(model, optimizer, SHARDED)["state"].items():
+        moment, whole = state["exp_avg"], full[name]["exp_avg"]
+        assert (type(state["step"]), state["step"].shape) == (torch.Tensor, ()), name
+        if whole.dim():
+            chunks = whole.chunk(world.size)
+            chunk = chunks[world.rank] if world.rank < len(chunks) else whole[:0]
+            assert moment.placements == (Shard(0),), name
+            assert (moment.shape, torch.equal(moment.to_local(), chunk)) == (whole.shape, True), name
+
+
+@pytest.mark.parametrize("kind", StateDictType)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_training_resumes_bit_equal_with_uneven_and_empty_shards(
+    world, engine, use_orig_params, strategy, kind
+):
+    spec = {"use_orig_params": use_orig_params, "strategy": strategy}
+    model, optimizer = trained(engine, world, steps=2, **spec)
+    parameters, state = full_parameters(model), save(model, optimizer, kind)
+    step(model, optimizer, world, 2)
+    resumed, other = trained(engine, world, steps=3, **spec)
+    resumed.load_state_dict(parameters)
+    load(resumed, other, state, kind)
+    step(resumed, other, world, 2)
+    assert_named_close(full_parameters(resumed), full_parameters(model), EXACT)
+    assert_named_close(values(save(resumed, other)), values(save(model, optimizer)), EXACT)
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@pytest.mark.parametrize("first", [False, True], ids=["from_flat", "from_original"])
+def test_state_goes_round_between_wrappings(world, engine, kind, first):
+    model, optimizer = trained(engine, world, use_orig_params=first)
+    other_spec = {"units": ("body.linear",), "strategy": "NO_SHARD", "use_orig_params": not first}
+    other, other_optimizer = trained(engine, world, steps=2, **other_spec)
+    expected = values(save(model, optimizer))
+    load(other, other_optimizer, save(model, optimizer, kind), kind)
+    back = save(other, other_optimizer, kind)
+    assert_named_close(values(back), expected, EXACT)
+    load(model, optimizer, back, kind)
+    step(model, optimizer, world, 1)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_an_unsharded_optimizers_state_loads(world, engine, use_orig_params):
+    model, optimizer = trained(engine, world, steps=2, use_orig_params=use_orig_params)
+    bare, state = unsharded(world)
+    model.load_state_dict(bare.state_dict())
+    load(model, optimizer, state)
+    state["state"].pop("empty")
+    assert_named_close(values(save(model, optimizer)), values(state), EXACT)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_rank_zero_saves_and_loads_alone_if_told(world, engine, use_orig_params):
+    model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
+    expected, config = values(save(model, optimizer)), FullOptimStateDictConfig(rank0_only=True)
+    state = save(model, optimizer, config=config)
+    assert bool(state) == (world.rank == 0)
+    other, other_optimizer = trained(engine, world, steps=2, use_orig_params=use_orig_params)
+    load(other, other_optimizer, state, config=config)
+    assert_named_close(values(save(other, other_optimizer)), expected, EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_saved_and_loaded_shares_no_memory_with_the_optimizer(world, engine):
+    model, optimizer = trained(engine, world, strategy="NO_SHARD", use_orig_params=True)
+    config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    for kind, given in ((FULL, None), (SHARDED, config), (LOCAL, None)):
+        state = save(model, optimizer, kind, given)
+        before = copy.deepcopy(values(state))
+        load(model, optimizer, state, kind)
+        step(model, optimizer, world, 1)
+        assert_named_close(values(state), before, EXACT)
+
+
+# param groups, and state of other kinds
+
+
+def two_groups(model):
+    last = [p for name, p in model.named_parameters() if name.startswith("body")]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("body")]
+    groups = [{"params": last, "lr": 0.5, "weight_decay": 0.25}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def two_groups_reversed(model):
+    return torch.optim.AdamW(two_groups(model).param_groups[::-1])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_param_groups_keep_their_options_in_another_order(world, engine, use_orig_params):
+    model, optimizer = trained(engine, world, two_groups, use_orig_params=use_orig_params)
+    state = save(model, optimizer)
+    assert [(g["lr"], g["weight_decay"]) for g in state["param_groups"]] == [(0.5, 0.25), (0.01, 0.01)]
+    assert sorted(state["param_groups"][0]["params"]) == [
+        "body.gate.weight",
+        "body.linear.bias",
+        "body.linear.weight",
+    ]
+    other, reversed_ = trained(engine, world, two_groups_reversed, use_orig_params=not use_orig_params)
+    for group in reversed_.param_groups:
+        group["lr"] = 7.0
+    load(other, reversed_, state)
+    assert [group["lr"] for group in reversed_.param_groups] == [0.01, 0.5]
+
+
+class Strange(torch.optim.SGD):
+    """Keeps nothing, a number, a 0-dim tensor and one of the parameter's shape."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter] = {
+                    "nothing": None,
+                    "number": 3,
+                    "single": torch.tensor(2.5),
+                    "like": parameter.grad.clone(),
+                }
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_state_of_any_kind_is_kept(world, engine, use_orig_params, kind):
+    model, optimizer = trained(
+        engine, world, lambda m: Strange(m.parameters()), use_orig_params=use_orig_params
+    )
+    state = save(model, optimizer, kind)
+    for name in ("first.weight", "scalar", "body.gate.weight"):
+        one = state["state"][name]
+        assert list(one) == ["nothing", "number", "single", "like"]
+        assert [one["nothing"], one["number"], one["single"].item()] == [None, 3, 2.5]
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.state.clear()
+    load(model, optimizer, state, kind)
+    for number, one in optimizer.state_dict()["state"].items():
+        assert torch.equal(one.pop("like"), before[number].pop("like"))
+        assert one == before[number]
+
+
+class Partly(UnevenShapes):
+    """One parameter is frozen, and one unit never used."""
+
+    units = (*UnevenShapes.units, "idle")
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(7, 1, bias=False)
+        self.first.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_parameters_that_were_never_stepped_have_no_state(world, engine, kind):
+    spec = {"bare": Partly, "units": Partly.units, "use_orig_params": True}
+    model, optimizer = trained(engine, world, **spec)
+    state = save(model, optimizer, kind)
+    assert {"idle.weight", "first.bias"} <= set(state["param_groups"][0]["params"])
+    assert not {"idle.weight", "first.bias"} & set(state["state"])
+    other, fresh = trained(engine, world, steps=0, strategy="NO_SHARD", **spec)
+    load(other, fresh, state, kind)
+    assert_named_close(values(save(other, fresh)), values(save(model, optimizer)), EXACT)
+    assert other.idle.weight not in fresh.state
+
+
+def test_a_flat_parameter_gets_zeros_for_parts_that_were_never_stepped(world, engine):
+    class Idle(UnevenShapes):
+        def __init__(self):
+            super().__init__()
+            self.idle = nn.Linear(7, 1, bias=False)
+
+    model, optimizer = trained(engine, world, bare=Idle, units=("idle",))
+    flat, flat_optimizer = trained(engine, world, bare=Idle, units=(), steps=2)
+    load(flat, flat_optimizer, save(model, optimizer))
+    found = save(flat, flat_optimizer)["state"]
+    assert (found["idle.weight"]["exp_avg"].tolist(), found["idle.weight"]["step"]) == ([[0.0] * 7], 1)
+    assert found["scalar"]["exp_avg"] == save(model, optimizer)["state"]["scalar"]["exp_avg"]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_parameters_outside_units_are_saved_as_they_are(world, engine, use_orig_params):
+    def model(seed):
+        torch.manual_seed(seed)
+        unit = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device), use_orig_params=use_orig_params)
+        return nn.Sequential(unit, nn.Linear(8, 8).to(world.device))
+
+    first, second = model(0), model(1)
+    optimizers = [adam(first), adam(second)]
+    first(torch.ones(2, 8, device=world.device)).sum().backward()
+    optimizers[0].step()
+    state = save(first, optimizers[0])
+    assert sorted(state["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    load(second, optimizers[1], state)
+    assert_named_close(values(save(second, optimizers[1])), values(state), EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_state_can_be_named_and_given(world, engine):
+    model, optimizer = trained(engine, world)
+    state = optimizer.state_dict()
+    state["state"][0]["step"] += 41
+    given = save(model, optimizer, optim_state_dict=state)
+    assert given["state"]["scalar"]["step"] == 42
+    with FullyShardedDataParallel.state_dict_type(model, FULL):
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, given, is_named_optimizer=True
+        )
+    assert loaded["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    assert loaded["state"]["flat_param"]["step"] == 42
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_tensor_of_a_group_is_gathered_once(world, engine, strategy):
+    model, optimizer = trained(engine, world, strategy=strategy)
+    with CollectivesLog() as log:
+        save(model, optimizer)
+    gathers = 0 if strategy == "NO_SHARD" else 3 * 2  # three groups, two moments
+    assert log.counts().get("all_gather_into_tensor", 0) == gathers
