@@ -117,6 +117,17 @@ def test_local_state_is_the_live_shard_and_whole_buffers(world, engine, use_orig
     assert torch.equal(saved(model, LOCAL)["flat_param"], state["flat_param"])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", StateDictType)
+def test_state_keeps_parameters_only_if_told(world, engine, kind):
+    model, names = shard(engine, world), {name for name, _ in bare(world).named_buffers()}
+    with kind_of(model, kind):
+        for keep_vars in (False, True):
+            state = model.state_dict(keep_vars=keep_vars)
+            kept = {isinstance(value, nn.Parameter) for name, value in state.items() if name not in names}
+            assert kept == {keep_vars}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_state_goes_round_between_wrappings(world, engine, kind, strategy):
