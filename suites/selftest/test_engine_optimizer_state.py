@@ -307,7 +307,7 @@ def test_parameters_outside_units_are_saved_as_they_are(world, engine, use_orig_
 @pytest.mark.ranks(2)
 def test_state_can_be_named_and_given(world, engine):
     model, optimizer = trained(engine, world)
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["step"] += 41
     given = save(model, optimizer, optim_state_dict=state)
     assert given["state"]["scalar"]["step"] == 42
