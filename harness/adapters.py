@@ -4,7 +4,7 @@ A suite says what it wants in a `ShardSpec` and reaches the engine through the `
 engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import harness.engine as lockstep
+from harness.engine.collectives import GATHER, REDUCE
+from harness.recorders import Collective
 
-__all__ = ["Engine", "Group", "Precision", "ShardSpec", "find"]
+__all__ = ["Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,20 @@ class Group(Protocol):
     def training(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What a log of collectives says of an engine, in order.
+
+    ``gathers``: one entry for each gather of parameters, with the shard that this rank handed in.
+    ``reductions``: one entry for each operation that brings gradients together, with what was handed in.
+    ``others``: what belongs to neither.
+    """
+
+    gathers: tuple[Collective, ...]
+    reductions: tuple[Collective, ...]
+    others: tuple[Collective, ...]
+
+
 class Engine(Protocol):
     """What shards a model. Every method is called on all ranks in step."""
 
@@ -134,6 +150,10 @@ class Engine(Protocol):
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
         """Return copies of all gradients in full, by parameter name; None where no rank has one."""
+        ...
+
+    def traffic(self, log: Iterable[Collective]) -> Traffic:
+        """Return what of ``log`` is a gather of parameters or a reduction of gradients."""
         ...
 
 
@@ -177,6 +197,22 @@ class Lockstep:
                 for name, parameter in model.named_parameters()
             }
 
+    def traffic(self, log: Iterable[Collective]) -> Traffic:
+        log = tuple(log)
+        gathers: list[Collective] = []
+        parts = 0  # of one gather: on gloo a shard is sent to each other rank
+        for entry in log:
+            if entry.label == GATHER and entry.op != "recv":
+                gathers += [entry] if parts == 0 else []
+                parts = (parts + 1) % (entry.group_size - 1) if entry.op == "send" else 0
+        reduced = [entry for entry in log if entry.label == REDUCE]
+        reductions = [entry for entry in reduced if entry.op in _REDUCING]
+        others = [entry for entry in log if entry.label not in (GATHER, REDUCE)]
+        return Traffic(tuple(gathers), tuple(reductions), tuple(others))
+
+
+# What is labelled as part of a reduction besides: sums that go on to the ranks that need them.
+_REDUCING = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 
 _ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}
 

@@ -64,6 +64,8 @@ class Collective:
         group_size: ranks in the group.
         index: place in the log that holds it, from 0.
         in_backward: whether autograd was running on this thread.
+        label: the name of the innermost `torch.profiler.record_function` around it, "" if there is none.
+            Engines say there what it is for.
     """
 
     op: str
@@ -73,6 +75,7 @@ class Collective:
     group_size: int
     index: int
     in_backward: bool
+    label: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +89,7 @@ class Collective:
 
     def __str__(self) -> str:
         inputs = ", ".join(f"{short(d)}{list(s)}" for d, s in zip(self.dtypes, self.shapes, strict=True))
-        phase = "backward" if self.in_backward else ""
+        phase = f"{'backward' if self.in_backward else ''} {self.label}"
         head = f"{self.index:>4}  {self.op:<32} {self.nbytes:>10} B  {self.group_size:>3} ranks"
         return f"{head}  {inputs}  {phase}".rstrip()
 
@@ -110,6 +113,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._entries: list[Collective] = []
+        self._labels: list[str] = []
         self._was_entered = False
 
     def __enter__(self) -> Self:
@@ -127,6 +131,8 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if "c10d" in func.namespace and (name := func.overloadpacket.__name__) not in _NOT_COLLECTIVES:
             names = (argument.name for argument in func._schema.arguments)
             self._record(name, dict(zip(names, args, strict=False)) | (kwargs or {}))
+        elif func.namespace == "profiler":
+            self._follow_label(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -141,8 +147,15 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 group_size=_group_size(arguments),
                 index=len(self._entries),
                 in_backward=in_backward(),
+                label=self._labels[-1] if self._labels else "",
             )
         )
+
+    def _follow_label(self, name: str, args: tuple[Any, ...]) -> None:
+        if name.startswith("_record_function_enter"):
+            self._labels.append(args[0])
+        elif name.startswith("_record_function_exit") and self._labels:
+            self._labels.pop()
 
     @property
     def entries(self) -> tuple[Collective, ...]:

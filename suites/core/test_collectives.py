@@ -10,9 +10,6 @@ from harness.zoo import KnownGradient, NestedWrappedModule
 pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every group of the model has some padding
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-GATHER = "all_gather_into_tensor"
-# A backend that sums in low precision exchanges the summands instead; which of them is the engine's affair.
-REDUCTIONS = {"reduce_scatter_tensor", "all_to_all_single", "all_reduce"}
 
 NUMEL = {"": 76, "module.1": 272, "module.1.0": 80, "module.2": 68}
 FORWARD = ("", "module.1", "module.1.0", "module.2")
@@ -51,16 +48,15 @@ def full_bytes(world, dtype, names, padded=True):
     return [(dtype, size * dtype.itemsize) for size in sizes]
 
 
-def gathers(log, strategy, *, in_backward):
+def gathers(engine, log, *, in_backward):
     """Return dtype and bytes of the gathers of parameters, in order."""
-    found = [(e.dtype, e.nbytes) for e in log if e.op == GATHER and e.in_backward == in_backward]
-    # An all-reduce that is put together of an exchange and a gather gathers gradients.
-    return found if strategy != "NO_SHARD" else found[log.count("all_to_all_single") :]
+    found = engine.traffic(log).gathers
+    return [(entry.dtype, entry.nbytes) for entry in found if entry.in_backward == in_backward]
 
 
-def reductions(log):
+def reductions(engine, log):
     """Return dtype and bytes of the reductions, in order; all of them are in backward."""
-    found = [entry for entry in log if entry.op in REDUCTIONS]
+    found = engine.traffic(log).reductions
     assert all(entry.in_backward for entry in found), log
     return [(entry.dtype, entry.nbytes) for entry in found]
 
@@ -70,16 +66,15 @@ def reduced_bytes(world, log, strategy, dtype, names=REDUCED):
     return full_bytes(world, dtype, names, padded=not whole)
 
 
-def check_gathers(world, log, strategy, dtype, steps=1):
+def check_gathers(world, engine, log, strategy, dtype, steps=1):
     for in_backward, names in enumerate(GATHERED[strategy]):
-        found = gathers(log, strategy, in_backward=bool(in_backward))
+        found = gathers(engine, log, in_backward=bool(in_backward))
         assert found == shard_bytes(world, dtype, names) * steps, log
 
 
-def check_reductions(world, log, strategy, dtype, steps=1):
-    assert reductions(log) == reduced_bytes(world, log, strategy, dtype) * steps, log
-    known = {GATHER, *REDUCTIONS} if strategy != "NO_SHARD" or log.count("all_to_all_single") else REDUCTIONS
-    assert set(log.counts()) <= known, log
+def check_reductions(world, engine, log, strategy, dtype, steps=1):
+    assert reductions(engine, log) == reduced_bytes(world, log, strategy, dtype) * steps, log
+    assert engine.traffic(log).others == (), log
 
 
 @EVERY_STRATEGY
@@ -93,8 +88,8 @@ def test_a_step_gathers_and_reduces_each_group_as_its_strategy_says(
     for _ in range(2):
         forward(model, world).backward()
     gathered, reduced = DTYPES[precision]
-    check_gathers(world, collectives, strategy, gathered, steps=2)
-    check_reductions(world, collectives, strategy, reduced, steps=2)
+    check_gathers(world, engine, collectives, strategy, gathered, steps=2)
+    check_reductions(world, engine, collectives, strategy, reduced, steps=2)
 
 
 @EVERY_STRATEGY
@@ -110,11 +105,11 @@ def test_no_sync_reduces_nothing_and_the_next_backward_reduces_each_group_once(
     with model.no_sync():
         for _ in range(2):
             forward(model, world).backward()
-    assert reductions(collectives) == []
+    assert reductions(engine, collectives) == []
     forward(model, world).backward()
     gathered, reduced = DTYPES[precision]
-    check_gathers(world, collectives, strategy, gathered, steps=3)
-    check_reductions(world, collectives, strategy, reduced, steps=1)
+    check_gathers(world, engine, collectives, strategy, gathered, steps=3)
+    check_reductions(world, engine, collectives, strategy, reduced, steps=1)
 
 
 @EVERY_STRATEGY
@@ -123,10 +118,10 @@ def test_every_synced_backward_of_an_accumulation_reduces(world, engine, collect
     loss = forward(model, world)
     loss.backward(retain_graph=True)
     loss.backward()
-    check_reductions(world, collectives, strategy, F32, steps=2)
+    check_reductions(world, engine, collectives, strategy, F32, steps=2)
     # What was kept for the first backward is freed by it.
     expected = {"FULL_SHARD": BACKWARD * 2, "SHARD_GRAD_OP": BACKWARD, "NO_SHARD": ()}[strategy]
-    found = gathers(collectives, strategy, in_backward=True)
+    found = gathers(engine, collectives, in_backward=True)
     assert found == shard_bytes(world, F32, expected)
 
 
@@ -140,7 +135,8 @@ def test_evaluation_gathers_each_group_once_and_keeps_none(world, engine, collec
         assert {group.state.name for group in engine.groups(model)} == {"SHARDED"}
         forward(model, world)
     expected = shard_bytes(world, dtype, GATHERED[strategy][0]) * 2
-    assert [(entry.dtype, entry.nbytes) for entry in collectives] == expected
+    assert gathers(engine, collectives, in_backward=False) == expected
+    assert reductions(engine, collectives) == []
 
 
 @EVERY_STRATEGY
@@ -149,9 +145,9 @@ def test_a_forward_without_backward_is_forgotten_by_the_next(world, engine, coll
     forward(model, world)
     forward(model, world).backward()
     first, second = GATHERED[strategy]
-    assert gathers(collectives, strategy, in_backward=False) == shard_bytes(world, F32, first) * 2
-    assert gathers(collectives, strategy, in_backward=True) == shard_bytes(world, F32, second)
-    check_reductions(world, collectives, strategy, F32)
+    assert gathers(engine, collectives, in_backward=False) == shard_bytes(world, F32, first) * 2
+    assert gathers(engine, collectives, in_backward=True) == shard_bytes(world, F32, second)
+    check_reductions(world, engine, collectives, strategy, F32)
 
 
 @EVERY_STRATEGY
@@ -163,9 +159,9 @@ def test_a_frozen_group_is_gathered_for_its_inputs_gradient_but_not_reduced(
     model = shard(world, engine, strategy, bare, use_orig_params=use_orig_params)
     bare.module[2].requires_grad_(False)
     forward(model, world).backward()
-    check_gathers(world, collectives, strategy, F32)
+    check_gathers(world, engine, collectives, strategy, F32)
     expected = reduced_bytes(world, collectives, strategy, F32, REDUCED[1:])
-    assert reductions(collectives) == expected
+    assert reductions(engine, collectives) == expected
 
 
 @EVERY_STRATEGY
@@ -176,8 +172,8 @@ def test_a_frozen_group_that_backward_does_not_reach_is_gathered_in_forward_only
     model = engine.shard(bare, ShardSpec(strategy, units=(nn.Linear,)))
     model(torch.ones(2, 4, device=world.device)).sum().backward()
     num = {"FULL_SHARD": (2, 1), "SHARD_GRAD_OP": (2, 0), "NO_SHARD": (0, 0)}[strategy]
-    found = [len(gathers(collectives, strategy, in_backward=where)) for where in (False, True)]
-    assert (tuple(found), len(reductions(collectives))) == (num, 1)
+    found = [len(gathers(engine, collectives, in_backward=where)) for where in (False, True)]
+    assert (tuple(found), len(reductions(engine, collectives))) == (num, 1)
     assert [group.gathered_bytes for group in engine.groups(model)] == [0, 0]
 
 
@@ -196,7 +192,7 @@ def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, colle
     model = engine.shard(Twice().to(world.device), ShardSpec(strategy, units=("inner",)))
     model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
     assert engine.full_gradients(model)["inner.weight"].tolist() == [11.0 * (world.size - 1)] * 3
-    assert sum(entry.op in REDUCTIONS for entry in collectives if entry.in_backward) == 1
+    assert len(reductions(engine, collectives)) == 1
 
 
 @pytest.mark.ranks(2)
@@ -212,8 +208,8 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, 
 
     model = engine.shard(Skipping().to(world.device), ShardSpec(strategy, units=(KnownGradient,)))
     model(torch.ones((), device=world.device)).backward()
-    assert reductions(collectives) == [(F32, 8)]
-    assert {nbytes for _, nbytes in gathers(collectives, strategy, in_backward=False)} <= {4}
+    assert reductions(engine, collectives) == [(F32, 8)]
+    assert {nbytes for _, nbytes in gathers(engine, collectives, in_backward=False)} <= {4}
 
 
 @pytest.mark.ranks(1)

@@ -214,6 +214,18 @@ def test_misspelt_operation_does_not_count_zero():
         log.count("allreduce")
 
 
+@pytest.mark.ranks(2)
+def test_label_is_that_of_the_innermost_part_of_a_profile(world):
+    values = torch.zeros(2, device=world.device)
+    with CollectivesLog() as log:
+        with torch.profiler.record_function("step"):
+            with torch.profiler.record_function("reduce"):
+                dist.all_reduce(values)
+            dist.all_reduce(values)
+        dist.all_reduce(values)
+    assert [entry.label for entry in log] == ["reduce", "step", ""]
+
+
 def test_dtype_of_an_entry_without_inputs_is_an_error():
     with pytest.raises(ValueError, match="exactly one, got 0 dtypes"):
         _ = Collective("barrier", (), (), 0, 2, 0, False).dtype
