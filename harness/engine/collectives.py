@@ -223,18 +223,20 @@ def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool
 def _sum_in_order(parts: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
     """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided.
 
-    It is rounded to the dtype of ``parts``, whose first row is overwritten, and returned in ``dtype``.
+    It is rounded to the dtype of ``parts``, whose first row may be overwritten, and returned in ``dtype``.
     """
     shard = parts.new_empty(parts.shape[1], dtype=dtype)
     precise = torch.promote_types(parts.dtype, torch.float32)
     pieces = zip(torch.split(shard, _CHUNK_NUMEL), torch.split(parts, _CHUNK_NUMEL, dim=1), strict=True)
     for piece, of_ranks in pieces:
         summed = piece if dtype == precise else torch.empty_like(piece, dtype=precise)
-        summed.copy_(of_ranks[0])
-        for of_rank in of_ranks[1:]:
+        torch.add(of_ranks[0].to(precise), of_ranks[1], out=summed)
+        for of_rank in of_ranks[2:]:
             summed.add_(of_rank)
-        of_ranks[0].copy_(summed.div_(divisor))
-        piece.copy_(of_ranks[0])
+        summed.div_(divisor)
+        if not dtype == parts.dtype == precise:
+            of_ranks[0].copy_(summed)
+            piece.copy_(of_ranks[0])
     return shard
 
 
