@@ -241,9 +241,9 @@ def _sum_in_order(parts: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
 
 
 def _backend(tensor: Tensor, group: dist.ProcessGroup) -> str:
-    """Return the name of what communicates tensors like this one in ``group``."""
+    """Return the name of what communicates tensors like this one in ``group``, "" if nothing does."""
     served = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
-    return {device: backend for device, _, backend in served}[tensor.device.type]
+    return {device: backend for device, _, backend in served}.get(tensor.device.type, "")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
