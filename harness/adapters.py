@@ -10,10 +10,10 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import harness.engine as lockstep
+from harness.engine.axes import ProcessGroups
 from harness.engine.collectives import GATHER, REDUCE
 from harness.recorders import Collective
 
@@ -42,15 +42,17 @@ class Precision:
 class ShardSpec:
     """How a model is to be sharded, in words that fit every engine.
 
-    ``strategy``: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD. ``precision`` None does not name one to the engine at
-    all. ``units``: submodules that gather and free on their own, by name within the model or by class;
-    ``(nn.Module,)`` is all of them. ``ignored``: submodules that are neither sharded nor cast nor
-    synchronised, chosen likewise. ``offload``: shards, gradients and the optimizer's step on CPU.
-    ``use_orig_params``: the user sees the original parameters, not one flat
-    parameter per group. ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``:
-    whether a group is gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's
-    values. ``device``: where to compute; None is where the model is. ``process_group``: None is the default
-    group. ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
+    ``strategy``: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2. ``precision`` None
+    does not name one to the engine at all. ``units``: submodules that gather and free on their own, by name
+    within the model or by class; ``(nn.Module,)`` is all of them. ``ignored``: submodules that are neither
+    sharded nor cast nor synchronised, chosen likewise. ``offload``: shards, gradients and the optimizer's
+    step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat parameter per group.
+    ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``: whether a group is
+    gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's values. ``device``:
+    where to compute; None is where the model is. ``process_group``: the ranks that share the model; for the
+    two hybrid strategies a pair (shard, replicate), the ranks that this rank shares a replica with and those
+    that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
+    ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
     """
 
     strategy: str = "FULL_SHARD"
@@ -63,8 +65,8 @@ class ShardSpec:
     forward_prefetch: bool = False
     sync_module_states: bool = False
     device: torch.device | None = None
-    process_group: dist.ProcessGroup | None = None
-    unit_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    process_group: ProcessGroups | None = None
+    unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
 
 
 class Group(Protocol):

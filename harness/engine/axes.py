@@ -67,7 +67,7 @@ class Axes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of both axes."""
+        """Whether this is rank 0 of both axes: the one that rank0_only means."""
         return _rank(self.sharding) == _rank(self.replicating) == 0
 
     @property

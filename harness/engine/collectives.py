@@ -256,12 +256,12 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
-def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
-    """Return the picklable ``value`` of the group's rank 0."""
-    if dist.get_world_size(group) == 1:
-        return value
+def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:
+    """Return the picklable ``value`` of the rank that is first in all ``groups``, as `broadcast` does."""
     values = [value]
-    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
     return values[0]
 
 

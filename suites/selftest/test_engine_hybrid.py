@@ -1,28 +1,33 @@
-"""Hybrid sharding: cut inside a replica, averaged across replicas."""
+"""Hybrid sharding beyond what every engine shows: which groups it takes, and state dicts in other layouts.
 
-import copy
-import math
-from collections import Counter
+The rest is in suites/core/test_hybrid.py.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from harness.assertions import assert_named_close, assert_same_across_ranks
+from harness.adapters import ShardSpec
+from harness.assertions import assert_named_close
+from harness.assertions.closeness import EXACT
 from harness.engine import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
-    MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
     groups,
 )
-from harness.zoo import NestedWrappedModule
+from harness.zoo import NestedWrappedModule, UnevenShapes
 
 pytestmark = pytest.mark.ranks(4)
 
 HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-summon = FullyShardedDataParallel.summon_full_params
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+front = FullyShardedDataParallel
 
 
 def mesh(world):
@@ -35,84 +40,6 @@ def nested(world, strategy, **arguments):
     return FullyShardedDataParallel(
         NestedWrappedModule().to(world.device), sharding_strategy=strategy, use_orig_params=True, **arguments
     )
-
-
-def gradients(model):
-    with summon(model, writeback=False, with_grads=True):
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
-def test_gradients_are_those_of_one_model_on_all_batches(world, strategy):
-    model = nested(world, strategy)
-    torch.manual_seed(world.seed)
-    reference = NestedWrappedModule().to(world.device)
-    batches = torch.randn(world.size, 4, 8, device=world.device)
-    for _ in range(2):
-        model(batches[world.rank]).square().mean().backward()
-        reference(batches.flatten(0, 1)).square().mean().backward()
-    assert_named_close(gradients(model), {name: p.grad for name, p in reference.named_parameters()})
-    assert_same_across_ranks(gradients(model))
-
-
-@pytest.mark.parametrize(("strategy", "gathers"), [(HYBRID, 2), (ZERO2, 1)])
-def test_it_gathers_inside_a_replica_and_reduces_inside_and_across(
-    world, engine, collectives, strategy, gathers
-):
-    model = nested(world, strategy)
-    model(torch.randn(4, 8, device=world.device)).sum().backward()
-    assert {entry.group_size for entry in collectives} == {2}
-    traffic = engine.traffic(collectives)
-    assert (len(traffic.gathers), traffic.others) == (5 * gathers, ())
-    assert Counter(entry.op for entry in traffic.reductions) == {"all_to_all_single": 5, "all_reduce": 5}
-    # Across go shards, which are half as large as what is exchanged inside.
-    assert 2 * collectives.nbytes("all_reduce") == collectives.nbytes("all_to_all_single")
-    assert all(group.local_numel * 2 == group.full_numel for group in groups(model))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_divides_once_and_sums_beyond_the_range_of_its_dtype(world, dtype):
-    class Weight(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3))
-
-        def forward(self, gradient):
-            return (self.weight * gradient).sum()
-
-    precision = MixedPrecision(reduce_dtype=dtype)
-    model = FullyShardedDataParallel(
-        Weight().to(world.device),
-        sharding_strategy=HYBRID,
-        device_mesh=mesh(world),
-        mixed_precision=precision,
-    )
-    # Their sum, 122,880, is no fp16 number; their mean is.
-    model(torch.full((3,), 12288.0 * (world.rank + 1), device=world.device)).backward()
-    with summon(model, writeback=False, with_grads=True):
-        assert model.weight.grad.tolist() == [30720.0] * 3
-
-
-def test_ranks_seeded_differently_start_from_rank_zero_with_buffers(world):
-    torch.manual_seed(world.rank)
-    bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
-    bare[1].running_mean.fill_(world.rank)
-    expected = copy.deepcopy(bare.state_dict()) if world.rank == 0 else None
-    model = FullyShardedDataParallel(
-        bare, sharding_strategy=HYBRID, device_mesh=mesh(world), sync_module_states=True
-    )
-    state = model.state_dict()
-    assert_same_across_ranks(state)
-    if expected:
-        assert_named_close(state, expected)
-
-
-def test_the_norm_counts_each_gradient_once(world):
-    model = nested(world, HYBRID)
-    model(torch.randn(4, 8, device=world.device)).square().sum().backward()
-    squares = sum(gradient.double().square().sum().item() for gradient in gradients(model).values())
-    assert model.clip_grad_norm_(1e9).item() == pytest.approx(math.sqrt(squares), rel=1e-6)
 
 
 def test_a_pair_of_groups_says_the_same_as_a_mesh(world):
@@ -135,7 +62,7 @@ def test_by_default_a_host_shards_and_hosts_replicate(world, monkeypatch, per_ho
 @pytest.mark.parametrize("only_rank_zero", [False, True])
 def test_one_rank_of_the_world_sees_full_parameters_if_told(world, only_rank_zero):
     model = nested(world, HYBRID)
-    with summon(model, writeback=False, rank0_only=only_rank_zero):
+    with front.summon_full_params(model, writeback=False, rank0_only=only_rank_zero):
         seen = {group.state.name for group in groups(model)}
     assert seen == {"SHARDED" if only_rank_zero and world.rank else "SUMMONED"}
 
@@ -176,3 +103,138 @@ def test_a_process_group_without_this_rank_is_refused(world):
         return
     with pytest.raises(ValueError, match="process_group: rank 1 is not in it"):
         FullyShardedDataParallel(nn.Linear(2, 2), process_group=alone)
+
+
+# state
+
+
+class Training:
+    """A model and its optimizer, some steps on, cut over the world or the first ``size`` ranks of it.
+
+    Every rank trains on the same batches: sums of two and four equal gradients and their means are exact.
+    """
+
+    def __init__(self, world, engine, strategy, size, steps, **spec):
+        axes, self.device = mesh(world), world.device
+        pair = axes.get_group("shard"), axes.get_group("replicate")
+        self.group = None if size == world.size else pair[0]
+        torch.manual_seed(steps)
+        group = pair if "HYBRID" in strategy else self.group
+        spec = ShardSpec(strategy, units=UnevenShapes.units, process_group=group, device=self.device, **spec)
+        self.model = engine.shard(UnevenShapes(), spec)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        for number in range(steps):
+            self.step(number)
+
+    def step(self, number):
+        batch = UnevenShapes.batch(torch.Generator().manual_seed(number))
+        self.optimizer.zero_grad()
+        UnevenShapes.loss(self.model(batch.to(self.device))).backward()
+        self.optimizer.step()
+
+    def save(self, kind=FULL, *configs):
+        with front.state_dict_type(self.model, kind, *configs):
+            optimizer = front.optim_state_dict(self.model, self.optimizer)
+            return {"model": self.model.state_dict(), "optimizer": optimizer}
+
+    def load(self, state, kind=FULL):
+        with front.state_dict_type(self.model, kind):
+            self.model.load_state_dict(state["model"])
+            front.optim_state_dict_to_load(self.model, self.optimizer, state["optimizer"], load_directly=True)
+
+    def tensors(self):
+        state = self.save()
+        moments = state["optimizer"]["state"].items()
+        return state["model"] | {f"{name} {key}": v for name, one in moments for key, v in one.items()}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", StateDictType)
+def test_training_resumes_bit_equal_from_each_kind_of_state(world, engine, strategy, use_orig_params, kind):
+    saving, loading = (
+        Training(world, engine, strategy.name, world.size, steps, use_orig_params=use_orig_params)
+        for steps in (2, 3)
+    )
+    loading.load(saving.save(kind), kind)
+    assert_named_close(loading.tensors(), saving.tensors(), EXACT)
+    for training in (saving, loading):
+        training.step(2)
+    assert_named_close(loading.tensors(), saving.tensors(), EXACT)
+
+
+def through_files(world, saving, make, path):
+    """Save and load sharded state with torch's checkpoint, each on the ranks that have a model."""
+    if saving:
+        dcp.save(saving.save(SHARDED), checkpoint_id=path, process_group=saving.group)
+    world.barrier()
+    loading = make()
+    if loading:
+        state = loading.save(SHARDED)
+        dcp.load(state, checkpoint_id=path, process_group=loading.group)
+        loading.load(state, SHARDED)
+    return loading
+
+
+def through_dict(world, saving, make, path):
+    """Hand the full state of rank 0 over."""
+    state = world.gather(saving and saving.save())[0]
+    loading = make()
+    if loading:
+        loading.load(state)
+    return loading
+
+
+HYBRID_4, FULL_4, FULL_2 = ("HYBRID_SHARD", 4), ("FULL_SHARD", 4), ("FULL_SHARD", 2)
+
+
+@pytest.mark.parametrize("carry", [through_files, through_dict])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(HYBRID_4, FULL_4), (HYBRID_4, FULL_2), (FULL_4, HYBRID_4), (FULL_2, HYBRID_4)],
+    ids=lambda layout: f"{layout[0]}_{layout[1]}",
+)
+def test_training_resumes_bit_equal_in_another_layout(world, engine, saved, loaded, use_orig_params, carry):
+    def make(strategy, size, steps, use_orig_params):
+        if world.rank < size:
+            return Training(world, engine, strategy, size, steps, use_orig_params=use_orig_params)
+        mesh(world)  # all ranks make its groups
+        return None
+
+    saving = make(*saved, 2, use_orig_params)
+    path = world.shared_tmp_path / "checkpoint"
+    loading = carry(world, saving, lambda: make(*loaded, 3, not use_orig_params), path)
+    for number in (None, 2):
+        for training in (saving, loading):
+            if training and number:
+                training.step(number)
+        found = world.gather([training and training.tensors() for training in (saving, loading)])
+        for rank in range(loaded[1]):
+            assert_named_close(found[rank][1], found[0][0], EXACT)
+
+
+@pytest.mark.ranks(2, 4)
+def test_one_rank_of_the_world_gets_state_and_gives_it_back_if_told(world, engine):
+    configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+    saving = Training(world, engine, HYBRID.name, world.size, 2)
+    state = saving.save(FULL, *configs)
+    assert [bool(part) for part in state.values()] == [world.rank == 0] * 2
+    expected = saving.save()["optimizer"]["state"]
+    loading = Training(world, engine, HYBRID.name, world.size, 3)
+    with front.state_dict_type(loading.model, FULL, *configs):
+        front.optim_state_dict_to_load(
+            loading.model, loading.optimizer, state["optimizer"], load_directly=True
+        )
+    for name, moments in loading.save()["optimizer"]["state"].items():
+        assert_named_close(moments, expected[name], EXACT)
+
+
+def test_a_model_of_which_one_rank_alone_has_state_is_not_loaded(world, engine):
+    config = FullStateDictConfig(rank0_only=True)
+    model = Training(world, engine, HYBRID.name, world.size, 0).model
+    with front.state_dict_type(model, FULL, config):
+        state = model.state_dict()
+        with pytest.raises(RuntimeError, match="with rank0_only some ranks were given nothing to load"):
+            model.load_state_dict(state, strict=False)
