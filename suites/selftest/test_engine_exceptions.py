@@ -111,6 +111,21 @@ def test_a_model_dropped_after_an_exception_gives_its_memory_back(world):
     assert [parameter() for parameter in parameters] == [None] * 6
 
 
+@pytest.mark.ranks(2, timeout=30)
+def test_a_model_dropped_after_an_exception_leaves_no_message_to_the_next(world):
+    for value in (1.0, 2.0, 3.0):
+        model, failing = failing_model(world, use_orig_params=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+            # y = 8 a x + a, three times
+            expected = value * (1 + 8 * value * (1 + 8 * value * (1 + 8 * (world.rank + 1))))
+            assert model(batch(world))[0, 0].item() == expected
+        fail_in_backward(model, failing, world)
+        del model, failing
+        gc.collect()
+
+
 def test_a_parameter_that_a_traceback_holds_can_be_printed(world):
     class Holding(nn.Linear):
         def forward(self, _):
