@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -137,10 +138,15 @@ def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Fini
         works = _send_to_all(full, shard, group)
     else:
         works = [_all_gather(full, shard, group=group, async_op=True)]
+    # A model may be dropped after an exception, with a gather under way. What is sent to it must not go to the
+    # next gather, so the process group keeps the receives.
+    kept = finalize(group, works.clear)
+    kept.atexit = False
 
     def finish() -> Tensor:
         for work in works:
             work.wait()
+        kept.detach()
         return full
 
     return finish

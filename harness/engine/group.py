@@ -88,9 +88,13 @@ class ShardGroup:
             self.state = GroupState.SHARDED
 
     def discard(self) -> None:
-        """Free, and forget gradients that a backward computed but did not come to reduce."""
+        """Free, and forget gradients that a backward did not come to show."""
         self.free()
         self.gradients.drop_started()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that a backward computed but did not come to reduce."""
         for leaf in self.leaves:
             leaf.grad = None
 

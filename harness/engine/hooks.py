@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Tree:
 
     @property
     def in_backward(self) -> bool:
-        # Ours alone would be wrong after a backward that raised; autograd knows whether one is running.
+        # A device's thread may let go of a backward that raised a little late.
         return self.backward != -1 and _backward_id() != -1
 
     def enter_forward(self) -> None:
@@ -100,8 +101,12 @@ class Tree:
         """Make sure that the end of this backward is seen, once, in the outermost backward."""
         if self.backward == -1:
             self.backward = _backward_id()
+            self._drop_reduction()
             self.prefetcher.begin_backward()
-            Variable._execution_engine.queue_callback(self._end_backward)
+            end = partial(self._end_backward)
+            # Autograd alone holds it, and lets go of it without a call after an exception.
+            finalize(end, self._abort_backward, self.backward).atexit = False
+            Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
         self.backward = -1
@@ -109,6 +114,19 @@ class Tree:
             unit.finish()
         self._settle()
         self._pool.clear()
+
+    def _abort_backward(self, backward: int) -> None:
+        """Go back to between steps if ``backward`` has not ended well; as after a forward, await nothing."""
+        if self.backward == backward:
+            self.backward = -1
+            for unit in self.units:
+                unit.abort_backward()
+
+    def _drop_reduction(self) -> None:
+        """Forget what a backward that raised had begun to reduce."""
+        if self._reducing:
+            self._reducing.gradients.drop_started()
+            self._reducing = None
 
     def _settle(self) -> None:
         if self._reducing:
@@ -184,6 +202,13 @@ class Unit:
         """
         if self.group and not self.tree.in_backward:
             self.group.keep()
+
+    def abort_backward(self) -> None:
+        """Show shards after an exception; full parameters stay, as in `abort_forward`."""
+        self._awaited.clear()
+        if self.group:
+            self.group.keep()
+            self.group.drop_gradients()
 
     def finish(self) -> None:
         """Leave nothing of a backward that has ended: reduce what nobody waited for, and free."""

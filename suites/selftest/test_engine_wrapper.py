@@ -9,7 +9,6 @@ from torch import nn
 
 from harness.assertions import assert_named_close
 from harness.engine import (
-    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
@@ -236,61 +235,7 @@ def test_loading_reports_missing_and_unexpected_names_as_torch_does(world):
     assert set(states(model)) == {"SHARDED"}
 
 
-# after an exception
-
-
-class Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.fails = ""
-
-    def forward(self, x):
-        if self.fails == "forward":
-            raise ValueError("planted in forward")
-        x = self.linear(x)
-        if self.fails == "backward":
-            x.register_hook(self.fail)
-        return x
-
-    def fail(self, _):
-        raise ValueError("planted in backward")
-
-
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_leaves_the_model_usable(world, strategy, where):
-    failing = Failing()
-    bare = nn.Sequential(nn.Linear(8, 8), failing, nn.Linear(8, 8)).to(world.device)
-    model = FullyShardedDataParallel(
-        bare, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), sharding_strategy=strategy
-    )
-    model(batch(world)).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    failing.fails = where
-    with pytest.raises(ValueError, match=f"planted in {where}"):
-        model(batch(world)).sum().backward()
-    failing.fails = ""
-    model.zero_grad()
-    model(batch(world)).sum().backward()
-    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
-
-
 # errors
-
-
-def test_a_parameter_that_a_traceback_holds_can_be_printed(world):
-    class Holding(nn.Linear):
-        def forward(self, _):
-            weight = self.weight
-            raise ValueError(f"holds {weight.numel()} elements")
-
-    model = FullyShardedDataParallel(Holding(8, 8).to(world.device), cpu_offload=CPUOffload(True))
-    with pytest.raises(ValueError, match="holds 64 elements") as caught:
-        model(batch(world))
-    weight = caught.traceback[-1].frame.f_locals["weight"]
-    assert "requires_grad=True" in repr(weight)
-    assert states(model) == ["KEPT"]
 
 
 def test_reading_an_unknown_attribute_names_the_wrapped_class(world):
