@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 GATHER = "lockstep::gather"
 REDUCE = "lockstep::reduce"
-"""What a profile calls the parts of a step that communicate."""
+WRAP = "lockstep::wrap"
+"""What a profile calls the parts of a step, and of wrapping, that communicate."""
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -252,6 +253,13 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_wrapped(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
+    """Return the picklable ``value`` of every rank, sent from ``device``, while ranks wrap a model."""
+    # nccl sends objects from the current device, which may be another rank's.
+    with record_function(WRAP), torch.accelerator.device_index(device.index):
+        return gather_objects(value, group)
 
 
 def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
