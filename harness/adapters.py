@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import harness.engine as lockstep
 from harness.engine.axes import ProcessGroups
-from harness.engine.collectives import GATHER, REDUCE
+from harness.engine.collectives import GATHER, REDUCE, WRAP
 from harness.recorders import Collective
 
 __all__ = ["Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
@@ -155,7 +155,10 @@ class Engine(Protocol):
         ...
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
-        """Return what of ``log`` is a gather of parameters or a reduction of gradients."""
+        """Return what of ``log`` is a gather of parameters or a reduction of gradients.
+
+        What an engine sends to compare what ranks wrap is left out.
+        """
         ...
 
 
@@ -209,7 +212,7 @@ class Lockstep:
                 parts = (parts + 1) % (entry.group_size - 1) if entry.op == "send" else 0
         reduced = [entry for entry in log if entry.label == REDUCE]
         reductions = [entry for entry in reduced if entry.op in _REDUCING]
-        others = [entry for entry in log if entry.label not in (GATHER, REDUCE)]
+        others = [entry for entry in log if entry.label not in (GATHER, REDUCE, WRAP)]
         return Traffic(tuple(gathers), tuple(reductions), tuple(others))
 
 

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 GATHER = "lockstep::gather"
 REDUCE = "lockstep::reduce"
-"""What a profile calls the parts of a step that communicate."""
+WRAP = "lockstep::wrap"
+"""What a profile calls the parts of a step, and of wrapping, that communicate."""
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -138,8 +139,8 @@ def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Fini
         works = _send_to_all(full, shard, group)
     else:
         works = [_all_gather(full, shard, group=group, async_op=True)]
-    # A model may be dropped after an exception, with a gather under way. What is sent to it must not go to the
-    # next gather, so the process group keeps the receives.
+    # A model may be dropped after an exception, with a gather under way. What is sent to it must not go to
+    # the next gather, so the process group keeps the receives.
     kept = finalize(group, works.clear)
     kept.atexit = False
 
@@ -260,6 +261,13 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_wrapped(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
+    """Return the picklable ``value`` of every rank, sent from ``device``, while ranks wrap a model."""
+    # nccl sends objects from the current device, which may be another rank's.
+    with record_function(WRAP), torch.accelerator.device_index(device.index):
+        return gather_objects(value, group)
 
 
 def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
     entries = _made(modules, plan, name)
     buffers = _buffers(modules)
     _place(entries, buffers, plan, name)
+    _refuse_disagreement(entries, plan, name)
     if plan.sync_module_states:
         tensors = [entry.parameter.data for entry in entries] + [
             s.module._buffers[s.name] for s in buffers.values()
@@ -72,6 +74,22 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         backward_prefetch=plan.backward_prefetch,
     )
     return Unit(group, buffers, settings_of_unit)
+
+
+def _refuse_disagreement(entries: Sequence[Entry], plan: Plan, unit: str) -> None:
+    """Raise ValueError if another rank wraps something else now: gloo would end the process later."""
+    parameters = [f"{e.name!r} {list(e.shape)} {e.parameter.dtype}" for e in entries]
+    mine = [unit, plan.strategy.name, *parameters]
+    device = _compute_device(entries, plan)
+    found = [collectives.gather_wrapped(mine, group, device) for group in plan.axes.groups]
+    for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):
+        if theirs != mine:
+            here, there = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="no more") if a != b)
+            raise ValueError(
+                f"{unit}: ranks wrap different things: {here} here, {there} on rank {rank} of the process "
+                f"group, which wraps {theirs[0]}. Build the same model on all ranks, and wrap the same "
+                "modules of it in the same order."
+            )
 
 
 def unit_name(module: nn.Module) -> str:

@@ -28,6 +28,9 @@ class ModuleWrapPolicy:
     module_classes: tuple[type[nn.Module], ...]
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        if isinstance(module_classes, type):
+            name = module_classes.__name__
+            raise TypeError(f"ModuleWrapPolicy: expected classes, got {name} alone; pass {{{name}}}.")
         object.__setattr__(self, "module_classes", tuple(module_classes))
 
     def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]:

@@ -40,7 +40,11 @@ class FullyShardedDataParallel(StateFront):
     ranks. The arguments are torch's; those that are not built raise NotImplementedError when given. All ranks
     must start from the same parameters, or pass ``sync_module_states=True``. With ``use_orig_params=False``
     the group's one visible parameter is ``flat_param``; with True the original ones stay, each as the piece
-    that this rank holds.
+    that this rank holds. Make the optimizer after wrapping: with ``use_orig_params=False`` one made before
+    holds parameters that nobody trains any more, and nothing tells.
+
+    Call the unit, not the module in it: only the unit gathers. Ranks compare what they wrap, and refuse when
+    it differs.
 
     For each module with parameters or buffers of its own on the meta device ``param_init_fn`` is called, and
     must set those alone; without it they get memory, and their ``reset_parameters`` is called. Each unit does

@@ -194,6 +194,24 @@ def test_what_cannot_be_sharded_is_refused_with_names_and_cure(case):
         FullyShardedDataParallel(make(), **arguments)
 
 
+def test_a_class_that_is_not_in_a_set_is_refused_by_the_policy():
+    with pytest.raises(TypeError, match=r"expected classes, got Linear alone; pass \{Linear\}"):
+        ModuleWrapPolicy(nn.Linear)
+
+
+def test_a_model_of_another_shape_on_one_rank_is_refused_at_once(world):
+    module = nn.Linear(3, 4 + world.rank, device=world.device)
+    claim = rf"'weight' \[{4 + world.rank}, 3\] torch.float32 here, 'weight' \[{5 - world.rank}, 3\]"
+    with pytest.raises(ValueError, match=claim):
+        FullyShardedDataParallel(module)
+
+
+def test_a_module_that_one_rank_alone_wraps_is_refused_at_once(world):
+    module = nn.Sequential(nn.Linear(2, 2, device=world.device))
+    with pytest.raises(ValueError, match=r"ranks wrap different things: .*\((Linear|Sequential)\) here"):
+        FullyShardedDataParallel(module[0] if world.rank == 0 else module)
+
+
 def test_a_refused_argument_leaves_the_module_as_it_was():
     bare = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="sharding_strategy"):
