@@ -112,8 +112,9 @@ class StateFront(nn.Module):
         """Return the state of ``optim``, or the given state dict of it, under original parameter names.
 
         A collective of all ranks; the kind is what `state_dict_type` says, and costs what it does for the
-        model, times the tensors per parameter. ``group``: whose rank 0 gets it with rank0_only; None is the
-        outermost unit's. Raises ValueError if ``optim`` has other parameters than ``model``.
+        model, times the tensors per parameter. Load it through `optim_state_dict_to_load`, not into ``optim``
+        itself. ``group``: whose rank 0 gets it with rank0_only; None is the outermost unit's.
+        Raises ValueError if ``optim`` has other parameters than ``model``.
         """
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optimizer_save.save(_view(model, optim, group), given)

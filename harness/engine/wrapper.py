@@ -40,8 +40,10 @@ class FullyShardedDataParallel(StateFront):
     ranks. The arguments are torch's; those that are not built raise NotImplementedError when given. All ranks
     must start from the same parameters, or pass ``sync_module_states=True``. With ``use_orig_params=False``
     the group's one visible parameter is ``flat_param``; with True the original ones stay, each as the piece
-    that this rank holds. Make the optimizer after wrapping: with ``use_orig_params=False`` one made before
-    holds parameters that nobody trains any more, and nothing tells.
+    that this rank holds: 1-D, so group them for weight decay by name, not by ``ndim``.
+
+    Make the optimizer after wrapping: with ``use_orig_params=False`` one made before holds parameters that
+    nobody trains any more, and nothing tells.
 
     Call the unit, not the module in it: only the unit gathers. Ranks compare what they wrap, and refuse when
     it differs.
@@ -221,7 +223,8 @@ class FullyShardedDataParallel(StateFront):
     def no_sync(self) -> Iterator[None]:
         """Let backward accumulate full gradients on each rank without communication; for the root unit only.
 
-        The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient.
+        The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient, and no
+        optimizer may step: its parameters are shards.
         """
         tree = self._require_root("no_sync")
         previous, tree.sync = tree.sync, False
