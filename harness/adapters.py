@@ -46,11 +46,11 @@ class ShardSpec:
     all. ``units``: submodules that gather and free on their own, by name within the model or by class;
     ``(nn.Module,)`` is all of them. ``ignored``: submodules that are neither sharded nor cast nor
     synchronised, chosen likewise. ``offload``: shards, gradients and the optimizer's step on CPU.
-    ``use_orig_params``: the user sees the original parameters, not one flat
-    parameter per group. ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``:
-    whether a group is gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's
-    values. ``device``: where to compute; None is where the model is. ``process_group``: None is the default
-    group. ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
+    ``use_orig_params``: the user sees the original parameters, not one flat parameter per group.
+    ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``: whether a group is
+    gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's values. ``device``:
+    where to compute; None is where the model is. ``process_group``: None is the default group.
+    ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
     """
 
     strategy: str = "FULL_SHARD"
@@ -70,11 +70,11 @@ class ShardSpec:
 class Group(Protocol):
     """What an engine shows of one group of parameters, as it is at the moment of asking.
 
-    ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, GATHERED, KEPT (full parameters
-    wait for backward) or SUMMONED. ``gradient_dtype`` is None while no gradient is held.
-    ``post_backward_hooks``: for each full parameter that modules compute with, how many hooks await its
-    gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements of this rank's
-    shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
+    ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, PREFETCHED (full parameters
+    are on their way), GATHERED, KEPT (they wait for backward) or SUMMONED. ``gradient_dtype`` is None while
+    no gradient is held. ``post_backward_hooks``: for each full parameter that modules compute with, how many
+    hooks await its gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements
+    of this rank's shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
     ``gathered_bytes`` what full parameters occupy now, 0 when they are freed.
     """
 
