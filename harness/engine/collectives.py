@@ -138,8 +138,8 @@ def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Fini
         works = [_all_gather(full, shard, group=group, async_op=True)]
     else:
         works = _send_to_all(full, shard, group)
-    # A model may be dropped after an exception, with a gather under way. What is sent to it must not go to the
-    # next gather, so the process group keeps the receives.
+    # A model may be dropped after an exception, with a gather under way. What is sent to it must not go to
+    # the next gather, so the process group keeps the receives.
     kept = finalize(group, works.clear)
     kept.atexit = False
 
@@ -260,12 +260,12 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
-def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
-    """Return the picklable ``value`` of the group's rank 0."""
-    if dist.get_world_size(group) == 1:
-        return value
+def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:
+    """Return the picklable ``value`` of the rank that is first in all ``groups``, shard axis first."""
     values = [value]
-    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
     return values[0]
 
 

@@ -140,7 +140,7 @@ def _full(
         return dtensor.whole(value, original.name)
     device = place.shard.device if place.shard else place.parameter.device
     wire = torch.empty(value.shape, dtype=value.dtype, device=device) if source is None else source.to(device)
-    collectives.broadcast([wire], [view.world])
+    collectives.broadcast([wire], view.world)
     return wire
 
 

@@ -133,12 +133,12 @@ class Places:
 
 @dataclass(frozen=True)
 class OptimizerView:
-    """An optimizer of parameters in ``places``. ``world``: the group whose rank 0 rank0_only means."""
+    """An optimizer of parameters in ``places``. ``world``: rank0_only means rank 0 of all its groups."""
 
     places: Places
     optimizer: torch.optim.Optimizer
     settings: StateDictSettings
-    world: dist.ProcessGroup
+    world: tuple[dist.ProcessGroup, ...]
 
     @property
     def kind(self) -> StateDictType:
@@ -147,7 +147,7 @@ class OptimizerView:
     @property
     def keeps(self) -> bool:
         """Whether this rank gets the state that it helps to make."""
-        return not self.settings.optim_rank0_only or dist.get_rank(self.world) == 0
+        return not self.settings.optim_rank0_only or not any(map(dist.get_rank, self.world))
 
     @cached_property
     def groups(self) -> list[list[Place]]:
@@ -200,12 +200,13 @@ def find_places(model: nn.Module, units: Iterable[tuple[str, Unit]]) -> Places:
     return Places(places, tuple(shards))
 
 
-def world_of(units: Iterable[tuple[str, Unit]]) -> dist.ProcessGroup:
-    """Return the process group of the outermost unit that has parameters, else the default one."""
-    groups = (unit.group.settings.axes.process_group for _, unit in units if unit.group)
-    world = next(groups, dist.group.WORLD)
-    assert world is not None
-    return world
+def world_of(units: Iterable[tuple[str, Unit]]) -> tuple[dist.ProcessGroup, ...]:
+    """Return the axes of the outermost unit that has parameters, else the default group."""
+    for _, unit in units:
+        if unit.group:
+            return unit.group.settings.axes.groups
+    assert dist.group.WORLD is not None
+    return (dist.group.WORLD,)
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -137,7 +137,7 @@ class UnitState:
             return True
         # A unit without parameters of its own goes with the units around it.
         groups = [unit.group for unit in (self.unit, *self.unit.tree.units) if unit.group]
-        return dist.get_rank(groups[0].settings.axes.process_group if groups else None) == 0
+        return groups[0].settings.axes.is_first if groups else dist.get_rank() == 0
 
     def _shown(self) -> AbstractContextManager[None]:
         """Let modules see, in the place of their parameters, what they are to save."""
@@ -181,9 +181,9 @@ class UnitState:
         if not self.settings.rank0_only or not group:
             return
         lacking = not any(name.startswith(prefix) for name in state)
-        world = group.settings.axes.process_group
-        count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), [world])
-        if 0 < count < dist.get_world_size(world):
+        axes = group.settings.axes
+        count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), axes.groups)
+        if 0 < count < axes.size:
             raise RuntimeError(
                 "load_state_dict: with rank0_only some ranks were given nothing to load. Loading wants the "
                 "full state dict on every rank; torch.load(..., mmap=True) reads it without a copy. Or load "

@@ -112,8 +112,8 @@ class StateFront(nn.Module):
         """Return the state of ``optim``, or the given state dict of it, under original parameter names.
 
         A collective of all ranks; the kind is what `state_dict_type` says, and costs what it does for the
-        model, times the tensors per parameter. ``group``: whose rank 0 gets it with rank0_only; None is the
-        outermost unit's. Raises ValueError if ``optim`` has other parameters than ``model``.
+        model, times the tensors per parameter. ``group``: whose rank 0 gets it with rank0_only; None is all
+        axes of the outermost unit. Raises ValueError if ``optim`` has other parameters than ``model``.
         """
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optimizer_save.save(_view(model, optim, group), given)
@@ -165,7 +165,7 @@ def _fronts(model: nn.Module) -> list[tuple[str, StateFront]]:
 def _view(model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> OptimizerView:
     settings = StateFront.get_state_dict_type(model)
     units = [(name, front._unit) for name, front in _fronts(model)]
-    return OptimizerView(find_places(model, units), optim, settings, group or world_of(units))
+    return OptimizerView(find_places(model, units), optim, settings, (group,) if group else world_of(units))
 
 
 def _before_load(

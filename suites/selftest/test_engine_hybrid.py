@@ -11,10 +11,13 @@ from torch import nn
 
 from harness.assertions import assert_named_close, assert_same_across_ranks
 from harness.engine import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
     groups,
 )
 from harness.zoo import NestedWrappedModule
@@ -22,7 +25,8 @@ from harness.zoo import NestedWrappedModule
 pytestmark = pytest.mark.ranks(4)
 
 HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-summon = FullyShardedDataParallel.summon_full_params
+FSDP, FULL = FullyShardedDataParallel, StateDictType.FULL_STATE_DICT
+summon = FSDP.summon_full_params
 
 
 def mesh(world):
@@ -35,6 +39,12 @@ def nested(world, strategy, **arguments):
     return FullyShardedDataParallel(
         NestedWrappedModule().to(world.device), sharding_strategy=strategy, use_orig_params=True, **arguments
     )
+
+
+def kept(model, optimizer):
+    """Return all that the optimizer keeps on this rank, by parameter and key."""
+    states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    return {f"{name} {key}": value for name, state in states.items() for key, value in state.items()}
 
 
 def gradients(model):
@@ -138,6 +148,31 @@ def test_one_rank_of_the_world_sees_full_parameters_if_told(world, only_rank_zer
     with summon(model, writeback=False, rank0_only=only_rank_zero):
         seen = {group.state.name for group in groups(model)}
     assert seen == {"SHARDED" if only_rank_zero and world.rank else "SUMMONED"}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_state_goes_to_one_rank_of_the_world_if_told_and_loads_from_there(world, num_replicas):
+    of_all = world.mesh(num_replicas, world.size // num_replicas, names=("replicate", "shard"))
+    model, other = (nested(world, HYBRID, device_mesh=of_all) for _ in range(2))
+    optimizer, other_optimizer = (torch.optim.Adam(m.parameters()) for m in (model, other))
+    model(torch.ones(4, 8, device=world.device) + world.rank).sum().backward()
+    optimizer.step()
+    alone = (FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True))
+    FSDP.set_state_dict_type(model, FULL, *alone)
+    FSDP.set_state_dict_type(other, FULL, *alone)
+    state, saved = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    assert (bool(state), bool(saved)) == (world.rank == 0, world.rank == 0)
+    FSDP.optim_state_dict_to_load(other, other_optimizer, saved, load_directly=True)
+    assert_named_close(kept(other, other_optimizer), kept(model, optimizer))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_loading_what_one_rank_of_the_world_was_given_is_refused(world, num_replicas):
+    of_all = world.mesh(num_replicas, world.size // num_replicas, names=("replicate", "shard"))
+    model = nested(world, HYBRID, device_mesh=of_all)
+    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
+    with pytest.raises(RuntimeError, match="some ranks were given nothing to load"):
+        model.load_state_dict(model.state_dict())
 
 
 REFUSED = {
