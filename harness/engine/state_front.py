@@ -166,7 +166,7 @@ def _fronts(model: nn.Module) -> list[tuple[str, StateFront]]:
 def _view(model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> OptimizerView:
     settings = StateFront.get_state_dict_type(model)
     units = [(name, front._unit) for name, front in _fronts(model)]
-    return OptimizerView(find_places(model, units), optim, settings, group or world_of(units))
+    return OptimizerView(find_places(model, units), optim, settings, (group,) if group else world_of(units))
 
 
 def _before_load(
