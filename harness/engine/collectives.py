@@ -65,9 +65,9 @@ def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -
     ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
     only where there is one shard.
 
-    Reduces inside the shard axis, then across the replicate axis, and divides once. On a backend that would
-    round every partial sum (gloo), ranks exchange pieces and add them in rank order, in fp32 (fp64 for fp64):
-    the result is rounded once per axis and has the same bits on every run.
+    Reduces inside the shard axis, then across the replicate axis, and divides once. But for nccl, ranks of
+    the shard axis exchange pieces and add them in rank order, in fp32 (fp64 for fp64), and so do those of the
+    replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
     with record_function(REDUCE):
         return _start_mean(full, axes, dtype, pool)

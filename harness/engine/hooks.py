@@ -1,7 +1,15 @@
 """When groups act: around a unit's forward, before and after its backward, at the end of backward. On ranks.
 
 A unit is a module with at most one group. Units that share a root form a tree, which knows whether a forward
-or a backward is going on.
+or a backward is going on. One step of a unit that shards everything:
+
+    before_forward    gather, start the next unit's gather; modules see full parameters
+    after_forward     free; hook the outputs
+    _before_backward  gather, start the gather of the unit before
+    _on_gradient      with the last gradient: free, settle the reduction under way, start this group's
+    finish            at the end of backward: reduce and free what is left
+
+After an exception `abort_forward`, `abort_backward` and `start` lead back to between steps.
 """
 
 from __future__ import annotations

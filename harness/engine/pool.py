@@ -18,6 +18,8 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a 1-D buffer of ``numel`` elements: one that is free and large enough, else a new one."""
+        if numel == 0:  # it would have no address to be known by
+            return torch.empty(0, dtype=dtype, device=device)
         fitting = [b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel]
         if fitting:
             whole = min(fitting, key=Tensor.numel)
@@ -32,7 +34,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Take back what `take` returned."""
-        if buffer.numel():  # empty ones have no address to know them by
+        if buffer.numel():
             self._free.append(self._lent.pop(buffer.data_ptr()))
 
     def clear(self) -> None:
