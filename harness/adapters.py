@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import harness.engine as lockstep
 from harness.engine.axes import ProcessGroups
-from harness.engine.collectives import GATHER, REDUCE, WRAP
+from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
 __all__ = ["Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
@@ -204,20 +204,12 @@ class Lockstep:
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
         log = tuple(log)
-        gathers: list[Collective] = []
-        parts = 0  # of one gather: on gloo a shard is sent to each other rank
-        for entry in log:
-            if entry.label == GATHER and entry.op != "recv":
-                gathers += [entry] if parts == 0 else []
-                parts = (parts + 1) % (entry.group_size - 1) if entry.op == "send" else 0
-        reduced = [entry for entry in log if entry.label == REDUCE]
-        reductions = [entry for entry in reduced if entry.op in _REDUCING]
-        others = [entry for entry in log if entry.label not in (GATHER, REDUCE, WRAP)]
+        gathers = [entry for entry in log if entry.label == GATHER]
+        reductions = [entry for entry in log if entry.label == REDUCE]
+        # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
+        others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
         return Traffic(tuple(gathers), tuple(reductions), tuple(others))
 
-
-# What is labelled as part of a reduction besides: sums that go on to the ranks that need them.
-_REDUCING = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 
 _ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}
 
