@@ -126,8 +126,9 @@ def forget_meshes() -> None:
     ranks are equal.
     """
     if tensor := sys.modules.get("torch.distributed.tensor"):
-        # What torch.distributed.tensor.debug does for this, whose import takes 2 s.
-        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        # What torch.distributed.tensor.debug does for this, whose import takes 2 s; releases of torch differ.
+        with contextlib.suppress(AttributeError):
+            tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
