@@ -232,7 +232,7 @@ def _snapshot(tensors: Named) -> dict[str, torch.Tensor | None]:
 
 
 def _seed_generators(seed: int) -> None:
-    # `torch.manual_seed` also formats a stack for every kind of device that was never used: 1 ms each time.
+    # `torch.manual_seed` also formats a stack for every kind of device that was never used: 0.6 ms on a rank.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)

@@ -153,7 +153,7 @@ def large_steps(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def each_point(run_subtests, world, engine, strategy, offload):
+def assert_each_point(run_subtests, world, engine, strategy, offload):
     """Hold a model to its reference at every point of the item; the reference is trained once.
 
     ``training``: what differs from two steps with the loss of the nested models.
@@ -186,22 +186,22 @@ ON_MORE_RANKS = pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no_offload"])
 class TestParityWithDDP:
     @ON_MORE_RANKS
-    def test_nested_wrapped_model(self, each_point):
-        each_point(NestedWrappedModule(), training={"steps": 3})
+    def test_nested_wrapped_model(self, assert_each_point):
+        assert_each_point(NestedWrappedModule(), training={"steps": 3})
 
-    def test_nested_wrapped_model_single_iteration_mixed_precision(self, each_point, collectives):
+    def test_nested_wrapped_model_single_iteration_mixed_precision(self, assert_each_point, collectives):
         one_step = {"steps": 1, "tolerance": HALF}
-        each_point(NestedWrappedModule(), ddp_in_half, one_step, precision=Precision(HALF, HALF, HALF))
+        assert_each_point(NestedWrappedModule(), ddp_in_half, one_step, precision=Precision(HALF, HALF, HALF))
         assert {dtype for entry in collectives if entry.in_backward for dtype in entry.dtypes} == {HALF}
 
-    def test_nested_always_wrap_model(self, each_point):
-        each_point(AlwaysWrapNestedWrappedModule())
+    def test_nested_always_wrap_model(self, assert_each_point):
+        assert_each_point(AlwaysWrapNestedWrappedModule())
 
     @ON_MORE_RANKS
-    def test_transformer(self, each_point):
-        each_point(TransformerWithSharedParams(), training={"loss": transformer_loss})
+    def test_transformer(self, assert_each_point):
+        assert_each_point(TransformerWithSharedParams(), training={"loss": transformer_loss})
 
-    def test_delayed_optim_step(self, each_point, world, engine):
+    def test_delayed_optim_step(self, assert_each_point, world, engine):
         model = NestedWrappedModuleWithDelay(delay_after_loss_ms=late_on_rank_0(world))
 
         def late_backward(sharded, loss):
@@ -209,15 +209,15 @@ class TestParityWithDDP:
             # A gather for the next forward would have begun.
             assert {(g.state.name, g.gathered_bytes) for g in engine.groups(sharded)} == {("SHARDED", 0)}
 
-        each_point(model, training={"optimizer": large_steps}, backward=late_backward)
+        assert_each_point(model, training={"optimizer": large_steps}, backward=late_backward)
 
-    def test_delayed_reduce_scatter(self, each_point, world):
-        each_point(NestedWrappedModuleWithDelay(delay_before_reduction_ms=late_on_rank_0(world)))
+    def test_delayed_reduce_scatter(self, assert_each_point, world):
+        assert_each_point(NestedWrappedModuleWithDelay(delay_before_reduction_ms=late_on_rank_0(world)))
 
     @ON_MORE_RANKS
-    def test_mixture_of_experts(self, each_point, world):
-        each_point(MixtureOfExperts(world.rank), dummy_ddp, alone=(MixtureOfExperts.expert,))
+    def test_mixture_of_experts(self, assert_each_point, world):
+        assert_each_point(MixtureOfExperts(world.rank), dummy_ddp, alone=(MixtureOfExperts.expert,))
 
-    def test_mixture_of_experts_with_delay_before_free(self, each_point, world):
+    def test_mixture_of_experts_with_delay_before_free(self, assert_each_point, world):
         model = MixtureOfExperts(world.rank, delay_before_free_ms=late_on_rank_0(world))
-        each_point(model, dummy_ddp, alone=(MixtureOfExperts.expert,))
+        assert_each_point(model, dummy_ddp, alone=(MixtureOfExperts.expert,))

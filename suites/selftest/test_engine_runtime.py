@@ -14,6 +14,7 @@ from harness.engine import (
     groups,
 )
 from harness.engine.pool import BufferPool
+from harness.zoo import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -146,6 +147,15 @@ def test_few_groups_are_in_memory_while_gradients_are_computed(world, prefetch, 
     model = sharded(world, backward_prefetch=prefetch)
     num_gathered = [4 - computing.count("S") for _, computing in states_in_backward(model, world)]
     assert max(num_gathered) == most
+
+
+@pytest.mark.ranks(3)
+def test_gloo_ranks_are_added_in_order_in_fp32(world):
+    # In fp64, or with the large ones added first, the 1 would survive: 1e8 + 1 is no fp32 number.
+    numel = 200_000  # more than one chunk of the sum
+    model = FullyShardedDataParallel(KnownGradient(numel).to(world.device))
+    model(torch.full((numel,), (1e8, 1.0, -1e8)[world.rank], device=world.device)).backward()
+    assert not model.flat_param.grad.any()
 
 
 # the pool
