@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.engine.layout import FlatLayout
+from harness.engine.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FullParameters:
             self.buffer.untyped_storage().resize_(0)
 
 
-def over(buffer: Tensor, layout: FlatLayout, borrowed: bool, poison: bool) -> FullParameters:
+def over(buffer: Tensor, layout: Layout, borrowed: bool, poison: bool) -> FullParameters:
     """Return full parameters that lie in ``buffer``, whose memory must be allocated."""
     # Tensors made in inference mode could never be saved for a later backward.
     with torch.inference_mode(False), torch.no_grad():
