@@ -77,7 +77,9 @@ class Group(Protocol):
     no gradient is held. ``post_backward_hooks``: for each full parameter that modules compute with, how many
     hooks await its gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements
     of this rank's shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
-    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed.
+    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed. ``low_precision_bytes`` is what
+    the copy of the shard occupies that is cast to be sent in a gather: 0 once that has arrived, and always
+    where nothing is cast.
     """
 
     @property
@@ -108,6 +110,8 @@ class Group(Protocol):
     def local_bytes(self) -> int: ...
     @property
     def gathered_bytes(self) -> int: ...
+    @property
+    def low_precision_bytes(self) -> int: ...
     @property
     def training(self) -> bool: ...
 
