@@ -17,7 +17,8 @@ from harness.engine.ignored import Ignored
 from harness.engine.materialise import Materialiser, ParamInit
 from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from harness.engine.shard import GroupSettings
+from harness.engine.shard import GroupSettings, LocalShard
+from harness.engine.shown_gradients import ShownGradients
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         offload_device=device if plan.offload else None,
         poison=os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0"),
     )
-    group = ShardGroup(entries, settings) if entries else None
+    group = ShardGroup(shard := LocalShard(entries, settings), ShownGradients(shard)) if entries else None
     settings_of_unit = UnitSettings(
         plan.strategy,
         plan.mixed_precision,

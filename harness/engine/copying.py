@@ -6,6 +6,7 @@ from typing import Any
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
 from harness.engine.parameters import Entry, Slot
+from harness.engine.shard import LocalShard
 
 
 def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
@@ -30,7 +31,8 @@ def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
         )
         for entry in group.shard.entries
     ]
-    return ShardGroup(entries, group.settings, flat=deepcopy(group.shard.flat, memo))
+    shard = LocalShard(entries, group.settings, flat=deepcopy(group.shard.flat, memo))
+    return ShardGroup(shard, type(group.gradients)(shard))
 
 
 def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:

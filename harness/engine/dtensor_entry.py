@@ -61,10 +61,10 @@ class DTensorEntry(Entry):
 
     def exchanged(self, found: object) -> Entry | None:
         """Take what `load_state_dict` with ``assign=True`` puts in the parameter's place."""
-        fits = isinstance(found, nn.Parameter) and isinstance(found, DTensor)
-        if not fits or found.shape != self.shape or tuple(found.placements) != tuple(self.placing.placements):
+        if not (isinstance(found, DTensor) and isinstance(found, nn.Parameter)):
             return None
-        return replace(self, parameter=found)
+        fits = found.shape == self.shape and tuple(found.placements) == tuple(self.placing.placements)
+        return replace(self, parameter=found) if fits else None
 
     def copy(self) -> DTensorEntry:
         """Return an entry for the same modules with a parameter of its own, over the same mesh."""

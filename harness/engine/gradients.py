@@ -1,6 +1,6 @@
 """The gradients of one group: from full leaves, through the reduction, to where the user sees them.
 
-Where unreduced ones wait is for the front to say: see shown_gradients.py and held_gradients.py. Runs on ranks.
+Where unreduced ones wait is for the front to say: shown_gradients.py and held_gradients.py. Runs on ranks.
 """
 
 from abc import ABC, abstractmethod

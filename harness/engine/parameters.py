@@ -75,7 +75,7 @@ class Entry:
         attach_gradient(self.parameter, gradient)
 
     def exchanged(self, found: object) -> "Entry | None":
-        """Return the entry for ``found``, that somebody put in the parameter's place; None if it cannot be."""
+        """Return the entry for what somebody put in the parameter's place; None if that cannot be."""
         return None
 
     def put(self, value: Tensor) -> None:

@@ -18,8 +18,8 @@ class GroupSettings:
     """What the unit that owns a group decides for it.
 
     ``unit``: how error messages call it. ``offload_device``: where an offloaded group computes; None if
-    shards live where they compute. ``poison``: fill freed and sent memory with NaN. ``layout``: how parameters
-    lie in shards. ``registers_full``: modules register full parameters, and do not just read them.
+    shards live where they compute. ``poison``: fill freed and sent memory with NaN. ``layout``: how
+    parameters lie in shards. ``registers_full``: modules register full parameters, and do not just read them.
     """
 
     unit: str

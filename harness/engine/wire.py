@@ -1,4 +1,4 @@
-"""Between full parameters and the order in which their shards travel. Imports torch and engine.layout only."""
+"""Between full parameters and the order in which shards travel. Imports torch and engine.layout only."""
 
 from collections.abc import Sequence
 
