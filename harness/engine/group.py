@@ -34,6 +34,7 @@ class ShardGroup:
         self.state = GroupState.SHARDED
         self._full: FullParameters | None = None
         self._arrive: Callable[[], Tensor] | None = None
+        self._lasts: Sequence[object] | None = None
         self._sent: Tensor | None = None
         """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
 
@@ -82,11 +83,24 @@ class ShardGroup:
             entry.put(leaf)
         self.state = GroupState.GATHERED
 
-    def keep(self) -> None:
-        """Show modules their shards again, but keep the full parameters for backward."""
+    def keep(self, lastingly: bool = False) -> None:
+        """Show modules their shards again, but keep the full parameters for backward.
+
+        ``lastingly``: `discard` leaves them too, as long as nobody changes the shard.
+        """
         if self.state is GroupState.GATHERED:
             self.shard.show()
             self.state = GroupState.KEPT
+        if lastingly:
+            self.last()
+
+    @property
+    def lasts(self) -> bool:
+        return self._lasts is not None
+
+    def last(self) -> None:
+        """Let full parameters, there or on their way, outlast `discard` until somebody changes the shard."""
+        self._lasts = self.shard.versions
 
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
@@ -95,10 +109,12 @@ class ShardGroup:
             self._full.free()
             self.shard.show()
             self.state = GroupState.SHARDED
+        self._lasts = None
 
     def discard(self) -> None:
         """Free, and forget gradients that a backward did not come to show."""
-        self.free()
+        if self._lasts is None or self._lasts != self.shard.versions:
+            self.free()
         self.gradients.drop_started()
         self.drop_gradients()
 
@@ -172,6 +188,11 @@ class ShardGroup:
     def _start_gather(self) -> None:
         """Begin to fill full parameters; `_finish_gather` waits until they are there."""
         self.shard.reclaim()
+        if self.shard.flat.is_meta:
+            raise RuntimeError(
+                f"{self.settings.unit}: parameters are on the meta device; call to_empty(device=...) on the "
+                "model and give them values first."
+            )
         self._full = self._full_parameters()
         if self._full.borrowed:
             return

@@ -101,6 +101,11 @@ class LocalShard:
         """Where the group computes and communicates."""
         return self.settings.offload_device or self.flat.device
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """What changes whenever somebody changes the shard in place through what the user sees."""
+        return tuple(entry.piece._version for entry in self.entries)
+
     def is_trainable(self, entry: Entry) -> bool:
         return entry.parameter.requires_grad if self.settings.use_orig_params else self.flat.requires_grad
 
@@ -158,7 +163,7 @@ class LocalShard:
 
     def reclaim(self) -> None:
         """Take over visible parameters whose ``.data`` the user replaced; refuse ones that were exchanged."""
-        if self.settings.offload_device and self.flat.device.type != "cpu":
+        if self.settings.offload_device and self.flat.device.type not in ("cpu", "meta"):
             raise RuntimeError(
                 f"{self.settings.unit}: offload_params keeps shards on CPU, but they are on "
                 f"{self.flat.device}; do not move the module after wrapping it."
