@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from harness.engine import collectives
 from harness.engine.full import FullParameters, fill_with_nan, lay_out
+from harness.engine.functional import outside_transforms
 from harness.engine.gradients import Gradients
 from harness.engine.parameters import attach_gradient
 from harness.engine.policy import GroupState
@@ -60,12 +61,14 @@ class ShardGroup:
     def all_trainable(self) -> bool:
         return all(map(self.shard.is_trainable, self.shard.entries))
 
+    @outside_transforms
     def prefetch(self) -> None:
         """Start what `gather` will need, if nothing of it is there."""
         if self.state is GroupState.SHARDED:
             self._start_gather()
             self.state = GroupState.PREFETCHED
 
+    @outside_transforms
     def gather(self) -> None:
         """Let modules compute with full parameters in the compute dtype."""
         if self.state is GroupState.GATHERED:
@@ -83,6 +86,7 @@ class ShardGroup:
             entry.put(leaf)
         self.state = GroupState.GATHERED
 
+    @outside_transforms
     def keep(self, lastingly: bool = False) -> None:
         """Show modules their shards again, but keep the full parameters for backward.
 
@@ -102,6 +106,7 @@ class ShardGroup:
         """Let full parameters, there or on their way, outlast `discard` until somebody changes the shard."""
         self._lasts = self.shard.versions
 
+    @outside_transforms
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
         if self._full and self.state in _FULL:
@@ -111,6 +116,7 @@ class ShardGroup:
             self.state = GroupState.SHARDED
         self._lasts = None
 
+    @outside_transforms
     def discard(self) -> None:
         """Free, and forget gradients that a backward did not come to show."""
         if self._lasts is None or self._lasts != self.shard.versions:

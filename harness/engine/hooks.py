@@ -26,6 +26,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
 from harness.engine.containers import cast_floating, map_tensors, tensors
+from harness.engine.functional import outside_transforms
 from harness.engine.group import ShardGroup
 from harness.engine.parameters import Slot
 from harness.engine.policy import BackwardPrefetch, GroupState, MixedPrecision, ShardingStrategy
@@ -304,6 +305,7 @@ class Unit:
         else:
             group.free()
 
+    @outside_transforms
     def _watch_leaves(self, group: ShardGroup) -> None:
         if self._watched is not group.leaves:
             self._watched, self._nodes = group.leaves, {}
