@@ -21,7 +21,7 @@ class CastingLayer(nn.Module):
 
 
 class CastingLayers(nn.Module):
-    """Two layers, ``c1`` and ``c2``, that cast for themselves if told: what each was given is seen at its ``l``."""
+    """Two layers, ``c1`` and ``c2``, that cast for themselves if told: their ``l`` shows what came out."""
 
     def __init__(self, casts: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Sum(nn.Linear):
 
 
 class ExternalInput(nn.Module):
-    """A layer ``l2`` that is given what the layer ``l1`` made, and beside it a tensor in fp32 from nowhere."""
+    """A layer ``l2`` that is given what the layer ``l1`` made, and an fp32 tensor from nowhere beside it."""
 
     def __init__(self) -> None:
         super().__init__()
