@@ -4,7 +4,7 @@ A suite says what it wants in a `ShardSpec` and reaches the engine through the `
 engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -18,7 +18,7 @@ from harness.engine.axes import ProcessGroups
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
-__all__ = ["Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
+__all__ = ["Composable", "Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,29 @@ class Traffic:
     others: tuple[Collective, ...]
 
 
+@dataclass(frozen=True)
+class Composable:
+    """The front that shards modules in place: torch's public names, with torch's signatures."""
+
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    MixedPrecisionPolicy: type[Any]
+    OffloadPolicy: type[Any]
+    CPUOffloadPolicy: type[Any]
+    FSDPModule: type[Any]
+
+
 class Engine(Protocol):
     """What shards a model. Every method is called on all ranks in step."""
 
     @property
     def name(self) -> str:
         """What `find` and the option ``--engine`` call it."""
+        ...
+
+    @property
+    def composable(self) -> Composable:
+        """Return the front that shards modules in place."""
         ...
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
@@ -191,9 +208,20 @@ class Engine(Protocol):
 
 
 class Lockstep:
-    """The built-in engine, through its wrapper front."""
+    """The built-in engine: its wrapper front, and beside it the composable one."""
 
     name = "lockstep"
+
+    @property
+    def composable(self) -> Composable:
+        return Composable(
+            lockstep.fully_shard,
+            lockstep.replicate,
+            lockstep.MixedPrecisionPolicy,
+            lockstep.OffloadPolicy,
+            lockstep.CPUOffloadPolicy,
+            lockstep.FSDPModule,
+        )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         return lockstep.FullyShardedDataParallel(

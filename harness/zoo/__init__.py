@@ -4,16 +4,21 @@ Imports torch, and nothing else of harness. ``units`` tells an adapter what to s
 name or by class. ``batch(generator)`` makes an input and ``loss(output, ...)`` a loss to learn from it.
 """
 
+from harness.zoo.casting import CastingLayers, ExternalInput
 from harness.zoo.delay import NestedWrappedModuleWithDelay
 from harness.zoo.experts import DummyDDP, MixtureOfExperts
 from harness.zoo.known_gradient import KnownGradient, KnownGradients
+from harness.zoo.mlp import MLP
 from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 from harness.zoo.transformer import TransformerWithSharedParams
 from harness.zoo.uneven import UnevenShapes
 
 __all__ = [
+    "MLP",
     "AlwaysWrapNestedWrappedModule",
+    "CastingLayers",
     "DummyDDP",
+    "ExternalInput",
     "KnownGradient",
     "KnownGradients",
     "MixtureOfExperts",
