@@ -53,6 +53,8 @@ class ShardSpec:
     two hybrid strategies a pair (shard, replicate), the ranks that this rank shares a replica with and those
     that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
     ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
+    ``full_precision_in_eval``: whether ``precision`` holds in training only; None leaves that to the
+    environment.
     """
 
     strategy: str = "FULL_SHARD"
@@ -67,6 +69,7 @@ class ShardSpec:
     device: torch.device | None = None
     process_group: ProcessGroups | None = None
     unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
+    full_precision_in_eval: bool | None = None
 
 
 class Group(Protocol):
@@ -185,6 +188,7 @@ class Lockstep:
             device_id=spec.device,
             sync_module_states=spec.sync_module_states,
             use_orig_params=spec.use_orig_params,
+            full_precision_in_eval=spec.full_precision_in_eval,
         )
 
     def groups(self, model: nn.Module) -> Sequence[Group]:

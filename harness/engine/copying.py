@@ -1,6 +1,7 @@
 """Copies of units within their process: equal values, nothing shared but process groups. Runs on ranks."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from harness.engine.group import ShardGroup
@@ -13,10 +14,9 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
     Like copies of an `nn.Module`, it starts without gradients.
     """
-    buffers = {name: _copy_slot(slot, memo) for name, slot in unit.buffers.items()}
-    copied = Unit(_copy_group(unit.group, memo) if unit.group else None, buffers, unit.settings)
-    copied.buffer_dtypes = dict(unit.buffer_dtypes)
-    return copied
+    group = _copy_group(unit.group, memo) if unit.group else None
+    settings = replace(unit.settings, precision=deepcopy(unit.settings.precision, memo))
+    return Unit(group, deepcopy(unit.buffers, memo), settings)
 
 
 def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
@@ -30,7 +30,8 @@ def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
         )
         for entry in group.shard.entries
     ]
-    return ShardGroup(entries, group.settings, flat=deepcopy(group.shard.flat, memo))
+    settings = replace(group.settings, precision=deepcopy(group.settings.precision, memo))
+    return ShardGroup(entries, settings, flat=deepcopy(group.shard.flat, memo))
 
 
 def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:

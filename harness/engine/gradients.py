@@ -4,13 +4,13 @@ What the user sees (`.grad` of a visible parameter) is the only store: an optimi
 a clip that changes it is honoured by the next backward. Runs on ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from harness.engine import collectives
-from harness.engine.full import fill_with_nan
+from harness.engine.full import FullParameters, fill_with_nan
 from harness.engine.parameters import attach_gradient
 from harness.engine.pool import BufferPool
 from harness.engine.shard import LocalShard
@@ -40,18 +40,18 @@ class Gradients:
         return [p.grad for p, _ in self._full_spans() if p.grad is not None]
 
     @torch.no_grad()
-    def collect(self, leaves: Sequence[Tensor], pool: BufferPool) -> None:
-        """Take gradients from ``leaves`` and start to average them over ranks; `settle` shows them."""
+    def collect(self, full: FullParameters, pool: BufferPool) -> None:
+        """Take gradients from the leaves of ``full`` and start to average them; `settle` shows them."""
         self.settle()
-        full = self._flatten(leaves, pool)
-        self._add_unsynced(full)
+        flat = self._flatten(full, pool)
+        self._add_unsynced(flat)
         axes = self._shard.settings.axes
-        finish = collectives.start_mean(full, axes, self._shard.gradient_dtype, pool)
+        finish = collectives.start_mean(flat, axes, full.dtypes.gradient, pool)
 
         def finished() -> Tensor:
             reduced = finish()
             if not self._shard.whole:
-                self._give_back(full, pool)
+                self._give_back(flat, pool)
             return reduced
 
         self._started = finished
@@ -70,12 +70,12 @@ class Gradients:
             started()
 
     @torch.no_grad()
-    def collect_unsynced(self, leaves: Sequence[Tensor]) -> None:
-        """Add gradients from ``leaves`` to this rank's own full gradients, and show those."""
+    def collect_unsynced(self, full: FullParameters) -> None:
+        """Add gradients from the leaves of ``full`` to this rank's own full gradients, and show those."""
         self.settle()
-        full = self._flatten(leaves, BufferPool())
-        self._add_unsynced(full)
-        self._show_full(full)
+        flat = self._flatten(full, BufferPool())
+        self._add_unsynced(flat)
+        self._show_full(flat)
 
     @torch.no_grad()
     def full(self) -> list[Tensor | None]:
@@ -86,7 +86,7 @@ class Gradients:
         shard = self._shard
         spans = self._full_spans() if self._unsynced else self._shard_spans()
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
-        flat = torch.zeros(numel, dtype=shard.gradient_dtype, device=shard.device)
+        flat = torch.zeros(numel, dtype=shard.dtypes.gradient, device=shard.device)
         for parameter, span in spans:
             if parameter.grad is not None:
                 flat[span] = parameter.grad.reshape(-1).to(flat.device)
@@ -113,22 +113,22 @@ class Gradients:
         present = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
         return [bool(p) for p in collectives.total(present, shard.settings.axes.groups, largest=True)]
 
-    def _flatten(self, leaves: Sequence[Tensor], pool: BufferPool) -> Tensor:
+    def _flatten(self, full: FullParameters, pool: BufferPool) -> Tensor:
         """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves.
 
         The tensor is from ``pool``, unless the user will see it.
         """
         shard, layout = self._shard, self._shard.layout
         lender = BufferPool() if shard.whole else pool
-        full = lender.take(layout.padded_numel, shard.reduce_dtype, shard.device)
-        for leaf, view in zip(leaves, shard.in_full(full), strict=True):
+        flat = lender.take(layout.padded_numel, full.dtypes.reduce, shard.device)
+        for leaf, view in zip(full.leaves, shard.in_full(flat), strict=True):
             if leaf.grad is None:
                 view.zero_()
             else:
                 view.copy_(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad)
                 leaf.grad = None
-        full[layout.numel :].zero_()
-        return full
+        flat[layout.numel :].zero_()
+        return flat
 
     def _give_back(self, full: Tensor, pool: BufferPool) -> None:
         if self._shard.settings.poison:

@@ -5,7 +5,8 @@
                         GATHERED --keep--> KEPT --gather--> GATHERED      from a forward to its backward
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
-The group does not know when to act; `engine.hooks` does.
+The group does not know when to act; `engine.hooks` does. It has full parameters of one kind of `Dtypes` at a
+time: to gather others gives them up.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from harness.engine.full import FullParameters, fill_with_nan, over
 from harness.engine.gradients import Gradients
 from harness.engine.parameters import Entry, attach_gradient
 from harness.engine.policy import GroupState
+from harness.engine.precision import Dtypes
 from harness.engine.shard import GroupSettings, LocalShard
 
 _FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
@@ -33,7 +35,9 @@ class ShardGroup:
         self.gradients = Gradients(self.shard)
         self.settings = settings
         self.state = GroupState.SHARDED
-        self._full: FullParameters | None = None
+        self.full: FullParameters | None = None
+        """What was gathered last."""
+        self._variants: dict[Dtypes, FullParameters] = {}
         self._arrive: Callable[[], Tensor] | None = None
         self._sent: Tensor | None = None
         """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
@@ -41,13 +45,16 @@ class ShardGroup:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """The full parameters that modules compute with, one per entry; empty before the first gather."""
-        return self._full.leaves if self._full else ()
+        return self.full.leaves if self.full else ()
+
+    @property
+    def variants(self) -> tuple[FullParameters, ...]:
+        """All full parameters that were ever gathered, and are computed with again when their dtypes hold."""
+        return tuple(self._variants.values())
 
     @property
     def gathered_bytes(self) -> int:
-        if self._full is None or self.state not in _FULL:
-            return 0
-        return self._full.buffer.untyped_storage().nbytes()
+        return sum(full.nbytes for full in self.variants)
 
     @property
     def low_precision_bytes(self) -> int:
@@ -60,22 +67,25 @@ class ShardGroup:
     def all_trainable(self) -> bool:
         return all(map(self.shard.is_trainable, self.shard.entries))
 
-    def prefetch(self) -> None:
-        """Start what `gather` will need, if nothing of it is there."""
+    def prefetch(self, dtypes: Dtypes | None = None) -> None:
+        """Start what `gather` will need, if nothing is there."""
         if self.state is GroupState.SHARDED:
-            self._start_gather()
+            self._start_gather(dtypes or self.shard.dtypes)
             self.state = GroupState.PREFETCHED
 
-    def gather(self) -> None:
-        """Let modules compute with full parameters in the compute dtype."""
-        if self.state is GroupState.GATHERED:
-            return
+    def gather(self, dtypes: Dtypes | None = None) -> None:
+        """Let modules compute with full parameters for a forward or backward of ``dtypes``; None: of now."""
         if self.state is GroupState.SUMMONED:
             raise RuntimeError(
                 f"{self.settings.unit}: forward or backward inside summon_full_params; leave it first."
             )
+        dtypes = dtypes or self.shard.dtypes
+        if self.full and self.full.dtypes != dtypes:
+            self.free()
+        if self.state is GroupState.GATHERED:
+            return
         if self.state is GroupState.SHARDED:
-            self._start_gather()
+            self._start_gather(dtypes)
         self._finish_gather()
         for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
             leaf.requires_grad_(self.shard.is_trainable(entry))
@@ -90,9 +100,9 @@ class ShardGroup:
 
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
-        if self._full and self.state in _FULL:
+        if self.full and self.state in _FULL:
             self._finish_gather()
-            self._full.free()
+            self.full.free()
             self.shard.show()
             self.state = GroupState.SHARDED
 
@@ -104,8 +114,9 @@ class ShardGroup:
 
     def drop_gradients(self) -> None:
         """Forget gradients that a backward computed but did not come to reduce."""
-        for leaf in self.leaves:
-            leaf.grad = None
+        for full in self.variants:
+            for leaf in full.leaves:
+                leaf.grad = None
 
     def full_original(self) -> Tensor:
         """Return all parameters in one new 1-D tensor (padded numel, original dtype, group's device)."""
@@ -145,42 +156,41 @@ class ShardGroup:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` (a cast or a move) to the shard and its gradients, as ``nn.Module.to`` would."""
         converted = self.gradients.convert(fn)
-        self._full = None
+        self.full, self._variants = None, {}
         self.shard.replace(fn(self.shard.flat.data))
         self.gradients.restore(converted)
 
-    def _full_parameters(self) -> FullParameters:
-        """Return full parameters for the dtype and device of now; make them anew when these changed."""
-        shard, full = self.shard, self._full
-        flat = shard.flat.data
-        wanted = (shard.compute_dtype, shard.device)
-        borrowed = shard.whole and wanted == (flat.dtype, flat.device)
-        unchanged = full is not None and (full.buffer.dtype, full.buffer.device) == wanted
+    def variant(self, dtypes: Dtypes) -> FullParameters:
+        """Return full parameters for ``dtypes``; made anew, without memory, if the shard was exchanged."""
+        shard, flat = self.shard, self.shard.flat.data
+        borrowed = shard.whole and (dtypes.compute, shard.device) == (flat.dtype, flat.device)
+        full = self._variants.get(dtypes)
+        unchanged = full is not None and (full.borrowed, full.buffer.device) == (borrowed, shard.device)
         if full and unchanged and (not borrowed or full.buffer.data_ptr() == flat.data_ptr()):
             return full
         with torch.inference_mode(False):  # see full.over
-            buffer = (
-                flat
-                if borrowed
-                else flat.new_empty(shard.layout.padded_numel, dtype=wanted[0], device=wanted[1])
-            )
-        return over(buffer, shard.layout, borrowed, self.settings.poison)
+            buffer = flat
+            if not borrowed:
+                buffer = flat.new_empty(shard.layout.padded_numel, dtype=dtypes.compute, device=shard.device)
+        full = self._variants[dtypes] = over(buffer, shard.layout, dtypes, borrowed, self.settings.poison)
+        full.free()
+        return full
 
     @torch.no_grad()
-    def _start_gather(self) -> None:
+    def _start_gather(self, dtypes: Dtypes) -> None:
         """Allocate full parameters and begin to fill them; `_finish_gather` waits until they are there."""
         self.shard.reclaim()
-        self._full = self._full_parameters()
-        self._full.allocate()
-        if self._full.borrowed:
+        self.full = self.variant(dtypes)
+        self.full.allocate()
+        if self.full.borrowed:
             return
         flat = self.shard.flat.data
         if self.shard.whole:  # nothing is sent, and copying casts
-            self._full.buffer.copy_(flat)
+            self.full.buffer.copy_(flat)
             return
-        local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
+        local = flat.to(device=self.shard.device, dtype=dtypes.compute)
         self._sent = local if local.data_ptr() != flat.data_ptr() else None
-        self._arrive = collectives.start_gather(self._full.buffer, local, self.settings.axes)
+        self._arrive = collectives.start_gather(self.full.buffer, local, self.settings.axes)
 
     def _finish_gather(self) -> None:
         if self._arrive:
