@@ -5,6 +5,7 @@ engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
@@ -53,8 +54,8 @@ class ShardSpec:
     two hybrid strategies a pair (shard, replicate), the ranks that this rank shares a replica with and those
     that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
     ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
-    ``full_precision_in_eval``: whether ``precision`` holds in training only; None leaves that to the
-    environment.
+    ``unit_precisions``: likewise the precisions of units that do not have the model's.
+    ``full_precision_in_eval``: whether precisions hold in training only; None leaves that to the environment.
     """
 
     strategy: str = "FULL_SHARD"
@@ -69,6 +70,7 @@ class ShardSpec:
     device: torch.device | None = None
     process_group: ProcessGroups | None = None
     unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
+    unit_precisions: Mapping[str, Precision] = field(default_factory=dict)
     full_precision_in_eval: bool | None = None
 
 
@@ -161,10 +163,31 @@ class Engine(Protocol):
         """Return copies of all gradients in full, by parameter name; None where no rank has one."""
         ...
 
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the model shows full original parameters; changes are kept if told."""
+        ...
+
     def traffic(self, log: Iterable[Collective]) -> Traffic:
         """Return what of ``log`` is a gather of parameters or a reduction of gradients.
 
         What an engine sends to compare what ranks wrap is left out.
+        """
+        ...
+
+    def grad_scaler(
+        self,
+        model: nn.Module,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroups | None = None,
+    ) -> torch.amp.GradScaler:
+        """Return a scaler for the gradients of ``model``, used as torch's own: all ranks step, or none.
+
+        ``process_group``: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
         """
         ...
 
@@ -180,7 +203,7 @@ class Lockstep:
             process_group=spec.process_group,
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
-            auto_wrap_policy=_policy(model, spec) if spec.units or spec.unit_groups else None,
+            auto_wrap_policy=_policy(model, spec) if _unit_names(spec) else None,
             ignored_modules=_chosen(model, spec.ignored, "ignored") or None,
             backward_prefetch=_backward_prefetch(spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
@@ -198,8 +221,11 @@ class Lockstep:
         # torch has no public question for it; a test that asks has put no hook of its own there.
         return len(output._backward_hooks or ())
 
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        return lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=writeback)
+
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
-        with lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        with self.summon(model):
             return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
@@ -217,6 +243,9 @@ class Lockstep:
         # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
         others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
         return Traffic(tuple(gathers), tuple(reductions), tuple(others))
+
+    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
+        return lockstep.ShardedGradScaler(**settings)
 
 
 _ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}
@@ -249,15 +278,19 @@ def _mixed_precision(precision: Precision | None) -> lockstep.MixedPrecision | N
     return lockstep.MixedPrecision(**{f.name: getattr(precision, f.name) for f in fields(Precision)})
 
 
+def _unit_names(spec: ShardSpec) -> tuple[str | type[nn.Module], ...]:
+    return (*spec.units, *spec.unit_groups, *spec.unit_precisions)
+
+
 def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy:
-    chosen = _chosen(model, (*spec.units, *spec.unit_groups), "units")
+    chosen = _chosen(model, _unit_names(spec), "units")
     modules = dict(model.named_modules())
-    groups = {modules[name]: group for name, group in spec.unit_groups.items()}
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return {"process_group": groups[module]} if module in groups else module in chosen
-
-    return lockstep.CustomPolicy(choose)
+    own: dict[nn.Module, dict[str, Any]] = {}
+    for name, group in spec.unit_groups.items():
+        own.setdefault(modules[name], {})["process_group"] = group
+    for name, precision in spec.unit_precisions.items():
+        own.setdefault(modules[name], {})["mixed_precision"] = _mixed_precision(precision)
+    return lockstep.CustomPolicy(lambda module: own.get(module, module in chosen))
 
 
 def _chosen(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], what: str) -> set[nn.Module]:
