@@ -113,6 +113,8 @@ class Tree:
             self.backward = _backward_id()
             self._drop_reduction()
             self.prefetcher.begin_backward()
+            for unit in self.units:
+                unit.prepare_buffers()  # a forward in another mode may have come between
             end = partial(self._end_backward)
             # Autograd alone holds it, and lets go of it without a call after an exception.
             finalize(end, self._abort_backward, self.backward).atexit = False
@@ -160,7 +162,11 @@ class Unit:
         self._forget_awaited()
         if self.group:
             self.group.discard()
-        self._prepare_buffers()
+        self.prepare_buffers()
+
+    def prepare_buffers(self) -> None:
+        """Let modules see buffers in the dtype of now and in the place of computation."""
+        self.buffers.prepare(self.settings.precision.now.buffer_dtype, self.settings.device)
 
     def join(self, tree: Tree) -> None:
         """Belong to ``tree`` from now on."""
@@ -169,7 +175,7 @@ class Unit:
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._prepare((args, kwargs))
-        self._prepare_buffers()  # again: since the step began a mode may have changed, or another step ended
+        self.prepare_buffers()  # again: a mode may have changed since the step began
         self._recomputed = self.tree.in_backward
         if self.group:
             self.group.prefetch()
@@ -244,9 +250,6 @@ class Unit:
         own, outer = self.settings.precision, self.tree.root.settings.precision
         in_eval_alone = own.is_suspended and not outer.is_suspended and self.group is not None
         return self.settings.keeps_precision or in_eval_alone
-
-    def _prepare_buffers(self) -> None:
-        self.buffers.prepare(self.settings.precision.now.buffer_dtype, self.settings.device)
 
     def _give_up(self, group: ShardGroup, hooked: bool) -> None:
         """After forward: keep what a backward will use, if it could not be told to gather it again."""
