@@ -127,17 +127,22 @@ def run(bare, x, dtype):
     return functional_call(bare, {name: tensor.to(dtype) for name, tensor in state.items()}, x.to(dtype))
 
 
-def mean_gradients(world, bare, x, dtype):
-    """Return the mean over ranks of the gradients of `run`, rounded to ``dtype`` before and after."""
+def loss(output):
+    return output.float().square().sum()
+
+
+def mean_gradients(world, bare, output, reduced):
+    """Return the mean over ranks of the gradients of ``output``, in fp32 but rounded to ``reduced``."""
     names, parameters = zip(*bare.named_parameters(), strict=True)
-    own = torch.autograd.grad(run(bare, x, dtype).float().square().sum(), parameters)
+    own = torch.autograd.grad(loss(output), parameters, retain_graph=True)
     first, second = world.gather([gradient.cpu() for gradient in own])
-    mean = [((a + b) / 2).to(dtype).float() for a, b in zip(first, second, strict=True)]
+    mean = [((a + b) / 2).to(reduced).float() for a, b in zip(first, second, strict=True)]
     return dict(zip(names, (gradient.to(world.device) for gradient in mean), strict=True))
 
 
-def loss(model, x):
-    return model(x).float().square().sum()
+def expected_gradients(world, bare, x, dtype):
+    """Return the mean over ranks of the gradients of `run`, when they have its dtype on the wire."""
+    return mean_gradients(world, bare, run(bare, x, dtype), dtype)
 
 
 class TestFSDPMixedPrecisionSharded:
@@ -217,7 +222,7 @@ def test_nothing_is_cast_in_eval_and_outputs_have_every_bit_of_the_unsharded_mod
     reference, log = copy.deepcopy(bare), ForwardDtypes(bare)
     model = shard(world, engine, bare, strategy, sync_module_states=True, **settings)
     reference.load_state_dict(engine.full_parameters(model), strict=False)
-    loss(model, batch(world)).backward()  # now buffers are cast
+    loss(model(batch(world))).backward()  # now buffers are cast
     with log, CollectivesLog() as sent:
         output = model.eval()(batch(world, 1))
     for name in ("0", "1", "2"):
@@ -233,15 +238,15 @@ def test_backwards_of_both_modes_find_what_their_forwards_used(world, engine, st
     model, bare = layers(world, engine, strategy)
     losses = {}
     for step, train in enumerate([first == "train", first == "eval"]):
-        losses[train] = loss(model.train(train), batch(world, step))
+        losses[train] = loss(model.train(train)(batch(world, step)))
     if in_one:
         sum(losses.values()).backward()
     else:
         losses[True].backward()
         losses[False].backward()
     steps = (0, 1) if first == "train" else (1, 0)
-    low = mean_gradients(world, bare, batch(world, steps[0]), BF16)
-    full = mean_gradients(world, bare, batch(world, steps[1]), F32)
+    low = expected_gradients(world, bare, batch(world, steps[0]), BF16)
+    full = expected_gradients(world, bare, batch(world, steps[1]), F32)
     assert_named_close(engine.full_gradients(model), {n: low[n] + full[n] for n in low}, EXACT)
     assert {(g.state.name, g.gathered_bytes) for g in engine.groups(model)} == {("SHARDED", 0)}
 
@@ -252,7 +257,7 @@ def test_an_evaluation_may_come_between_a_forward_and_its_backward(
     world, engine, strategy, backward_prefetch
 ):
     model, bare = layers(world, engine, strategy, backward_prefetch=backward_prefetch)
-    trained = loss(model, batch(world))
+    trained = loss(model(batch(world)))
     with torch.no_grad():
         evaluated = model.eval()(batch(world, 1))
         assert torch.equal(evaluated, bare(batch(world, 1)))
@@ -261,7 +266,7 @@ def test_an_evaluation_may_come_between_a_forward_and_its_backward(
     traffic = engine.traffic(log)
     assert {entry.dtype for entry in (*traffic.gathers, *traffic.reductions)} == {BF16}
     assert len(traffic.gathers) == (0 if strategy == "NO_SHARD" else 3)
-    expected = mean_gradients(world, bare, batch(world), BF16)
+    expected = expected_gradients(world, bare, batch(world), BF16)
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
@@ -272,12 +277,37 @@ def test_training_goes_on_with_the_same_values_after_an_evaluation(world, engine
     for _ in range(2):
         output = model.train()(batch(world))
         assert torch.equal(output, run(bare, batch(world), BF16))
-        output.float().square().sum().backward()
-        expected = mean_gradients(world, bare, batch(world), BF16)
+        loss(output).backward()
+        expected = expected_gradients(world, bare, batch(world), BF16)
         assert_named_close(engine.full_gradients(model), expected, EXACT)
         assert_buffer_dtypes(model, BF16)
         model.zero_grad()
         model.eval()(batch(world, 1))
+
+
+def test_a_buffer_that_was_changed_keeps_the_change_through_both_modes(world, engine):
+    model, _ = layers(world, engine)
+    shift = torch.full((8,), THIRD)
+    model(batch(world))
+    model.module[1].shift.add_(1)
+    shift = shift.to(BF16) + 1
+    model.eval()(batch(world))
+    assert torch.equal(model.module[1].shift.cpu(), shift.float())
+    model.module[1].shift.mul_(THIRD)
+    shift = shift.float() * THIRD
+    for train, dtype in ((True, BF16), (False, F32)):
+        model.train(train)(batch(world))
+        assert torch.equal(model.module[1].shift.cpu(), shift.to(dtype))
+
+
+def test_buffers_go_up_to_what_the_model_was_converted_to_meanwhile(world, engine):
+    model, _ = layers(world, engine)
+    model(batch(world))
+    model.to(world.device).eval()(batch(world))
+    assert torch.equal(model.module[1].shift.cpu(), torch.full((8,), THIRD))
+    model.train()(batch(world))
+    assert model.double().eval()(batch(world).double()).dtype == F64
+    assert_buffer_dtypes(model, F64)
 
 
 @EVERY_STRATEGY
@@ -291,9 +321,9 @@ def test_evaluation_without_autograd_leaves_a_model_that_trains(world, engine, s
     for layer in model.module:
         layer.shift.mul_(1)  # as the running statistics of a batch norm are
     for train, dtype in ((False, F32), (True, BF16)):
-        loss(model.train(train), batch(world)).backward()
+        loss(model.train(train)(batch(world))).backward()
         assert_named_close(
-            engine.full_gradients(model), mean_gradients(world, bare, batch(world), dtype), EXACT
+            engine.full_gradients(model), expected_gradients(world, bare, batch(world), dtype), EXACT
         )
         model.zero_grad()
 
@@ -313,11 +343,11 @@ def test_recomputation_in_eval_is_in_full_precision(world, engine, strategy, use
     model, log, reference = recomputed(world, engine, strategy, use_reentrant)
     model(batch(world))
     with log:
-        loss(model.eval(), batch(world, 1)).backward()
+        loss(model.eval()(batch(world, 1))).backward()
     for name in ("inner.0", "inner.1", "inner.2"):
         assert [call.in_backward for call in log.calls(name)] == [False, True]
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {F32}
-    expected = mean_gradients(world, reference, batch(world, 1), F32)
+    expected = expected_gradients(world, reference, batch(world, 1), F32)
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
@@ -327,43 +357,61 @@ def test_recomputation_in_train_after_an_evaluation_is_in_low_precision(
     world, engine, strategy, use_reentrant
 ):
     model, log, reference = recomputed(world, engine, strategy, use_reentrant)
-    trained = loss(model, batch(world))
+    trained = loss(model(batch(world)))
     model.eval()(batch(world, 1))
     model.train()
     with log:
         trained.backward()
     for name in ("inner.0", "inner.1", "inner.2"):
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {BF16}
-    expected = mean_gradients(world, reference, batch(world), BF16)
+    expected = expected_gradients(world, reference, batch(world), BF16)
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
 @EVERY_STRATEGY
-def test_a_child_in_eval_computes_in_full_precision_amid_a_model_in_training(world, engine, strategy):
-    bare = Layers()
-    log = ForwardDtypes(bare)
-    model = shard(world, engine, bare, strategy, sync_module_states=True)
-    first, middle, last = (copy.deepcopy(layer) for layer in Layers())
-    for name, layer in (("0", first), ("1", middle), ("2", last)):
-        state = engine.full_parameters(model)
-        layer.load_state_dict({p: state[f"{name}.{p}"] for p in ("weight", "bias")}, strict=False)
-        layer.to(world.device)
-    bare[2].eval()
-    assert [(g.compute_dtype, g.reduce_dtype) for g in engine.groups(model)] == [
-        (BF16, BF16),
-        (BF16, BF16),
-        (F32, F32),
-    ]
-    with log, CollectivesLog() as sent:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_child_in_eval_has_full_precision_amid_a_model_in_training(
+    world, engine, strategy, use_orig_params
+):
+    model, bare = layers(world, engine, strategy, use_orig_params=use_orig_params)
+    model.module[2].eval()
+    dtypes = [(group.compute_dtype, group.reduce_dtype) for group in engine.groups(model)]
+    assert dtypes == [(BF16, BF16), (BF16, BF16), (F32, F32)]
+    with ForwardDtypes(model.module) as log, CollectivesLog() as sent:
         output = model(batch(world))
-        loss = output.float().square().sum()
-        loss.backward()
-    half = run(middle, run(first, batch(world), BF16), BF16)
-    assert torch.equal(output, last(half.float()).to(BF16))
+        loss(output).backward()
+    half = run(bare[1], run(bare[0], batch(world), BF16), BF16)
+    reference = bare[2](half.float()).to(BF16)
+    assert torch.equal(output, reference)
     assert [log.inputs(name) for name in "012"] == [{BF16}, {BF16}, {F32}]
     assert [log.buffers(name) for name in "012"] == [{BF16}, {BF16}, {F32}]
     reductions = engine.traffic(sent).reductions
     assert Counter(entry.dtype for entry in reductions) == Counter({BF16: 2, F32: 1})
+    low, full = (mean_gradients(world, bare, reference, dtype) for dtype in (BF16, F32))
+    expected = {name: (full if name.startswith("2.") else low)[name] for name in low}
+    assert_named_close(engine.full_gradients(model), expected, EXACT)
+
+
+@EVERY_STRATEGY
+def test_gradients_of_a_forward_in_eval_are_kept_in_full_precision(world, engine, strategy):
+    precision = Precision(BF16, F16, BF16, keep_low_precision_grads=True)
+    model, _ = layers(world, engine, strategy, precision)
+    for train, dtype in ((True, F16), (False, F32)):
+        loss(model.train(train)(batch(world))).backward()
+        assert {group.gradient_dtype for group in engine.groups(model)} == {dtype}
+        model.zero_grad()
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("last", ["train", "eval"])
+def test_gradients_of_both_modes_add_up_over_no_sync(world, engine, strategy, last):
+    model, bare = layers(world, engine, strategy, Precision(BF16, F32, BF16))
+    with model.no_sync():
+        loss(model.train(last == "eval")(batch(world))).backward()
+    loss(model.train(last == "train")(batch(world))).backward()
+    low, full = (mean_gradients(world, bare, run(bare, batch(world), dtype), F32) for dtype in (BF16, F32))
+    expected = {name: low[name] + full[name] for name in low}
+    assert_named_close(engine.full_gradients(model), expected)  # here the sum is made before the mean
 
 
 def test_a_group_that_was_prefetched_for_training_is_gathered_anew_for_eval(world, engine):
