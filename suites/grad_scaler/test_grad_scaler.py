@@ -7,11 +7,9 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
@@ -45,17 +43,9 @@ def sparse(indices, values):
 
 
 @pytest.fixture
-def group():
-    """A process group of this process alone, that communicates with nobody."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def scaler(engine, group):
+def scaler(engine, group_of_one):
     """A scaler whose scale is 4."""
-    return engine.grad_scaler(nn.Linear(1, 1), init_scale=4.0, process_group=group)
+    return engine.grad_scaler(nn.Linear(1, 1), init_scale=4.0, process_group=group_of_one)
 
 
 @pytest.fixture
