@@ -7,9 +7,10 @@ name or by class. ``batch(generator)`` makes an input and ``loss(output, ...)`` 
 from harness.zoo.casting import CastingLayers, ExternalInput
 from harness.zoo.delay import NestedWrappedModuleWithDelay
 from harness.zoo.experts import DummyDDP, MixtureOfExperts
+from harness.zoo.in_half import InHalf
 from harness.zoo.known_gradient import KnownGradient, KnownGradients
 from harness.zoo.mlp import MLP
-from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule, NonUniformReqGradNWM
 from harness.zoo.transformer import TransformerWithSharedParams
 from harness.zoo.uneven import UnevenShapes
 
@@ -19,11 +20,13 @@ __all__ = [
     "CastingLayers",
     "DummyDDP",
     "ExternalInput",
+    "InHalf",
     "KnownGradient",
     "KnownGradients",
     "MixtureOfExperts",
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
+    "NonUniformReqGradNWM",
     "TransformerWithSharedParams",
     "UnevenShapes",
 ]
