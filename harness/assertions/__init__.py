@@ -17,6 +17,7 @@ from harness.assertions.parity import (
     per_rank_batches,
     train,
 )
+from harness.assertions.reference import ddp_with_casts
 from harness.assertions.sharded import assert_sharded_parity
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "assert_parity",
     "assert_same_across_ranks",
     "assert_sharded_parity",
+    "ddp_with_casts",
     "fail_together",
     "named_gradients",
     "named_parameters",

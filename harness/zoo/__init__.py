@@ -7,18 +7,25 @@ name or by class. ``batch(generator)`` makes an input and ``loss(output, ...)`` 
 from harness.zoo.delay import NestedWrappedModuleWithDelay
 from harness.zoo.experts import DummyDDP, MixtureOfExperts
 from harness.zoo.known_gradient import KnownGradient, KnownGradients
+from harness.zoo.mixed_precision import LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from harness.zoo.norms import BatchNormNet
 from harness.zoo.transformer import TransformerWithSharedParams
 from harness.zoo.uneven import UnevenShapes
+from harness.zoo.vision import resnet50
 
 __all__ = [
     "AlwaysWrapNestedWrappedModule",
+    "BatchNormNet",
     "DummyDDP",
     "KnownGradient",
     "KnownGradients",
+    "LinearMixedPrecision",
     "MixtureOfExperts",
+    "NestedLinearMixedPrecision",
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "TransformerWithSharedParams",
     "UnevenShapes",
+    "resnet50",
 ]
