@@ -178,6 +178,23 @@ class Engine(Protocol):
         """
         ...
 
+    def grad_scaler(
+        self,
+        model: nn.Module,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroups | None = None,
+    ) -> torch.amp.GradScaler:
+        """Return a scaler for the gradients of ``model``, used as torch's own: all ranks step, or none.
+
+        ``process_group``: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
+        """
+        ...
+
 
 class Lockstep:
     """The built-in engine, through its wrapper front."""
@@ -229,6 +246,9 @@ class Lockstep:
         # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
         others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
         return Traffic(tuple(gathers), tuple(reductions), tuple(others))
+
+    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
+        return lockstep.ShardedGradScaler(**settings)
 
 
 _ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}
