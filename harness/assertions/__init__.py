@@ -17,7 +17,7 @@ from harness.assertions.parity import (
     per_rank_batches,
     train,
 )
-from harness.assertions.reference import ddp_with_casts
+from harness.assertions.reference import unsharded_with_casts
 from harness.assertions.sharded import assert_sharded_parity
 
 __all__ = [
@@ -33,10 +33,10 @@ __all__ = [
     "assert_parity",
     "assert_same_across_ranks",
     "assert_sharded_parity",
-    "ddp_with_casts",
     "fail_together",
     "named_gradients",
     "named_parameters",
     "per_rank_batches",
     "train",
+    "unsharded_with_casts",
 ]

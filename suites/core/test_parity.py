@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.adapters import Precision, ShardSpec
@@ -20,7 +22,6 @@ from harness.assertions import (
     Trainee,
     Training,
     assert_parity,
-    ddp_with_casts,
     named_gradients,
     named_parameters,
     per_rank_batches,
@@ -57,7 +58,9 @@ def ddp(bare: nn.Module) -> Trainee:
 
 def ddp_in_half(bare: nn.Module) -> Trainee:
     """Return the model under DDP with fp16 in forward, in backward and on the wire, and fp32 parameters."""
-    return ddp_with_casts(bare, HALF)
+    model = DistributedDataParallel(InHalf(bare))
+    model.register_comm_hook(None, fp16_compress_hook)
+    return Trainee(model, lambda _: named_parameters(bare), lambda _: named_gradients(bare))
 
 
 def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
@@ -67,6 +70,18 @@ def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
         lambda _: named_gradients(bare),
         backward=lambda _, loss: bare.backward(loss),
     )
+
+
+class InHalf(nn.Module):
+    """A model with fp32 parameters that are cast to fp16 in forward, as inputs are."""
+
+    def __init__(self, bare: nn.Module) -> None:
+        super().__init__()
+        self.bare = bare
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = {name: parameter.half() for name, parameter in self.bare.named_parameters()}
+        return functional_call(self.bare, halves, x.half())
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ import torch
 
 from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
+    Tolerance,
     Trainee,
     Training,
     assert_gradient_dtypes,
+    assert_named_close,
     assert_parameter_dtypes,
     assert_parity,
-    ddp_with_casts,
     per_rank_batches,
     train,
+    unsharded_with_casts,
 )
 from harness.recorders import CollectivesLog, ForwardDtypes
 from harness.zoo import LinearMixedPrecision, NestedLinearMixedPrecision
@@ -33,10 +35,12 @@ CONFIGURATIONS = {
     "all_different": Precision(F16, F32, BF16),
 }
 ALL_DIFFERENT = CONFIGURATIONS["all_different"]
+EXACT = Tolerance(0, 0)
 PREFETCH = {
     "forward_prefetch": [False, True],
     "backward_prefetch": [None, "BACKWARD_PRE", "BACKWARD_POST"],
 }
+NUMEL = 100  # in each group
 MODELS = (LinearMixedPrecision, NestedLinearMixedPrecision)
 
 
@@ -56,33 +60,51 @@ class Dtypes:
 
     @property
     def lowest(self):
-        return F16 if F16 in (self.param, self.wire) else None
+        return F16 if F16 in (self.param, self.wire) else self.original
+
+    @property
+    def low_precision(self):
+        """Bytes per element of a shard that is cast to be sent; 0 if it is sent as it is."""
+        return 0 if self.param == self.original else self.param.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What layers and groups showed as the layer ``name`` began its forward or its backward."""
+
+    name: str
+    weights: dict[str, torch.dtype]
+    groups: tuple
 
 
 class Subject:
-    """A sharded model under the check; the modules of ``bare`` become its own.
-
-    ``inside``: dtypes that its modules met; ``moments``: what its groups and layers showed as each layer began.
-    """
+    """A sharded model under the check; the modules of ``bare`` become its own."""
 
     def __init__(self, world, engine, bare, spec, dtypes):
         self.world, self.engine, self.spec, self.dtypes = world, engine, spec, dtypes
         self.buffers = {name: buffer.cpu() for name, buffer in bare.named_buffers()}
-        self.inside, self.moments, self.wire = ForwardDtypes(bare), [], CollectivesLog()
         self.layers = {n: m for n, m in bare.named_modules() if isinstance(m, LinearMixedPrecision)}
+        self.log, self.wire = ForwardDtypes(bare), CollectivesLog()
+        self.in_forward, self.in_backward = [], []
         self.model = engine.shard(bare, spec)
         for name, layer in self.layers.items():
-            layer.lin.register_forward_pre_hook(lambda *_, name=name: self.note(name))
+            layer.lin.register_forward_pre_hook(lambda *_, name=name: self.note(name, self.in_forward))
+            layer.lin.register_forward_hook(lambda *args, name=name: self.watch_backward(name, args[-1]))
 
-    def note(self, name):
-        seen = {other: layer.lin.weight.dtype for other, layer in self.layers.items()}
-        self.moments.append((name, seen, self.engine.groups(self.model)))
+    def watch_backward(self, name, output):
+        output.register_hook(lambda _: self.note(name, self.in_backward))
+
+    def note(self, name, moments):
+        weights = {other: layer.lin.weight.dtype for other, layer in self.layers.items()}
+        moments.append(Moment(name, weights, tuple(self.engine.groups(self.model))))
 
     def forward(self, model, batch):
-        self.moments, self.wire = [], CollectivesLog()
-        with self.inside, self.wire:
+        self.in_forward.clear()
+        self.in_backward.clear()
+        self.wire = CollectivesLog()
+        with self.log, self.wire:
             loss = LinearMixedPrecision.loss(model(batch))
-        self.check_inside_forward()
+        self.check_in_forward()
         self.check_between(self.kept)
         return loss
 
@@ -90,6 +112,7 @@ class Subject:
         assert scaled_loss.dtype == self.dtypes.param
         with self.wire:
             scaled_loss.backward()
+        self.check_in_backward()
         self.check_wire()
         self.check_between("SHARDED")
         assert_gradient_dtypes(model, self.dtypes.original)
@@ -101,37 +124,48 @@ class Subject:
 
     @property
     def kept(self):
-        """What becomes of a group after its forward."""
+        """The state of a group after its forward."""
         return "SHARDED" if self.spec.strategy == "FULL_SHARD" else "KEPT"
 
-    def check_inside_forward(self):
+    def group_of(self, layer):
+        """Return the group's name: the layer that is no unit is the root's."""
+        return layer if layer in self.spec.units else ""
+
+    def check_in_forward(self):
         for name in self.layers:
             lin = f"{name}.lin" if name else "lin"
-            found = self.inside.inputs(name), self.inside.parameters(lin), self.inside.buffers(name)
+            found = self.log.inputs(name), self.log.parameters(lin), self.log.buffers(name)
             assert found == ({self.dtypes.param}, {self.dtypes.param}, {self.dtypes.buffer})
-        assert [name for name, *_ in self.moments] == list(self.layers)
-        for name, seen, groups in self.moments:
-            gathered = {"", name} & {group.name for group in groups}
-            self.check_groups(groups, gathered, self.kept)
-            # The root holds the layer that is no unit, or the only one.
-            of_group = {other: other if other in self.spec.units else "" for other in self.layers}
-            assert seen == {
-                other: self.dtypes.param if of_group[other] in gathered else self.dtypes.original
-                for other in self.layers
+        assert [moment.name for moment in self.in_forward] == list(self.layers)
+        for moment in self.in_forward:
+            gathered = {"", self.group_of(moment.name)}
+            self.check_groups(moment.groups, gathered, self.kept)
+            assert moment.weights == {
+                name: self.dtypes.param if self.group_of(name) in gathered else self.dtypes.original
+                for name in self.layers
             }
 
+    def check_in_backward(self):
+        """Check that a shard exists in low precision where one is under way in it, and nowhere else."""
+        assert [moment.name for moment in self.in_backward] == list(self.layers)[::-1]
+        seen = [(g.state.name, g.low_precision_bytes) for m in self.in_backward for g in m.groups]
+        assert {low for state, low in seen if state != "PREFETCHED"} == {0}
+        how = self.spec.strategy, self.spec.backward_prefetch
+        is_ahead = self.spec.units and how == ("FULL_SHARD", "BACKWARD_PRE")
+        shard = self.dtypes.low_precision * NUMEL // self.world.size if self.world.size > 1 else 0
+        assert {low for state, low in seen if state == "PREFETCHED"} == ({shard} if is_ahead else set())
+
     def check_groups(self, groups, gathered, rest):
-        """Of ``groups`` those of these names are gathered, and the others are in the state ``rest``."""
+        """Check that of ``groups`` those of these names are gathered, and the others as ``rest`` says."""
+        dtypes = self.dtypes
         assert [group.name for group in groups] == ["", *self.spec.units]
         for group in groups:
             state = "GATHERED" if group.name in gathered else rest
             assert (group.state.name, group.low_precision_bytes) == (state, 0), group.name
-            dtypes = group.original_dtype, group.flat_dtype, group.compute_dtype, group.reduce_dtype
-            expected = self.dtypes
-            assert dtypes == (expected.original, expected.original, expected.param, expected.wire)
-            assert group.local_bytes == 100 // self.world.size * expected.original.itemsize
-            full = 0 if state == "SHARDED" else 100 * expected.param.itemsize
-            assert group.gathered_bytes == full
+            assert (group.original_dtype, group.flat_dtype) == (dtypes.original, dtypes.original)
+            assert (group.compute_dtype, group.reduce_dtype) == (dtypes.param, dtypes.wire)
+            assert group.local_bytes == NUMEL // self.world.size * dtypes.original.itemsize
+            assert group.gathered_bytes == (0 if state == "SHARDED" else NUMEL * dtypes.param.itemsize)
 
     def check_between(self, state):
         self.check_groups(self.engine.groups(self.model), (), state)
@@ -145,16 +179,16 @@ class Subject:
             assert torch.equal(buffer.cpu(), self.buffers[name].to(self.dtypes.buffer)), name
 
     def check_wire(self):
-        """Check the collectives of one step, forward and backward."""
-        traffic = self.engine.traffic(self.wire)
+        """Check the collectives of one step."""
         if self.world.size == 1:
             assert len(self.wire) == 0
             return
+        traffic = self.engine.traffic(self.wire)
         num_gathers = {"FULL_SHARD": 2, "SHARD_GRAD_OP": 1}[self.spec.strategy] * len(self.layers)
         gathers = [(entry.dtype, entry.shape) for entry in traffic.gathers]
-        assert gathers == [(self.dtypes.param, (100 // self.world.size,))] * num_gathers
+        assert gathers == [(self.dtypes.param, (NUMEL // self.world.size,))] * num_gathers
         reductions = [(entry.dtype, entry.shape) for entry in traffic.reductions]
-        assert reductions == [(self.dtypes.wire, (100,))] * len(self.layers)
+        assert reductions == [(self.dtypes.wire, (NUMEL,))] * len(self.layers)
         assert traffic.others == ()
 
     def check_summoned(self):
@@ -168,14 +202,10 @@ class Subject:
 
     def check_saved(self):
         saved, parameters = self.model.state_dict(), self.engine.full_parameters(self.model)
-        assert set(saved) == {*parameters, *self.buffers}
-        for name, tensor in saved.items():
-            if name in parameters:
-                expected = parameters[name]
-            else:  # a cast cannot be undone: the original dtype, with the bits that the cast left
-                expected = self.buffers[name].to(self.dtypes.buffer).double()
-            assert tensor.dtype == expected.dtype, name
-            assert torch.equal(tensor.cpu(), expected.cpu()), name
+        # A cast cannot be undone: buffers are saved in their dtype with the bits that the cast left.
+        buffers = {n: b.to(self.dtypes.buffer).double() for n, b in self.buffers.items()}
+        assert {tensor.dtype for tensor in parameters.values()} == {self.dtypes.original}
+        assert_named_close(saved, {**parameters, **buffers}, EXACT)
 
 
 def check_end_to_end(world, engine, run_subtests, precision, original, settings, **spec):
@@ -193,7 +223,7 @@ def check_end_to_end(world, engine, run_subtests, precision, original, settings,
         torch.manual_seed(world.seed)
         bare = model(original).to(world.device)
         casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
-        learned[model] = bare, train(ddp_with_casts(copy.deepcopy(bare), *casts), training)
+        learned[model] = bare, train(unsharded_with_casts(copy.deepcopy(bare), *casts), training)
 
     def check(scaler=False, **point):
         for bare, run in learned.values():
