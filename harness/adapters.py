@@ -4,7 +4,7 @@ A suite says what it wants in a `ShardSpec` and reaches the engine through the `
 engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -61,6 +61,7 @@ class ShardSpec:
     two hybrid strategies a pair (shard, replicate), the ranks that this rank shares a replica with and those
     that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
     ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
+    ``unit_precisions``: likewise the precisions of units that do not have the model's.
     """
 
     strategy: str = "FULL_SHARD"
@@ -76,6 +77,7 @@ class ShardSpec:
     device: torch.device | None = None
     process_group: ProcessGroups | None = None
     unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
+    unit_precisions: Mapping[str, Precision] = field(default_factory=dict)
 
 
 class Group(Protocol):
@@ -167,8 +169,8 @@ class Engine(Protocol):
         """Return copies of all gradients in full, by parameter name; None where no rank has one."""
         ...
 
-    def summon(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model shows full original parameters; changes are not kept."""
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the model shows full original parameters; changes are kept if told."""
         ...
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
@@ -224,8 +226,8 @@ class Lockstep:
         # torch has no public question for it; a test that asks has put no hook of its own there.
         return len(output._backward_hooks or ())
 
-    def summon(self, model: nn.Module) -> AbstractContextManager[None]:
-        return lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        return lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=writeback)
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         with self.summon(model):
@@ -285,26 +287,27 @@ def _mixed_precision(precision: Precision | None) -> lockstep.MixedPrecision | N
 
 
 def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy | Callable[..., bool] | None:
-    by_name = bool(spec.units or spec.unit_groups)
+    wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
     if spec.min_num_params is not None:
-        if by_name:
-            raise ValueError("ShardSpec: min_num_params chooses the units; leave units and unit_groups out.")
+        if wanted:
+            raise ValueError("ShardSpec: min_num_params chooses the units; name no unit beside it.")
         return partial(lockstep.size_based_auto_wrap_policy, min_num_params=spec.min_num_params)
     # Classes that compute in full precision are found by whatever policy, also by one that chooses nothing.
-    if by_name or (spec.precision and spec.precision.full_precision_classes is not None):
-        return _policy_of_chosen(model, spec)
+    if wanted or (spec.precision and spec.precision.full_precision_classes is not None):
+        return _policy_of_chosen(model, spec, _chosen(model, wanted, "units"))
     return None
 
 
-def _policy_of_chosen(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy:
-    chosen = _chosen(model, (*spec.units, *spec.unit_groups), "units")
+def _policy_of_chosen(
+    model: nn.Module, spec: ShardSpec, chosen: Collection[nn.Module]
+) -> lockstep.WrapPolicy:
     modules = dict(model.named_modules())
-    groups = {modules[name]: group for name, group in spec.unit_groups.items()}
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return {"process_group": groups[module]} if module in groups else module in chosen
-
-    return lockstep.CustomPolicy(choose)
+    own: dict[nn.Module, dict[str, Any]] = {}
+    for name, group in spec.unit_groups.items():
+        own.setdefault(modules[name], {})["process_group"] = group
+    for name, precision in spec.unit_precisions.items():
+        own.setdefault(modules[name], {})["mixed_precision"] = _mixed_precision(precision)
+    return lockstep.CustomPolicy(lambda module: own.get(module, module in chosen))
 
 
 def _chosen(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], what: str) -> set[nn.Module]:
