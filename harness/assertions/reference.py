@@ -24,8 +24,8 @@ def unsharded_with_casts(
 ) -> Trainee:
     """Return ``bare`` with casts at each forward and in each reduction; ``bare`` itself is not cast.
 
-    Its backward replaces every gradient by the mean over the ranks of the default group, summed in fp32 or
-    fp64 and rounded once. It expects that gradients were None before.
+    Its backward gives every parameter the mean of its gradients over the ranks of the default group, in place
+    of what it had. It is summed in fp32 or fp64 and rounded once.
 
     Args:
         bare: a model whose parameters and buffers keep their dtypes between forwards.
@@ -39,16 +39,20 @@ def unsharded_with_casts(
 
     def backward(_: nn.Module, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
-        for name, parameter in bare.named_parameters():
-            if parameter.grad is not None:
-                wire = None if cast.is_kept(name) else reduce_dtype or param_dtype
-                parameter.grad = _mean(parameter.grad.to(wire or parameter.dtype)).to(parameter.dtype)
+        for name, leaf in cast.leaves.items():
+            parameter = bare.get_parameter(name)
+            wire = None if cast.is_kept(name) else reduce_dtype or param_dtype
+            reduced = None if leaf.grad is None else _mean(leaf.grad.to(wire or leaf.dtype))
+            parameter.grad = None if reduced is None else reduced.to(parameter.dtype)
 
     return Trainee(cast, lambda _: named_parameters(bare), lambda _: named_gradients(bare), backward)
 
 
 class _Cast(nn.Module):
-    """Call ``bare`` with everything cast that is not of a module of ``kept`` classes."""
+    """Call ``bare`` with everything cast that is not of a module of ``kept`` classes.
+
+    ``leaves``: what the last forward computed with, by name; backward gives them gradients, and not ``bare``.
+    """
 
     def __init__(
         self,
@@ -61,15 +65,18 @@ class _Cast(nn.Module):
         self.bare = bare
         self._param_dtype, self._buffer_dtype = param_dtype, buffer_dtype
         modules = {name: module for name, module in bare.named_modules() if isinstance(module, kept)}
+        self.leaves: dict[str, Tensor] = {}
         self._kept = tuple(f"{name}." for name in modules)
         for module in modules.values():
             module.register_forward_pre_hook(lambda m, args: _cast(args, m.weight.dtype))
             module.register_forward_hook(lambda m, args, output: _cast(output, param_dtype))
 
     def forward(self, *args: Any) -> Any:
-        tensors = self._casts(dict(self.bare.named_parameters()), self._param_dtype)
-        tensors |= self._casts(dict(self.bare.named_buffers()), self._buffer_dtype)
-        return functional_call(self.bare, tensors, _cast(args, self._param_dtype))
+        parameters = dict(self.bare.named_parameters())
+        cast = self._casts({n: p.detach() for n, p in parameters.items()}, self._param_dtype)
+        self.leaves = {n: leaf.requires_grad_(parameters[n].requires_grad) for n, leaf in cast.items()}
+        buffers = self._casts(dict(self.bare.named_buffers()), self._buffer_dtype)
+        return functional_call(self.bare, {**self.leaves, **buffers}, _cast(args, self._param_dtype))
 
     def is_kept(self, name: str) -> bool:
         return name.startswith(self._kept)
