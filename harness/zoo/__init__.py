@@ -9,24 +9,31 @@ from harness.zoo.delay import NestedWrappedModuleWithDelay
 from harness.zoo.experts import DummyDDP, MixtureOfExperts
 from harness.zoo.in_half import InHalf
 from harness.zoo.known_gradient import KnownGradient, KnownGradients
+from harness.zoo.mixed_precision import LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.zoo.mlp import MLP
 from harness.zoo.nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule, NonUniformReqGradNWM
+from harness.zoo.norms import BatchNormNet
 from harness.zoo.transformer import TransformerWithSharedParams
 from harness.zoo.uneven import UnevenShapes
+from harness.zoo.vision import resnet50
 
 __all__ = [
     "MLP",
     "AlwaysWrapNestedWrappedModule",
+    "BatchNormNet",
     "CastingLayers",
     "DummyDDP",
     "ExternalInput",
     "InHalf",
     "KnownGradient",
     "KnownGradients",
+    "LinearMixedPrecision",
     "MixtureOfExperts",
+    "NestedLinearMixedPrecision",
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "NonUniformReqGradNWM",
     "TransformerWithSharedParams",
     "UnevenShapes",
+    "resnet50",
 ]
