@@ -80,7 +80,9 @@ class Group(Protocol):
     no gradient is held. ``post_backward_hooks``: for each full parameter that modules compute with, how many
     hooks await its gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements
     of this rank's shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
-    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed.
+    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed. ``low_precision_bytes`` is what
+    the copy of the shard occupies that is cast to be sent in a gather: 0 once that has arrived, and always
+    where nothing is cast.
     """
 
     @property
@@ -111,6 +113,8 @@ class Group(Protocol):
     def local_bytes(self) -> int: ...
     @property
     def gathered_bytes(self) -> int: ...
+    @property
+    def low_precision_bytes(self) -> int: ...
     @property
     def training(self) -> bool: ...
 
@@ -168,6 +172,23 @@ class Engine(Protocol):
         """
         ...
 
+    def grad_scaler(
+        self,
+        model: nn.Module,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroups | None = None,
+    ) -> torch.amp.GradScaler:
+        """Return a scaler for the gradients of ``model``, used as torch's own: all ranks step, or none.
+
+        ``process_group``: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
+        """
+        ...
+
 
 class Lockstep:
     """The built-in engine, through its wrapper front."""
@@ -219,6 +240,9 @@ class Lockstep:
         # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
         others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
         return Traffic(tuple(gathers), tuple(reductions), tuple(others))
+
+    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
+        return lockstep.ShardedGradScaler(**settings)
 
 
 _ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}

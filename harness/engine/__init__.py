@@ -5,6 +5,7 @@ filled with NaN, so that a late reader shows.
 """
 
 from harness.engine.annotate import enable_wrap, wrap
+from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -50,6 +51,7 @@ __all__ = [
     "MixedPrecision",
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

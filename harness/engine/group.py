@@ -34,7 +34,9 @@ class ShardGroup:
         self.settings = settings
         self.state = GroupState.SHARDED
         self._full: FullParameters | None = None
-        self._arrive: Callable[[], None] | None = None
+        self._arrive: Callable[[], Tensor] | None = None
+        self._sent: Tensor | None = None
+        """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -46,6 +48,13 @@ class ShardGroup:
         if self._full is None or self.state not in _FULL:
             return 0
         return self._full.buffer.untyped_storage().nbytes()
+
+    @property
+    def low_precision_bytes(self) -> int:
+        """What the copy of the shard occupies that was cast to be sent."""
+        if self._sent is None or self._sent.dtype == self.shard.original_dtype:
+            return 0
+        return self._sent.untyped_storage().nbytes()
 
     @property
     def all_trainable(self) -> bool:
@@ -166,18 +175,23 @@ class ShardGroup:
         if self._full.borrowed:
             return
         flat = self.shard.flat.data
+        if self.shard.whole:  # nothing is sent, and copying casts
+            self._full.buffer.copy_(flat)
+            return
         local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
-        finish = collectives.start_gather(self._full.buffer, local, self.settings.axes)
-        poisoned = self.settings.poison and local.data_ptr() != flat.data_ptr()
-
-        def arrive() -> None:
-            finish()
-            if poisoned:
-                fill_with_nan(local)
-
-        self._arrive = arrive
+        self._sent = local if local.data_ptr() != flat.data_ptr() else None
+        self._arrive = collectives.start_gather(self._full.buffer, local, self.settings.axes)
 
     def _finish_gather(self) -> None:
         if self._arrive:
             self._arrive()
             self._arrive = None
+            self._release_sent()
+
+    def _release_sent(self) -> None:
+        if self._sent is None:
+            return
+        if self.settings.poison:
+            fill_with_nan(self._sent)
+        # A thread of the backend may hold the tensor a moment longer than the gather takes.
+        self._sent.untyped_storage().resize_(0)

@@ -79,6 +79,7 @@ def test_public_names_are_the_documented_ones():
         "MixedPrecision",
         "ModuleWrapPolicy",
         "OptimStateDictConfig",
+        "ShardedGradScaler",
         "ShardedOptimStateDictConfig",
         "ShardedStateDictConfig",
         "ShardingStrategy",
