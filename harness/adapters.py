@@ -5,6 +5,7 @@ engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class ShardSpec:
     two hybrid strategies a pair (shard, replicate), the ranks that this rank shares a replica with and those
     that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
     ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
+    ``unit_precisions``: likewise the precisions of units that do not have the model's.
     """
 
     strategy: str = "FULL_SHARD"
@@ -67,6 +69,7 @@ class ShardSpec:
     device: torch.device | None = None
     process_group: ProcessGroups | None = None
     unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
+    unit_precisions: Mapping[str, Precision] = field(default_factory=dict)
 
 
 class Group(Protocol):
@@ -77,7 +80,9 @@ class Group(Protocol):
     no gradient is held. ``post_backward_hooks``: for each full parameter that modules compute with, how many
     hooks await its gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements
     of this rank's shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
-    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed.
+    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed. ``low_precision_bytes`` is what
+    the copy of the shard occupies that is cast to be sent in a gather: 0 once that has arrived, and always
+    where nothing is cast.
     """
 
     @property
@@ -108,6 +113,8 @@ class Group(Protocol):
     def local_bytes(self) -> int: ...
     @property
     def gathered_bytes(self) -> int: ...
+    @property
+    def low_precision_bytes(self) -> int: ...
     @property
     def training(self) -> bool: ...
 
@@ -171,10 +178,31 @@ class Engine(Protocol):
         """Return copies of all gradients in full, by parameter name; None where no rank has one."""
         ...
 
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the model shows full original parameters; changes are kept if told."""
+        ...
+
     def traffic(self, log: Iterable[Collective]) -> Traffic:
         """Return what of ``log`` is a gather of parameters or a reduction of gradients.
 
         What an engine sends to compare what ranks wrap is left out.
+        """
+        ...
+
+    def grad_scaler(
+        self,
+        model: nn.Module,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroups | None = None,
+    ) -> torch.amp.GradScaler:
+        """Return a scaler for the gradients of ``model``, used as torch's own: all ranks step, or none.
+
+        ``process_group``: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
         """
         ...
 
@@ -186,7 +214,14 @@ class Lockstep:
 
     @property
     def composable(self) -> Composable:
-        raise NotImplementedError("the composable front is not built")
+        return Composable(
+            fully_shard=lockstep.fully_shard,
+            replicate=lockstep.replicate,
+            MixedPrecisionPolicy=lockstep.MixedPrecisionPolicy,
+            OffloadPolicy=lockstep.OffloadPolicy,
+            CPUOffloadPolicy=lockstep.CPUOffloadPolicy,
+            FSDPModule=lockstep.FSDPModule,
+        )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         return lockstep.FullyShardedDataParallel(
@@ -194,7 +229,7 @@ class Lockstep:
             process_group=spec.process_group,
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
-            auto_wrap_policy=_policy(model, spec) if spec.units or spec.unit_groups else None,
+            auto_wrap_policy=_policy(model, spec) if _unit_names(spec) else None,
             ignored_modules=_chosen(model, spec.ignored, "ignored") or None,
             backward_prefetch=_backward_prefetch(spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
@@ -211,8 +246,11 @@ class Lockstep:
         # torch has no public question for it; a test that asks has put no hook of its own there.
         return len(output._backward_hooks or ())
 
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        return lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=writeback)
+
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
-        with lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        with self.summon(model):
             return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
@@ -230,6 +268,9 @@ class Lockstep:
         # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
         others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
         return Traffic(tuple(gathers), tuple(reductions), tuple(others))
+
+    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
+        return lockstep.ShardedGradScaler(**settings)
 
 
 _ENGINES: Mapping[str, type[Engine]] = {"lockstep": Lockstep}
@@ -262,15 +303,19 @@ def _mixed_precision(precision: Precision | None) -> lockstep.MixedPrecision | N
     return lockstep.MixedPrecision(**{f.name: getattr(precision, f.name) for f in fields(Precision)})
 
 
+def _unit_names(spec: ShardSpec) -> tuple[str | type[nn.Module], ...]:
+    return (*spec.units, *spec.unit_groups, *spec.unit_precisions)
+
+
 def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy:
-    chosen = _chosen(model, (*spec.units, *spec.unit_groups), "units")
+    chosen = _chosen(model, _unit_names(spec), "units")
     modules = dict(model.named_modules())
-    groups = {modules[name]: group for name, group in spec.unit_groups.items()}
-
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return {"process_group": groups[module]} if module in groups else module in chosen
-
-    return lockstep.CustomPolicy(choose)
+    own: dict[nn.Module, dict[str, Any]] = {}
+    for name, group in spec.unit_groups.items():
+        own.setdefault(modules[name], {})["process_group"] = group
+    for name, precision in spec.unit_precisions.items():
+        own.setdefault(modules[name], {})["mixed_precision"] = _mixed_precision(precision)
+    return lockstep.CustomPolicy(lambda module: own.get(module, module in chosen))
 
 
 def _chosen(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], what: str) -> set[nn.Module]:

@@ -5,6 +5,10 @@ filled with NaN, so that a late reader shows.
 """
 
 from harness.engine.annotate import enable_wrap, wrap
+from harness.engine.grad_scaler import ShardedGradScaler
+from harness.engine.composable import fully_shard, replicate
+from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from harness.engine.composed import FSDPModule, ReplicateModule, UnshardHandle, register_fsdp_forward_method
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -39,7 +43,9 @@ from harness.engine.wrapper import FullyShardedDataParallel, groups
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CustomPolicy",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -48,19 +54,27 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
+    "ReplicateModule",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "WrapPolicy",
     "always_wrap_policy",
     "enable_wrap",
+    "fully_shard",
     "groups",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
+    "replicate",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

@@ -57,8 +57,12 @@ def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
     start_gather(full, shard, axes)()
 
 
-def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -> Finish:
+def start_mean(
+    full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, divisor: float | None = None
+) -> Finish:
     """Start the mean over ranks of ``full`` (1-D, S * n); the result is this rank's shard (n) in ``dtype``.
+
+    With ``divisor`` it is not the mean, but the sum divided by that.
 
     ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
     only where there is one shard.
@@ -68,20 +72,20 @@ def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -
     replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
     with record_function(REDUCE):
-        return _start_mean(full, axes, dtype, pool)
+        return _start_sum(full, axes, dtype, pool, axes.size if divisor is None else divisor)
 
 
-def _start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -> Finish:
+def _start_sum(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, divisor: float) -> Finish:
     across = axes.replicate
     if not full.numel() or axes.size == 1:
-        return lambda: full.to(dtype)
+        return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
     if axes.shard is None:
         assert across is not None
-        reduced = _start_all_reduce(full, across, axes.size, pool)
+        reduced = _start_all_reduce(full, across, divisor, pool)
         return lambda: reduced().to(dtype)
     if across is None:
-        return _start_reduce_scatter(full, axes.shard, axes.size, dtype, pool)
-    scattered = _start_reduce_scatter(full, axes.shard, axes.size, full.dtype, pool)
+        return _start_reduce_scatter(full, axes.shard, divisor, dtype, pool)
+    scattered = _start_reduce_scatter(full, axes.shard, divisor, full.dtype, pool)
 
     def finish() -> Tensor:
         with record_function(REDUCE):
@@ -118,8 +122,8 @@ def broadcast(tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup]) ->
                 tensor.copy_(wire)
 
 
-def divide_factors(size: int) -> tuple[float, float]:
-    """Return (p, size / p): divide by p before the sum and by the rest after it.
+def divide_factors(size: float) -> tuple[float, float]:
+    """Return (p, size / p): divide by p before the sum and by the rest after it; ``size`` is what by in all.
 
     p is the power of two near sqrt(size): half of the range that a low-precision sum can overflow or
     underflow is kept on each side.
@@ -160,7 +164,7 @@ def _swap(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def _start_reduce_scatter(
-    full: Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype, pool: BufferPool
+    full: Tensor, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, pool: BufferPool
 ) -> Finish:
     """Start the sum over ``group``, divided; the result is this rank's piece of it in ``dtype``."""
     size = dist.get_world_size(group)
@@ -179,7 +183,7 @@ def _start_reduce_scatter(
 
 
 def _start_native_reduce_scatter(
-    full: Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype
+    full: Tensor, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype
 ) -> Finish:
     before, after = divide_factors(divisor)
     shard = full.new_empty(full.numel() // dist.get_world_size(group))
@@ -192,7 +196,7 @@ def _start_native_reduce_scatter(
     return finish
 
 
-def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool: BufferPool) -> Finish:
+def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: float, pool: BufferPool) -> Finish:
     """Start the sum over ``group``, divided; the result has all of it and may share memory with ``full``."""
     if full.dtype in LOW_PRECISION and _backend(full, group) != "nccl":
         size = dist.get_world_size(group)
@@ -216,7 +220,7 @@ def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool
     return finish_native
 
 
-def _sum_in_order(parts: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
+def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided.
 
     It is rounded to the dtype of ``parts``, whose first row may be overwritten, and returned in ``dtype``.

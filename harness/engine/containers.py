@@ -1,31 +1,29 @@
 """Tensors inside the arguments and results of a forward. Imports torch only."""
 
+import copy
 import dataclasses
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+Parts = Mapping[Any, Any]
+
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return ``tree`` with ``fn`` applied to each tensor in nested containers, dataclasses included."""
+    """Return ``tree`` with ``fn`` applied to each tensor in nested containers, dataclasses included.
 
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf)
-        if isinstance(leaf, PackedSequence):
-            return leaf._replace(data=fn(leaf.data))
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = [field.name for field in dataclasses.fields(leaf) if field.init]
-            return dataclasses.replace(
-                leaf, **{name: map_tensors(fn, getattr(leaf, name)) for name in fields}
-            )
-        return leaf
-
-    return pytree.tree_map(visit, tree)
+    A container in which something changed comes back as a copy; all else is the same object as before.
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    parts, rebuild = _opened(tree)
+    mapped = {key: map_tensors(fn, part) for key, part in parts.items()}
+    return tree if all(mapped[key] is part for key, part in parts.items()) else rebuild(mapped)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -43,3 +41,38 @@ def tensors(tree: Any) -> list[Tensor]:
 def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
     """Return ``tree`` with its floating-point tensors in ``dtype``; autograd casts gradients back."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def _opened(tree: Any) -> tuple[Parts, Callable[[Parts], Any]]:
+    """Return what ``tree`` holds, which is nothing if it is no container, and what makes another of it."""
+    if fields := getattr(tree, "_fields", ()) if isinstance(tree, tuple) else ():
+        # The sizes of a packed sequence stay on CPU.
+        skipped = "batch_sizes" if isinstance(tree, PackedSequence) else None
+        named = _attributes(tree, (name for name in fields if name != skipped))
+        return named, lambda parts: tree._replace(**parts)
+    if not pytree.tree_is_leaf(tree):
+        children, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+        return dict(enumerate(children)), lambda parts: pytree.tree_unflatten(parts.values(), spec)
+    # Dataclasses, and subclasses of the containers that torch looks into: it does not look into these.
+    if isinstance(tree, dict | list):
+        items = dict(tree) if isinstance(tree, dict) else dict(enumerate(tree))
+        return items, lambda parts: _copy_with(operator.setitem, tree, parts)
+    if isinstance(tree, tuple):
+        return dict(enumerate(tree)), lambda parts: type(tree)(parts.values())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        # Not by dataclasses.replace: it calls the constructor, which may take or make other fields.
+        # object.__setattr__ sets those of a frozen one, too.
+        named = _attributes(tree, (field.name for field in dataclasses.fields(tree)))
+        return named, lambda parts: _copy_with(object.__setattr__, tree, parts)
+    return {}, lambda _: tree
+
+
+def _attributes(value: Any, names: Iterable[str]) -> Parts:
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _copy_with(put: Callable[[Any, Any, Any], object], value: Any, parts: Parts) -> Any:
+    copied = copy.copy(value)
+    for key, part in parts.items():
+        put(copied, key, part)
+    return copied

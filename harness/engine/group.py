@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from harness.engine import collectives
-from harness.engine.full import FullParameters, fill_with_nan, over
+from harness.engine.full import FullParameters, fill_with_nan, lay_out
+from harness.engine.functional import outside_transforms
 from harness.engine.gradients import Gradients
-from harness.engine.parameters import Entry, attach_gradient
+from harness.engine.parameters import attach_gradient
 from harness.engine.policy import GroupState
-from harness.engine.shard import GroupSettings, LocalShard
+from harness.engine.shard import LocalShard
+from harness.engine.wire import unpack
 
 _FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
 
@@ -26,15 +28,16 @@ _FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
 class ShardGroup:
     """Make full parameters from the local shard and give them up again."""
 
-    def __init__(
-        self, entries: Sequence[Entry], settings: GroupSettings, flat: nn.Parameter | None = None
-    ) -> None:
-        self.shard = LocalShard(entries, settings, flat)
-        self.gradients = Gradients(self.shard)
-        self.settings = settings
+    def __init__(self, shard: LocalShard, gradients: Gradients) -> None:
+        self.shard = shard
+        self.gradients = gradients
+        self.settings = shard.settings
         self.state = GroupState.SHARDED
         self._full: FullParameters | None = None
-        self._arrive: Callable[[], None] | None = None
+        self._arrive: Callable[[], Tensor] | None = None
+        self._lasts: Sequence[object] | None = None
+        self._sent: Tensor | None = None
+        """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -48,15 +51,24 @@ class ShardGroup:
         return self._full.buffer.untyped_storage().nbytes()
 
     @property
+    def low_precision_bytes(self) -> int:
+        """What the copy of the shard occupies that was cast to be sent."""
+        if self._sent is None or self._sent.dtype == self.shard.original_dtype:
+            return 0
+        return self._sent.untyped_storage().nbytes()
+
+    @property
     def all_trainable(self) -> bool:
         return all(map(self.shard.is_trainable, self.shard.entries))
 
+    @outside_transforms
     def prefetch(self) -> None:
         """Start what `gather` will need, if nothing of it is there."""
         if self.state is GroupState.SHARDED:
             self._start_gather()
             self.state = GroupState.PREFETCHED
 
+    @outside_transforms
     def gather(self) -> None:
         """Let modules compute with full parameters in the compute dtype."""
         if self.state is GroupState.GATHERED:
@@ -69,27 +81,46 @@ class ShardGroup:
             self._start_gather()
         self._finish_gather()
         for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
-            leaf.requires_grad_(self.shard.is_trainable(entry))
+            if leaf.requires_grad != (trainable := self.shard.is_trainable(entry)):
+                leaf.requires_grad_(trainable)
             entry.put(leaf)
         self.state = GroupState.GATHERED
 
-    def keep(self) -> None:
-        """Show modules their shards again, but keep the full parameters for backward."""
+    @outside_transforms
+    def keep(self, lastingly: bool = False) -> None:
+        """Show modules their shards again, but keep the full parameters for backward.
+
+        ``lastingly``: `discard` leaves them too, as long as nobody changes the shard.
+        """
         if self.state is GroupState.GATHERED:
             self.shard.show()
             self.state = GroupState.KEPT
+        if lastingly:
+            self.last()
 
+    @property
+    def lasts(self) -> bool:
+        return self._lasts is not None
+
+    def last(self) -> None:
+        """Let full parameters, there or on their way, outlast `discard` until somebody changes the shard."""
+        self._lasts = self.shard.versions
+
+    @outside_transforms
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
         if self._full and self.state in _FULL:
-            self._finish_gather()
+            self._await_gather()
             self._full.free()
             self.shard.show()
             self.state = GroupState.SHARDED
+        self._lasts = None
 
+    @outside_transforms
     def discard(self) -> None:
         """Free, and forget gradients that a backward did not come to show."""
-        self.free()
+        if self._lasts is None or self._lasts != self.shard.versions:
+            self.free()
         self.gradients.drop_started()
         self.drop_gradients()
 
@@ -150,34 +181,59 @@ class ShardGroup:
         if full and unchanged and (not borrowed or full.buffer.data_ptr() == flat.data_ptr()):
             return full
         with torch.inference_mode(False):  # see full.over
-            buffer = (
-                flat
-                if borrowed
-                else flat.new_empty(shard.layout.padded_numel, dtype=wanted[0], device=wanted[1])
-            )
-        return over(buffer, shard.layout, borrowed, self.settings.poison)
+            buffer = flat if borrowed else self._new_full()
+        trainable = map(shard.is_trainable, shard.entries) if self.settings.registers_full else None
+        leaves = lay_out(buffer, shard.layout, trainable)
+        return FullParameters(buffer, leaves, borrowed, self.settings.poison)
+
+    def _new_full(self) -> Tensor:
+        shard = self.shard
+        return torch.empty(shard.layout.padded_numel, dtype=shard.compute_dtype, device=shard.device)
 
     @torch.no_grad()
     def _start_gather(self) -> None:
-        """Allocate full parameters and begin to fill them; `_finish_gather` waits until they are there."""
+        """Begin to fill full parameters; `_finish_gather` waits until they are there."""
         self.shard.reclaim()
+        if self.shard.flat.is_meta:
+            raise RuntimeError(
+                f"{self.settings.unit}: parameters are on the meta device; call to_empty(device=...) on the "
+                "model and give them values first."
+            )
         self._full = self._full_parameters()
-        self._full.allocate()
         if self._full.borrowed:
             return
         flat = self.shard.flat.data
+        if self.shard.whole:  # nothing is sent, and copying casts
+            self._full.allocate()
+            self._full.buffer.copy_(flat)
+            return
         local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
-        finish = collectives.start_gather(self._full.buffer, local, self.settings.axes)
-        poisoned = self.settings.poison and local.data_ptr() != flat.data_ptr()
+        self._sent = local if local.data_ptr() != flat.data_ptr() else None
+        if self.shard.layout.in_order:
+            self._full.allocate()
+        wire = self._full.buffer if self.shard.layout.in_order else self._new_full()
+        self._arrive = collectives.start_gather(wire, local, self.settings.axes)
 
-        def arrive() -> None:
-            finish()
-            if poisoned:
-                fill_with_nan(local)
-
-        self._arrive = arrive
-
+    @torch.no_grad()
     def _finish_gather(self) -> None:
-        if self._arrive:
-            self._arrive()
-            self._arrive = None
+        arrived = self._await_gather()
+        if arrived is not None and self._full and arrived is not self._full.buffer:
+            self._full.allocate()
+            unpack(arrived, self._full.buffer, self.shard.layout)
+
+    def _await_gather(self) -> Tensor | None:
+        """Return the shards end to end, if a gather was on its way."""
+        if self._arrive is None:
+            return None
+        arrived = self._arrive()
+        self._arrive = None
+        self._release_sent()
+        return arrived
+
+    def _release_sent(self) -> None:
+        if self._sent is None:
+            return
+        if self.settings.poison:
+            fill_with_nan(self._sent)
+        # A thread of the backend may hold the tensor a moment longer than the gather takes.
+        self._sent.untyped_storage().resize_(0)

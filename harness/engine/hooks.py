@@ -26,11 +26,13 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
 from harness.engine.containers import cast_floating, map_tensors, tensors
+from harness.engine.functional import outside_transforms
 from harness.engine.group import ShardGroup
 from harness.engine.parameters import Slot
 from harness.engine.policy import BackwardPrefetch, GroupState, MixedPrecision, ShardingStrategy
 from harness.engine.pool import BufferPool
 from harness.engine.prefetch import Prefetcher
+from harness.engine.switches import Switches
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class UnitSettings:
     """``device``: where arguments of the root and buffers are moved to; None leaves them where they are.
 
     ``keeps_precision``: the unit stands with full precision amid units without: its floating-point arguments
-    are cast up and its results back to what came in.
+    are cast up and its results back to what came in. ``output_dtype``: of floating-point results; None leaves
+    them as they are.
     """
 
     strategy: ShardingStrategy
@@ -47,6 +50,7 @@ class UnitSettings:
     keeps_precision: bool
     forward_prefetch: bool = False
     backward_prefetch: BackwardPrefetch | None = None
+    output_dtype: torch.dtype | None = None
 
 
 class Tree:
@@ -54,7 +58,6 @@ class Tree:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        self.sync = True
         asked = self.root.settings
         self.prefetcher = Prefetcher(asked.forward_prefetch, asked.backward_prefetch)
         self._pool = BufferPool()
@@ -89,16 +92,16 @@ class Tree:
     def leave_forward(self, failed: bool) -> None:
         """After a failure nothing more is awaited: who knows whether the other ranks came as far."""
         self._forwards -= 1
-        if self._forwards == 0 and not self.in_backward and not failed:
+        if self._forwards == 0 and not self.in_backward:
             for unit in self.units:
-                unit.drop_prefetched()
+                unit.end_forward(failed)
 
-    def collect(self, group: ShardGroup) -> None:
-        """Take the gradients that ``group`` has; with `sync` start to average them.
+    def collect(self, group: ShardGroup, sync: bool) -> None:
+        """Take the gradients that ``group`` has; with ``sync`` start to average them.
 
         One group is on its way at a time, while the gradients of the next are computed.
         """
-        if not self.sync:
+        if not sync:
             group.gradients.collect_unsynced(group.leaves)
             return
         self._settle()
@@ -148,6 +151,10 @@ class Unit:
     def __init__(self, group: ShardGroup | None, buffers: Mapping[str, Slot], settings: UnitSettings) -> None:
         self.group = group
         self.settings = settings
+        self.switches = Switches(frees_after_forward=settings.strategy.frees_after_forward)
+        self.num_modules = 1
+        """How many modules share the group: it is given up when all have had their forwards."""
+        self._ran: set[object] = set()
         self.tree = Tree([self])
         self.buffer_dtypes: dict[str, torch.dtype] = {}
         self.buffers = dict(buffers)
@@ -158,9 +165,24 @@ class Unit:
         self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
 
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what ``forward``, of the unit's module or one of them, makes of the arguments."""
+        tree = self.tree
+        tree.enter_forward()
+        try:
+            args, kwargs = self.before_forward(args, kwargs)
+            output = self.after_forward(forward(*args, **kwargs), of=forward)
+        except BaseException:
+            self.abort_forward()
+            tree.leave_forward(failed=True)
+            raise
+        tree.leave_forward(failed=False)
+        return output
+
     def start(self) -> None:
         """Begin a step from a clean state, with buffers in the dtype and place of computation."""
         self._awaited.clear()
+        self._ran.clear()
         if self.group:
             self.group.discard()
         for name, slot in self.buffers.items():
@@ -170,8 +192,19 @@ class Unit:
         """Belong to ``tree`` from now on."""
         self.tree = tree
 
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow a cast of the module with the dtypes in which buffers are saved."""
+    def apply(self, fn: Callable[[Tensor], Tensor], apply_to_rest: Callable[[], object]) -> None:
+        """Convert the group with ``fn``, a cast or a move, while its parameters are out of the modules.
+
+        ``apply_to_rest`` does so with what the modules have then.
+        """
+        if self.group:
+            self.group.hide()
+        try:
+            apply_to_rest()
+        finally:
+            if self.group:
+                self.group.convert(fn)
+        # Follow a cast of the module with the dtypes in which buffers are saved.
         self.buffer_dtypes = {n: fn(torch.empty(0, dtype=d)).dtype for n, d in self.buffer_dtypes.items()}
 
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -181,26 +214,29 @@ class Unit:
         if self.group:
             self.group.prefetch()
             if not self._recomputed:
-                self.tree.prefetcher.in_forward(self.group)
+                self.tree.prefetcher.in_forward(self.group, self.switches.forward_prefetch)
             self.group.gather()
             if torch.is_grad_enabled():
                 self._watch_leaves(self.group)
                 args, kwargs = self._watch_inputs(self.group, (args, kwargs))
         return args, kwargs
 
-    def after_forward(self, output: Any) -> Any:
-        """Free or keep the full parameters, and see to it that backward finds them."""
+    def after_forward(self, output: Any, of: object) -> Any:
+        """See to it that backward finds full parameters; free or keep them if ``of`` is the last module."""
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if graded and (self.group or self.tree.root is self):
             leaves = self.group.leaves if self.group else ()
             register_multi_grad_hook(graded, lambda _: self._before_backward(leaves), mode="any")
             if self.group and not self.tree.in_backward:
                 self.tree.prefetcher.after_forward(self.group)
-        if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
+        self._ran.add(of)
+        complete = len(self._ran) >= self.num_modules
+        # What is recomputed in backward is needed there next.
+        if self.group and complete and not self.tree.in_backward:
             self._give_up(self.group, hooked=bool(graded))
-        if self._outer_dtype:
-            output = cast_floating(self._outer_dtype, output)
-        return output
+            self._ran.clear()
+        dtype = self._outer_dtype or self.settings.output_dtype
+        return cast_floating(dtype, output) if dtype else output
 
     def abort_forward(self) -> None:
         """Give up after an exception; but checkpointing ends recomputations with one, and goes on.
@@ -217,6 +253,7 @@ class Unit:
         if self.group:
             self.group.keep()
             self.group.drop_gradients()
+            self.group.gradients.drop_unsynced()
 
     def finish(self) -> None:
         """Leave nothing of a backward that has ended: reduce what nobody waited for, and free."""
@@ -224,14 +261,18 @@ class Unit:
         if not self.group:
             return
         left_over = any(leaf.grad is not None for leaf in self.group.leaves)
-        if left_over or (self.tree.sync and self.group.gradients.unreduced):
-            self.tree.collect(self.group)
-        self.group.free()
+        if left_over or (self.switches.sync and self.group.gradients.unreduced):
+            self.tree.collect(self.group, self.switches.sync)
+        self._give_up_after_backward(self.group)
 
-    def drop_prefetched(self) -> None:
+    def end_forward(self, failed: bool) -> None:
         """Free what was gathered ahead for a forward that then did not come."""
-        if self.group and self.group.state is GroupState.PREFETCHED:
+        if self.group and failed:
+            self.group.gradients.drop_unsynced()
+        elif self.group and self.group.state is GroupState.PREFETCHED and not self.group.lasts:
             self.group.free()
+        elif self.group and self._ran:  # not all modules of the group came
+            self.group.keep()
 
     def _prepare(self, arguments: Any) -> Any:
         mixed, is_root = self.settings.mixed_precision, self.tree.root is self
@@ -257,11 +298,14 @@ class Unit:
     def _give_up(self, group: ShardGroup, hooked: bool) -> None:
         """After forward: keep what a backward will use, if it could not be told to gather it again."""
         needs_backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in group.leaves)
-        if (hooked and not self.settings.strategy.frees_after_forward) or (needs_backward and not hooked):
+        frees = self.switches.frees_after_forward
+        frees = self.tree.root is not self if frees is None else frees
+        if (hooked and not frees) or (needs_backward and not hooked):
             group.keep()
         else:
             group.free()
 
+    @outside_transforms
     def _watch_leaves(self, group: ShardGroup) -> None:
         if self._watched is not group.leaves:
             self._watched, self._nodes = group.leaves, {}
@@ -297,7 +341,7 @@ class Unit:
                     "backward; do it between steps."
                 )
             self.group.prefetch()
-            self.tree.prefetcher.before_gradients(self.group)
+            self.tree.prefetcher.before_gradients(self.group, self.switches.backward_prefetch)
             self.group.gather()
 
     def _on_gradient(self, _: Tensor) -> None:
@@ -310,8 +354,8 @@ class Unit:
         if self._awaited[backward] == 0 and self.group:
             done = self._inputs_done or self._is_done(self.group, backward)
             if done:
-                self.group.free()  # before memory for the reduction is taken
-            self.tree.collect(self.group)
+                self._give_up_after_backward(self.group)  # before memory for the reduction is taken
+            self.tree.collect(self.group, self.switches.sync)
             if done:
                 self.tree.prefetcher.after_gradients()
 
@@ -328,7 +372,13 @@ class Unit:
     def _on_inputs_done(self) -> None:
         self._inputs_done = True
         if self._num_awaited(_backward_id()) == 0 and self.group:
-            self.group.free()
+            self._give_up_after_backward(self.group)
+
+    def _give_up_after_backward(self, group: ShardGroup) -> None:
+        if self.switches.frees_after_backward:
+            group.free()
+        else:
+            group.keep(lastingly=True)
 
     def _num_awaited(self, backward: int) -> int:
         """Return how many leaves ``backward`` will still give a gradient to."""

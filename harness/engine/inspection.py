@@ -38,5 +38,6 @@ def info(name: str, group: ShardGroup, training: bool) -> GroupInfo:
         padding=layout.padding,
         local_bytes=shard.flat.numel() * shard.flat.itemsize,
         gathered_bytes=group.gathered_bytes,
+        low_precision_bytes=group.low_precision_bytes,
         training=training,
     )

@@ -108,7 +108,8 @@ class GroupInfo:
     gather.
     ``local_numel``, ``full_numel``: elements of the local shard, and of all shards together; both count
     ``padding``. ``local_bytes``: of the local shard; ``gathered_bytes``: of the full parameters allocated
-    now, 0 when they are freed.
+    now, 0 when they are freed; ``low_precision_bytes``: of the local shard's copy that is cast to be sent in
+    a gather, 0 when the gather has arrived, and always where nothing is cast or nothing is sent.
     """
 
     name: str
@@ -126,4 +127,5 @@ class GroupInfo:
     padding: int
     local_bytes: int
     gathered_bytes: int
+    low_precision_bytes: int
     training: bool

@@ -102,6 +102,29 @@ def test_backward_frees_a_group_when_it_has_its_gradients(world, engine, strateg
     assert states(engine, model) == all_in("SHARDED")
 
 
+@pytest.mark.parametrize(
+    ("param_dtype", "itemsize"), [(None, 0), (F32, 0), (BF16, 2)], ids=["none", "original", "bf16"]
+)
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
+    world, engine, param_dtype, itemsize, offload
+):
+    bare = Watched().to(world.device)
+    spec = {"precision": Precision(param_dtype), "offload": offload, "device": world.device}
+    model = engine.shard(bare, ShardSpec(units=bare.units, **spec))
+
+    def cast():
+        return {(g.state.name, g.low_precision_bytes / g.local_numel) for g in engine.groups(model)}
+
+    bare.look = cast
+    model(batch(world)).float().sum().backward()
+    under_way = {("SHARDED", 0), ("PREFETCHED", itemsize), ("GATHERED", 0)}
+    assert bare.seen["backward module.2"] == bare.seen["backward module.1.1"] == under_way
+    for moment in ("backward module.0", "forward module.2"):
+        assert bare.seen[moment] == {("SHARDED", 0), ("GATHERED", 0)}
+    assert cast() == {("SHARDED", 0)}
+
+
 @EVERY_STRATEGY
 @pytest.mark.parametrize("precision", [Precision(), Precision(BF16, F32)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
@@ -120,6 +143,7 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, p
             assert (group.local_numel, group.full_numel, group.padding) == (numel // num_shards, numel, 0)
             assert group.local_bytes == 4 * numel // num_shards
             assert group.gathered_bytes == (numel * compute.itemsize if group.name in gathered else 0)
+            assert group.low_precision_bytes == 0
             assert group.gradient_dtype == gradient_dtype
 
     kept = set(NUMEL) if strategy != "FULL_SHARD" else set()

@@ -225,7 +225,7 @@ def test_parameters_are_plain_tensors_that_autograd_tracks_inside_forward(world,
         seen.append((isinstance(module.weight, DTensor), module.weight.requires_grad, module.weight.shape))
 
     for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
-        layer.register_forward_hook(note)
+        layer.register_forward_pre_hook(note)
     model(torch.ones(2, 8, device=world.device)).sum().backward()
     shapes = [(4, 8), (16, 4), (16, 16), (4, 16), (8, 4)]
     assert seen == [(False, True, torch.Size(shape)) for shape in shapes]

@@ -24,6 +24,7 @@ def test_an_unknown_engine_is_answered_with_the_known_ones():
         ),
         (ShardSpec(units=("module.7",)), r"units \['module.7'\] are not submodules of NestedWrappedModule"),
         (ShardSpec(unit_groups={"module.8": None}), r"units \['module.8'\] are not submodules"),
+        (ShardSpec(unit_precisions={"module.9": Precision()}), r"units \['module.9'\] are not submodules"),
         (ShardSpec(precision=Precision(param_dtype=torch.int8)), "param_dtype must be a floating-point"),
     ],
 )
@@ -53,6 +54,39 @@ def test_a_unit_with_a_process_group_of_its_own_is_cut_over_that_alone(world, en
     world.assert_same(gradients["0.weight"])
     for group in both:
         dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_may_have_a_process_group_and_a_precision_of_its_own(world, engine):
+    own, both = dist.new_subgroups(1)
+    low, half = Precision(torch.bfloat16), Precision(torch.float16, torch.float32)
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(world.device)
+    spec = ShardSpec(precision=low, units=("2",), unit_groups={"1": own}, unit_precisions={"1": half})
+    found = [
+        (g.name, g.full_numel // g.local_numel, g.compute_dtype, g.reduce_dtype)
+        for g in engine.groups(engine.shard(bare, spec))
+    ]
+    assert found == [
+        ("", 2, torch.bfloat16, torch.bfloat16),
+        ("1", 1, torch.float16, torch.float32),
+        ("2", 2, torch.bfloat16, torch.bfloat16),
+    ]
+    for group in both:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("writeback", [False, True])
+def test_changes_to_summoned_parameters_are_kept_if_told(world, engine, writeback):
+    bare = nn.Linear(2, 2, bias=False).to(world.device)
+    nn.init.ones_(bare.weight)
+    sharded = engine.shard(bare, ShardSpec())
+    with engine.summon(sharded, writeback=writeback), torch.no_grad():
+        (weight,) = sharded.parameters()
+        assert weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        weight.fill_(2.0)
+    expected = 2.0 if writeback else 1.0
+    assert engine.full_parameters(sharded)["weight"].tolist() == [[expected] * 2] * 2
 
 
 @pytest.mark.ranks(2)

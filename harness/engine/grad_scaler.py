@@ -1,0 +1,182 @@
+"""`ShardedGradScaler`: gradients scaled against underflow; all ranks step, or none. Runs on ranks."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from harness.engine import collectives
+from harness.engine.axes import ProcessGroups
+
+_RANGE = torch.finfo(torch.float32)
+
+
+class ShardedGradScaler(GradScaler):
+    """Do what `torch.amp.GradScaler` does, for a model whose gradients lie on several ranks.
+
+    Every rank calls everything but `scale` in step, and for the same optimizers in the same order. A rank
+    without a gradient takes part: an optimizer steps on all ranks, or on none because some rank's gradients
+    have an inf or a NaN. That skips this one optimizer, and `update` lowers the scale.
+
+    Gradients may be of any floating-point dtype, fp16 included, on any device, sparse, or of a `DTensor`. An
+    fp16 gradient that no longer fits its dtype once it is unscaled counts as an inf.
+
+    ``device``: the kind of device that computes; None is the accelerator if there is one, else "cpu".
+    ``process_group``: the ranks that must agree, at least all that share the model; None is the default
+    group when the flag is sent. For a hybrid model that is the pair (shard, replicate) it was given, or one
+    group of all its ranks. The other arguments are torch's.
+
+    The scale stays a normal, finite fp32 number, however often it grows or backs off.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroups | None = None,
+    ) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        super().__init__(
+            device or (accelerator.type if accelerator else "cpu"),
+            init_scale=_checked("init_scale", init_scale),
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self._groups = _as_groups(process_group)
+
+    def scale(self, outputs: Any) -> Any:
+        """Return ``outputs``, a tensor or nested containers of tensors, times the scale, in their own dtypes.
+
+        An iterable that is no container becomes an iterator. Raises TypeError for what holds no tensor.
+        """
+        return pytree.tree_map(self._scaled, outputs) if self._enabled else outputs
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale unless that is done, and step unless a rank has found an inf; then return None.
+
+        Raises RuntimeError for a second step before `update`, and for a closure.
+        """
+        if self._enabled and any(map(callable, args)):
+            raise RuntimeError(
+                "ShardedGradScaler.step: a closure would compute gradients that nobody unscales; "
+                "run backward before step, and pass the optimizer alone."
+            )
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Back off after an inf, grow after growth_interval steps without, or take ``new_scale``.
+
+        Raises AssertionError if no gradient was looked at since the last time, ValueError for a ``new_scale``
+        that is not a positive fp32 number.
+        """
+        super().update(None if new_scale is None else _checked("new_scale", float(new_scale)))
+        if self._scale is not None:
+            self._scale.clamp_(min=_RANGE.tiny)  # 1 / scale must be finite; torch's growth stops before inf
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as the scaler did that returned ``state_dict``, torch's or ours.
+
+        Raises RuntimeError for that of a disabled scaler, ValueError if its scale has become 0 or inf.
+        """
+        if self._enabled and state_dict:
+            _checked("the scale of the state_dict", state_dict["scale"])
+        super().load_state_dict(state_dict)
+
+    def _scaled(self, output: Any) -> Any:
+        if isinstance(output, Iterable) and not isinstance(output, Tensor | str):
+            return map(self.scale, output)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"ShardedGradScaler.scale: expected tensors, got {type(output).__name__}; "
+                "scale the loss tensor itself, before item() or float()."
+            )
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        assert self._scale is not None
+        # In fp32: the scale itself may be beyond fp16.
+        precise = output.to(torch.promote_types(output.dtype, torch.float32))
+        return (precise * self._scale.to(output.device, non_blocking=True)).to(output.dtype)
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiply gradients by ``inv_scale``; return whether any rank found an inf: 0-dim, 0.0 or 1.0.
+
+        torch calls it in `unscale_`, and in `step` for optimizers that unscale by themselves. Those count
+        the flag as skipped steps, so it must not be the number of ranks.
+        """
+        alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for gradient in _local_gradients(optimizer):
+            alike[gradient.device, gradient.dtype].append(gradient)
+        for (device, dtype), gradients in alike.items():
+            flag, factor = torch.zeros((), device=device), inv_scale.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
+            if dtype is torch.float16:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, torch.ones_like(factor))
+            found_inf += flag.to(found_inf.device)
+        everyones = collectives.total(found_inf, self._groups or _default_group())
+        return {found_inf.device: everyones.clamp_(max=1.0)}
+
+
+def _local_gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what this rank holds of each gradient, as dense tensors that share its memory."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                # Values of one index may overflow only when they are added: they must be, before the check.
+                precise = torch.promote_types(gradient.dtype, torch.float32)
+                gradient = parameter.grad = gradient.to(precise).coalesce().to(gradient.dtype)
+                gradient = gradient._values()
+            yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _checked(what: str, scale: float) -> float:
+    if not _RANGE.tiny <= scale <= _RANGE.max:  # nor NaN
+        raise ValueError(
+            f"ShardedGradScaler: {what} must be a positive number that fp32 can hold, got {scale}."
+        )
+    return scale
+
+
+def _as_groups(process_group: object) -> tuple[dist.ProcessGroup, ...]:
+    if process_group is None:
+        return ()
+    groups = process_group if isinstance(process_group, tuple) else (process_group,)
+    for group in groups:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"ShardedGradScaler: rank {dist.get_rank()} is not in process_group; make the scaler only on "
+                "ranks that are."
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "ShardedGradScaler: process_group must be a ProcessGroup or a pair (shard, replicate) of "
+                f"them, got {type(group).__name__}."
+            )
+    return groups
+
+
+def _default_group() -> tuple[dist.ProcessGroup, ...]:
+    if dist.group.WORLD is None:
+        raise RuntimeError(
+            "ShardedGradScaler: no process group to agree over; call torch.distributed.init_process_group "
+            "first, pass process_group, or use torch.amp.GradScaler on a single process."
+        )
+    return (dist.group.WORLD,)
