@@ -215,12 +215,12 @@ class Lockstep:
     @property
     def composable(self) -> Composable:
         return Composable(
-            fully_shard=lockstep.fully_shard,
-            replicate=lockstep.replicate,
-            MixedPrecisionPolicy=lockstep.MixedPrecisionPolicy,
-            OffloadPolicy=lockstep.OffloadPolicy,
-            CPUOffloadPolicy=lockstep.CPUOffloadPolicy,
-            FSDPModule=lockstep.FSDPModule,
+            lockstep.fully_shard,
+            lockstep.replicate,
+            lockstep.MixedPrecisionPolicy,
+            lockstep.OffloadPolicy,
+            lockstep.CPUOffloadPolicy,
+            lockstep.FSDPModule,
         )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:

@@ -5,10 +5,10 @@ filled with NaN, so that a late reader shows.
 """
 
 from harness.engine.annotate import enable_wrap, wrap
-from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.composable import fully_shard, replicate
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from harness.engine.composed import FSDPModule, ReplicateModule, UnshardHandle, register_fsdp_forward_method
+from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
