@@ -196,7 +196,7 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
             raise TypeError(f"{name}: expected an nn.Module or a list of them, got {type(module).__name__}")
         if isinstance(module, Composed):
             raise ValueError(f"{name}: {type(module).__name__} has a group already; apply it once.")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"{name}: {type(module).__name__} has no forward of its own; pass the modules in it."
             )
