@@ -7,6 +7,7 @@ What takes long is started and finished apart, so that ranks compute in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -40,6 +41,24 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _CHUNK_NUMEL = 1 << 16
 
 
+@dataclass(frozen=True)
+class Sum:
+    """What is special about a reduction.
+
+    ``divisor``: what the sum is divided by; None is the number of ranks. ``carried``: a shard that
+    `start_inside` left before, which joins in across replicas.
+    """
+
+    divisor: float | None = None
+    carried: Tensor | None = None
+
+    def divided_by(self, axes: Axes) -> float:
+        return axes.size if self.divisor is None else self.divisor
+
+
+MEAN = Sum()
+
+
 def start_gather(full: Tensor, shard: Tensor, axes: Axes) -> Finish:
     """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order.
 
@@ -57,12 +76,8 @@ def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
     start_gather(full, shard, axes)()
 
 
-def start_mean(
-    full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, divisor: float | None = None
-) -> Finish:
+def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, sum_: Sum = MEAN) -> Finish:
     """Start the mean over ranks of ``full`` (1-D, S * n); the result is this rank's shard (n) in ``dtype``.
-
-    With ``divisor`` it is not the mean, but the sum divided by that.
 
     ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
     only where there is one shard.
@@ -72,11 +87,18 @@ def start_mean(
     replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
     with record_function(REDUCE):
-        return _start_sum(full, axes, dtype, pool, axes.size if divisor is None else divisor)
+        return _start_mean(full, axes, dtype, pool, sum_)
 
 
-def _start_sum(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, divisor: float) -> Finish:
-    across = axes.replicate
+def start_inside(full: Tensor, axes: Axes, pool: BufferPool, sum_: Sum) -> Finish:
+    """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of ``full``."""
+    assert axes.shard is not None
+    with record_function(REDUCE):
+        return _start_reduce_scatter(full, axes.shard, sum_.divided_by(axes), full.dtype, pool)
+
+
+def _start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
+    across, divisor = axes.replicate, sum_.divided_by(axes)
     if not full.numel() or axes.size == 1:
         return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
     if axes.shard is None:
@@ -89,7 +111,10 @@ def _start_sum(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, d
 
     def finish() -> Tensor:
         with record_function(REDUCE):
-            return _start_all_reduce(scattered(), across, 1, pool)().to(dtype)
+            shard = scattered()
+            if sum_.carried is not None:
+                shard += sum_.carried
+            return _start_all_reduce(shard, across, 1, pool)().to(dtype)
 
     return finish
 

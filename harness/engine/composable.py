@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from harness.engine import construction
-from harness.engine.axes import Axes
+from harness.engine.axes import Axes, check_neighbours
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from harness.engine.composed import Composed, FSDPModule, ReplicateModule, adopt, class_of
 from harness.engine.dtensor_entry import DTensorEntry, Placing
@@ -28,6 +28,7 @@ from harness.engine.layout import RowLayout
 from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.shard import GroupSettings, LocalShard, cut, layout_of
+from harness.engine.wrap_policy import has_forward
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 
@@ -49,14 +50,12 @@ def fully_shard(
     gradients are the mean over ranks. Make the optimizer afterwards.
 
     ``mesh``: of one axis, or of two (replicate, shard); None is all ranks. ``reshard_after_forward``: whether
-    full parameters are given up between forward and backward; None: but for the root's. An int is refused as
-    not built, and so is a ``shard_placement_fn`` that asks for another dim than 0.
+    full parameters are given up between forward and backward; None: but for the root's; an int: over how many
+    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only.
 
     Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
     """
     mesh = _mesh(mesh, "fully_shard", most=2)
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise NotImplementedError("fully_shard: reshard_after_forward as a number of ranks is not built.")
     hybrid = mesh.ndim == 2
     asked = Asked(
         front=FSDPModule,
@@ -68,8 +67,13 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         placement=shard_placement_fn,
     )
+    freed = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
+    split_among = reshard_after_forward if freed is None else None
+    if split_among is not None:
+        check_neighbours(asked.axes, split_among)
     unit = _compose(module, asked, "FSDP")
-    unit.switches.frees_after_forward = reshard_after_forward
+    unit.switches.split_among = split_among
+    unit.switches.frees_after_forward = freed if split_among is None else True
     return module
 
 
@@ -196,7 +200,7 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
             raise TypeError(f"{name}: expected an nn.Module or a list of them, got {type(module).__name__}")
         if isinstance(module, Composed):
             raise ValueError(f"{name}: {type(module).__name__} has a group already; apply it once.")
-        if type(module).forward is nn.Module.forward:
+        if not has_forward(module):
             raise ValueError(
                 f"{name}: {type(module).__name__} has no forward of its own; pass the modules in it."
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from harness.engine.copying import copy_unit
 from harness.engine.dtensor_entry import DTensorEntry
 from harness.engine.group import ShardGroup
+from harness.engine.held_gradients import HeldGradients
 from harness.engine.hooks import Tree, Unit
 from harness.engine.summon import refuse_when_busy
 
@@ -66,6 +67,15 @@ class Composed(nn.Module):
         for unit in self._units(recurse):
             unit.switches.sync = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh of two axes, say whether gradients reduced inside a replica wait, or go on across.
+
+        The next backward that goes on, reduces the sum across.
+        """
+        for unit in self._units(recurse):
+            if gradients := _gradients(unit):
+                gradients.across = requires_all_reduce
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Change nothing: every backward ends with its reductions done."""
 
@@ -81,8 +91,8 @@ class Composed(nn.Module):
         """Divide the sum of gradients over ranks by ``factor``, instead of by the number of ranks."""
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: expected a positive number, got {factor!r}")
-        if self._composed_unit.group:
-            self._composed_unit.group.gradients.divisor = float(factor)
+        if gradients := _gradients(self._composed_unit):
+            gradients.divisor = float(factor)
 
     def reset_iter_state(self) -> None:
         """Forget what of a step is unfinished: gradients that wait to be reduced, full parameters.
@@ -148,6 +158,7 @@ class FSDPModule(Composed):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
             unit.switches.frees_after_forward = reshard_after_forward
+            unit.switches.split_among = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
@@ -203,6 +214,13 @@ def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
     """Yield each unit of ``modules`` and below once, outer before inner."""
     found = (module for root in modules for module in root.modules())
     return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, Composed)))
+
+
+def _gradients(unit: Unit) -> HeldGradients | None:
+    if unit.group is None:
+        return None
+    assert isinstance(unit.group.gradients, HeldGradients)
+    return unit.group.gradients
 
 
 def _groups_of(modules: Iterable[Composed]) -> list[ShardGroup]:

@@ -21,8 +21,6 @@ class Gradients(ABC):
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
         self._started: Callable[[], Tensor] | None = None
-        self.divisor: float | None = None
-        """What sums over ranks are divided by; None is the number of ranks."""
 
     @property
     @abstractmethod
@@ -63,8 +61,7 @@ class Gradients(ABC):
         self.settle()
         full = self._pack(leaves, BufferPool() if self._shard.whole else pool)
         self._add_unsynced(full)
-        dtype = self._shard.gradient_dtype
-        finish = collectives.start_mean(full, self._shard.settings.axes, dtype, pool, self.divisor)
+        finish = self._start(full, pool)
 
         def finished() -> Tensor:
             reduced = finish()
@@ -86,6 +83,11 @@ class Gradients(ABC):
         started, self._started = self._started, None
         if started:
             started()
+
+    def _start(self, full: Tensor, pool: BufferPool) -> Callable[[], Tensor]:
+        """Start to average ``full``, as it travels; the result is a shard for `_add_shard`."""
+        shard = self._shard
+        return collectives.start_mean(full, shard.settings.axes, shard.gradient_dtype, pool)
 
     def _pack(self, leaves: Sequence[Tensor], lender: BufferPool) -> Tensor:
         """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""

@@ -3,6 +3,7 @@
     SHARDED --gather--> GATHERED --free--> SHARDED                        in a forward, in a backward
     SHARDED --prefetch--> PREFETCHED --gather--> GATHERED                 ahead of either
                         GATHERED --keep--> KEPT --gather--> GATHERED      from a forward to its backward
+                        GATHERED --split--> SPLIT --gather--> GATHERED    likewise
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
 The group does not know when to act; `engine.hooks` does.
@@ -11,18 +12,21 @@ The group does not know when to act; `engine.hooks` does.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engine import collectives
+from harness.engine.axes import Axes
 from harness.engine.full import FullParameters, fill_with_nan, lay_out
 from harness.engine.functional import outside_transforms
 from harness.engine.gradients import Gradients
 from harness.engine.parameters import attach_gradient
 from harness.engine.policy import GroupState
 from harness.engine.shard import LocalShard
-from harness.engine.wire import unpack
+from harness.engine.wire import pack, unpack
 
-_FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
+_CUT = (GroupState.SHARDED, GroupState.SPLIT)
+_FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT, GroupState.SPLIT)
 
 
 class ShardGroup:
@@ -36,6 +40,9 @@ class ShardGroup:
         self._full: FullParameters | None = None
         self._arrive: Callable[[], Tensor] | None = None
         self._lasts: Sequence[object] | None = None
+        self._part: Tensor | None = None
+        self._among: Axes = self.settings.axes
+        """Over which ranks what is gathered lies: those of the shard axis, or of `split`."""
         self._sent: Tensor | None = None
         """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
 
@@ -48,7 +55,7 @@ class ShardGroup:
     def gathered_bytes(self) -> int:
         if self._full is None or self.state not in _FULL:
             return 0
-        return self._full.buffer.untyped_storage().nbytes()
+        return self._full.buffer.untyped_storage().nbytes() if self._part is None else self._part.nbytes
 
     @property
     def low_precision_bytes(self) -> int:
@@ -64,7 +71,7 @@ class ShardGroup:
     @outside_transforms
     def prefetch(self) -> None:
         """Start what `gather` will need, if nothing of it is there."""
-        if self.state is GroupState.SHARDED:
+        if self.state in _CUT:
             self._start_gather()
             self.state = GroupState.PREFETCHED
 
@@ -77,7 +84,7 @@ class ShardGroup:
             raise RuntimeError(
                 f"{self.settings.unit}: forward or backward inside summon_full_params; leave it first."
             )
-        if self.state is GroupState.SHARDED:
+        if self.state in _CUT:
             self._start_gather()
         self._finish_gather()
         for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
@@ -98,6 +105,22 @@ class ShardGroup:
         if lastingly:
             self.last()
 
+    @outside_transforms
+    def split(self, among: dist.ProcessGroup) -> None:
+        """Show modules their shards again, and keep this rank's part of the full parameters for backward.
+
+        The ranks of ``among``, which are consecutive in the shard axis, have all of them.
+        """
+        if self.state is not GroupState.GATHERED or self._full is None:
+            return
+        whole = self._new_full()
+        with torch.no_grad():
+            pack(self.leaves, whole, self.shard.layout)
+        part = whole.view(dist.get_world_size(among), -1)[dist.get_rank(among)].clone()
+        self.free()
+        self._part, self._among = part, Axes(among, None)
+        self.state = GroupState.SPLIT
+
     @property
     def lasts(self) -> bool:
         return self._lasts is not None
@@ -112,6 +135,7 @@ class ShardGroup:
         if self._full and self.state in _FULL:
             self._await_gather()
             self._full.free()
+            self._part = None
             self.shard.show()
             self.state = GroupState.SHARDED
         self._lasts = None
@@ -207,12 +231,16 @@ class ShardGroup:
             self._full.allocate()
             self._full.buffer.copy_(flat)
             return
-        local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
-        self._sent = local if local.data_ptr() != flat.data_ptr() else None
+        local = self._part
+        if local is None:
+            local = flat.to(device=self.shard.device, dtype=self.shard.compute_dtype)
+            self._sent = local if local.data_ptr() != flat.data_ptr() else None
         if self.shard.layout.in_order:
             self._full.allocate()
         wire = self._full.buffer if self.shard.layout.in_order else self._new_full()
-        self._arrive = collectives.start_gather(wire, local, self.settings.axes)
+        self._arrive = collectives.start_gather(
+            wire, local, self._among if self._part is not None else self.settings.axes
+        )
 
     @torch.no_grad()
     def _finish_gather(self) -> None:
@@ -226,7 +254,7 @@ class ShardGroup:
         if self._arrive is None:
             return None
         arrived = self._arrive()
-        self._arrive = None
+        self._arrive = self._part = None
         self._release_sent()
         return arrived
 

@@ -5,21 +5,30 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from harness.engine import collectives
+from harness.engine.collectives import Sum
 from harness.engine.gradients import Gradients
 from harness.engine.pool import BufferPool
 from harness.engine.shard import LocalShard
 
 
 class HeldGradients(Gradients):
-    """Show reduced gradients, one per parameter; hold unreduced ones in the reduce dtype."""
+    """Show reduced gradients, one per parameter; hold unreduced ones in the reduce dtype.
+
+    ``divisor``: what sums over ranks are divided by; None is the number of ranks. ``across``: whether what
+    ranks of the shard axis have reduced is also reduced across replicas, or waits.
+    """
 
     def __init__(self, shard: LocalShard) -> None:
         super().__init__(shard)
+        self.divisor: float | None = None
+        self.across = True
         self._held: Tensor | None = None
+        self._carried: Tensor | None = None
 
     @property
     def unreduced(self) -> bool:
-        return self._held is not None
+        return self._held is not None or (self._carried is not None and self.across)
 
     def visible(self) -> list[Tensor]:
         return [e.gradient for e in self._shard.entries if e.gradient is not None]
@@ -32,7 +41,7 @@ class HeldGradients(Gradients):
         self._held = full
 
     def drop_unsynced(self) -> None:
-        self._held = None
+        self._held = self._carried = None
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
         converted = {e.parameter: fn(e.gradient) for e in self._shard.entries if e.gradient is not None}
@@ -50,7 +59,22 @@ class HeldGradients(Gradients):
             full += self._held
             self._held = None
 
+    def _start(self, full: Tensor, pool: BufferPool) -> Callable[[], Tensor]:
+        axes = self._shard.settings.axes
+        if self._stays_inside:
+            return collectives.start_inside(full, axes, pool, Sum(self.divisor))
+        sum_, self._carried = Sum(self.divisor, self._carried), None
+        return collectives.start_mean(full, axes, self._shard.gradient_dtype, pool, sum_)
+
+    @property
+    def _stays_inside(self) -> bool:
+        axes = self._shard.settings.axes
+        return not self.across and axes.shard is not None and axes.replicate is not None
+
     def _add_shard(self, reduced: Tensor) -> None:
+        if self._stays_inside:
+            self._carried = reduced if self._carried is None else self._carried.add_(reduced)
+            return
         reduced = reduced.to(self._shard.flat.device)
         for (entry, view), piece in zip(self._shard.views(), self._shard.pieces, strict=True):
             if not entry.parameter.requires_grad:

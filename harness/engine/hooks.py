@@ -21,10 +21,12 @@ from typing import Any
 from weakref import WeakMethod, finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
+from harness.engine.axes import neighbours
 from harness.engine.containers import cast_floating, map_tensors, tensors
 from harness.engine.functional import outside_transforms
 from harness.engine.group import ShardGroup
@@ -61,6 +63,7 @@ class Tree:
         asked = self.root.settings
         self.prefetcher = Prefetcher(asked.forward_prefetch, asked.backward_prefetch)
         self._pool = BufferPool()
+        self._neighbours: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._reducing: ShardGroup | None = None
         self._forwards = 0
         self.backward = -1
@@ -95,6 +98,14 @@ class Tree:
         if self._forwards == 0 and not self.in_backward:
             for unit in self.units:
                 unit.end_forward(failed)
+
+    def neighbours(self, group: ShardGroup, count: int) -> dist.ProcessGroup:
+        """Return the process group of the ``count`` ranks that split the parameters of ``group``."""
+        ranks = neighbours(group.settings.axes, count)
+        if ranks not in self._neighbours:
+            # Only the members make it: other replicas may not be here now.
+            self._neighbours[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._neighbours[ranks]
 
     def collect(self, group: ShardGroup, sync: bool) -> None:
         """Take the gradients that ``group`` has; with ``sync`` start to average them.
@@ -302,6 +313,8 @@ class Unit:
         frees = self.tree.root is not self if frees is None else frees
         if (hooked and not frees) or (needs_backward and not hooked):
             group.keep()
+        elif hooked and self.switches.split_among:
+            group.split(self.tree.neighbours(group, self.switches.split_among))
         else:
             group.free()
 

@@ -15,11 +15,13 @@ class Switches:
     """``sync``: backward reduces gradients. ``frees_after_forward``: full parameters are given up after it;
     None means below the root only. ``frees_after_backward``: likewise; without, the next forward finds them.
     ``forward_prefetch``, ``backward_prefetch``: the groups to gather while this unit computes, instead of
-    what is guessed.
+    what is guessed. ``split_among``: how many neighbouring ranks hold full parameters between them from
+    forward to backward, where these are given up; None is all.
     """
 
     sync: bool = True
     frees_after_forward: bool | None = True
     frees_after_backward: bool = True
+    split_among: int | None = None
     forward_prefetch: Sequence[ShardGroup] = ()
     backward_prefetch: Sequence[ShardGroup] = ()

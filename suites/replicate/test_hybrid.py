@@ -103,6 +103,17 @@ def test_accumulating_without_sync_is_exactly_twice(world, fully_shard, step):
     assert all(gradient.any() for gradient in once.values())
 
 
+def test_gradients_may_be_reduced_inside_a_replica_at_first_and_across_later(world, fully_shard, collectives):
+    model, _ = hybrid(world, fully_shard, KnownGradients(4))
+    for index in range(3):
+        model.set_requires_all_reduce(index == 2)
+        before = len(fully_shard.engine.traffic(collectives).reductions)
+        model(torch.tensor(2.0**index * (world.rank - 0.5), device=world.device)).backward()
+        found = len(fully_shard.engine.traffic(collectives).reductions) - before
+        assert found == (3 if index < 2 else 6), collectives  # three groups, along one axis or two
+    assert [p.grad.full_tensor().tolist() for p in model.parameters()] == [[7.0] * 4] * 4
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_to_clip_by_is_the_unsharded_one(world, fully_shard, norm_type):
     """pytorch#88955: the norm was counted once for each replica."""
