@@ -170,8 +170,8 @@ class FSDPModule(Composed):
         self._composed_unit.switches.backward_prefetch = _groups_of(modules)
 
 
-class ReplicateModule(Composed):
-    """A module that `replicate` has replicated."""
+class ReplicateModule(FSDPModule):
+    """A module that `replicate` has replicated: an `FSDPModule` as torch's is, with nothing to gather."""
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

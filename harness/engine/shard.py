@@ -190,6 +190,10 @@ class LocalShard:
         entry = self.entries[index]
         found = entry.slots[0].read()
         if found is not entry.parameter and (exchanged := entry.exchanged(found)):
+            twins = [entry.exchanged(slot.read()) for slot in entry.slots]
+            # `load_state_dict` gives every name of a tied parameter an object of its own over one memory.
+            if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
+                exchanged.put(exchanged.parameter)
             self.entries = (*self.entries[:index], exchanged, *self.entries[index + 1 :])
             return exchanged
         return entry
