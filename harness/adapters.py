@@ -19,7 +19,7 @@ from harness.engine.axes import ProcessGroups
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
-__all__ = ["Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
+__all__ = ["Composable", "Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class ShardSpec:
     that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
     ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
     ``unit_precisions``: likewise the precisions of units that do not have the model's.
+    ``full_precision_in_eval``: whether precisions hold in training only; None leaves that to the environment.
     """
 
     strategy: str = "FULL_SHARD"
@@ -78,6 +79,7 @@ class ShardSpec:
     process_group: ProcessGroups | None = None
     unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
     unit_precisions: Mapping[str, Precision] = field(default_factory=dict)
+    full_precision_in_eval: bool | None = None
 
 
 class Group(Protocol):
@@ -141,12 +143,29 @@ class Traffic:
     others: tuple[Collective, ...]
 
 
+@dataclass(frozen=True)
+class Composable:
+    """The front that shards modules in place: torch's public names, with torch's signatures."""
+
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    MixedPrecisionPolicy: type[Any]
+    OffloadPolicy: type[Any]
+    CPUOffloadPolicy: type[Any]
+    FSDPModule: type[Any]
+
+
 class Engine(Protocol):
     """What shards a model. Every method is called on all ranks in step."""
 
     @property
     def name(self) -> str:
         """What `find` and the option ``--engine`` call it."""
+        ...
+
+    @property
+    def composable(self) -> Composable:
+        """Return the front that shards modules in place."""
         ...
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
@@ -199,9 +218,20 @@ class Engine(Protocol):
 
 
 class Lockstep:
-    """The built-in engine, through its wrapper front."""
+    """The built-in engine: its wrapper front, and beside it the composable one."""
 
     name = "lockstep"
+
+    @property
+    def composable(self) -> Composable:
+        return Composable(
+            lockstep.fully_shard,
+            lockstep.replicate,
+            lockstep.MixedPrecisionPolicy,
+            lockstep.OffloadPolicy,
+            lockstep.CPUOffloadPolicy,
+            lockstep.FSDPModule,
+        )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         return lockstep.FullyShardedDataParallel(
@@ -217,6 +247,7 @@ class Lockstep:
             device_id=spec.device,
             sync_module_states=spec.sync_module_states,
             use_orig_params=spec.use_orig_params,
+            full_precision_in_eval=spec.full_precision_in_eval,
         )
 
     def groups(self, model: nn.Module) -> Sequence[Group]:

@@ -56,6 +56,28 @@ class Entry:
     slots: tuple[Slot, ...]
     shape: torch.Size
 
+    @property
+    def piece(self) -> Tensor:
+        """What the parameter holds between steps: this rank's part."""
+        return self.parameter.data
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that the user sees, on this rank."""
+        return self.parameter.grad
+
+    def hold(self, piece: Tensor) -> None:
+        """Let the parameter be ``piece`` from now on."""
+        self.parameter.data = piece
+
+    def show_gradient(self, gradient: Tensor) -> None:
+        """Let the user see ``gradient``, which is new and of the piece's shape."""
+        attach_gradient(self.parameter, gradient)
+
+    def exchanged(self, found: object) -> "Entry | None":
+        """Return the entry for what somebody put in the parameter's place; None if that cannot be."""
+        return None
+
     def put(self, value: Tensor) -> None:
         for slot in self.slots:
             slot.put(value)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
@@ -40,18 +39,6 @@ class Layers(nn.Sequential):
 
     def __init__(self):
         super().__init__(Shifted(F32), Shifted(F64), Shifted(F32))
-
-
-class Recomputed(nn.Module):
-    """Two layers that backward computes a second time; the layers, or what holds both, are the units."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.before, self.inner = nn.Linear(8, 8), nn.Sequential(Shifted(), nn.Tanh(), Shifted())
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, self.before(x), use_reentrant=self.use_reentrant)
 
 
 def shard(world, engine, bare, strategy="FULL_SHARD", **more):
@@ -191,31 +178,3 @@ def test_the_optimizers_state_is_in_full_precision(world, engine, strategy, use_
     optimizer.step()
     held = [t for state in optimizer.state.values() for t in state.values()]
     assert {t.dtype for t in held} == {F32}
-
-
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("units", [(), ("inner",), ("inner.0", "inner.2")], ids=["root", "outside", "inside"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_recomputation_casts_as_the_first_forward_did(
-    world, engine, strategy, use_reentrant, units, autocast
-):
-    """pytorch#148831: casts, or autocast, were lost when activation checkpointing computed again."""
-    bare = Recomputed(use_reentrant)
-    log = ForwardDtypes(bare)
-    precision = Precision() if autocast else Precision(BF16, F32, F16, cast_forward_inputs=True)
-    model = shard(world, engine, bare, strategy, units=units, precision=precision)
-    with log:
-        with torch.autocast(world.device.type, BF16, enabled=autocast):
-            loss = model(batch(world)).float().sum()
-        loss.backward()
-    for name in ("inner.0", "inner.1", "inner.2"):
-        first, again = log.calls(name)
-        assert (first.in_backward, again.in_backward) == (False, True)
-        assert (first.inputs, first.parameters, first.buffers) == (
-            again.inputs,
-            again.parameters,
-            again.buffers,
-        )
-    assert log.inputs("inner.2") == {BF16}
-    assert log.parameters("inner.2") == ({F32} if autocast else {BF16})
