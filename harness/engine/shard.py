@@ -158,7 +158,7 @@ class LocalShard:
             raise ValueError(
                 f"{self.settings.unit}: a conversion must keep the shape {tuple(self.flat.shape)}."
             )
-        self.flat.data = flat
+        parameters.set_data(self.flat, flat)
         self._bind()
 
     def reclaim(self) -> None:
