@@ -55,6 +55,7 @@ class ShardSpec:
     that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
     ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
     ``unit_precisions``: likewise the precisions of units that do not have the model's.
+    ``full_precision_in_eval``: whether precisions hold in training only; None leaves that to the environment.
     """
 
     strategy: str = "FULL_SHARD"
@@ -70,6 +71,7 @@ class ShardSpec:
     process_group: ProcessGroups | None = None
     unit_groups: Mapping[str, ProcessGroups] = field(default_factory=dict)
     unit_precisions: Mapping[str, Precision] = field(default_factory=dict)
+    full_precision_in_eval: bool | None = None
 
 
 class Group(Protocol):
@@ -239,6 +241,7 @@ class Lockstep:
             device_id=spec.device,
             sync_module_states=spec.sync_module_states,
             use_orig_params=spec.use_orig_params,
+            full_precision_in_eval=spec.full_precision_in_eval,
         )
 
     def groups(self, model: nn.Module) -> Sequence[Group]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from harness.engine import construction
 from harness.engine.axes import Axes, check_neighbours
+from harness.engine.buffers import Buffers
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from harness.engine.composed import Composed, FSDPModule, ReplicateModule, adopt, class_of
 from harness.engine.dtensor_entry import DTensorEntry, Placing
@@ -27,6 +28,7 @@ from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.layout import RowLayout
 from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from harness.engine.precision import Precision
 from harness.engine.shard import GroupSettings, LocalShard, cut, layout_of
 from harness.engine.wrap_policy import has_forward
 
@@ -156,23 +158,20 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
         [name, asked.strategy.name, *map(construction.describe, entries)], asked.axes, device
     )
     _move(owned, asked, device)
+    precision = Precision(asked.mixed_precision, modules[0], full_in_eval=False)
     settings = UnitSettings(
         asked.strategy,
-        asked.mixed_precision,
+        precision,
         None if device.type == "cpu" else device,
         keeps_precision=False,
         forward_prefetch=True,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         output_dtype=asked.policy.output_dtype,
     )
-    return Unit(_group(entries, asked, name, device) if entries else None, {}, settings)
-
-
-def _group(entries: Sequence[Entry], asked: Asked, name: str, device: torch.device) -> ShardGroup:
-    settings = GroupSettings(
+    group_settings = GroupSettings(
         unit=name,
         strategy=asked.strategy,
-        mixed_precision=asked.mixed_precision,
+        precision=precision,
         use_orig_params=True,
         axes=asked.axes,
         offload_device=device if asked.offload else None,
@@ -180,6 +179,12 @@ def _group(entries: Sequence[Entry], asked: Asked, name: str, device: torch.devi
         layout=RowLayout,
         registers_full=True,
     )
+    group = _group(entries, group_settings, asked.placing) if entries else None
+    return Unit(group, Buffers({}, goes_back=False), settings)
+
+
+def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup:
+    name = settings.unit
     claim(entries, name)  # the plain parameters: another group that sees one can say whose it is
     flat = nn.Parameter(cut(entries, settings), any(entry.parameter.requires_grad for entry in entries))
     layout, index = layout_of(entries, settings), settings.axes.index
@@ -187,7 +192,7 @@ def _group(entries: Sequence[Entry], asked: Asked, name: str, device: torch.devi
     for i, entry in enumerate(entries):
         piece = layout.piece(i, index)
         view = flat.data[piece.shard_start : piece.shard_stop].view(layout.piece_shape(i, index))
-        shown.append(DTensorEntry.of(entry, view, asked.placing))
+        shown.append(DTensorEntry.of(entry, view, placing))
     shard = LocalShard(shown, settings, flat)
     return ShardGroup(shard, HeldGradients(shard))
 

@@ -107,7 +107,8 @@ class Composed(nn.Module):
                 unit.group.gradients.drop_unsynced()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composed:
-        self._composed_unit.apply(fn, lambda: super(Composed, self)._apply(fn, recurse))  # type: ignore[no-untyped-call]
+        rest = super()._apply
+        self._composed_unit.apply(fn, lambda: rest(fn, recurse))  # type: ignore[no-untyped-call]
         return self
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:

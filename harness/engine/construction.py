@@ -11,12 +11,14 @@ from torch import nn
 
 from harness.engine import collectives
 from harness.engine.axes import Axes, ProcessGroups
+from harness.engine.buffers import Buffers
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.ignored import Ignored
 from harness.engine.materialise import Materialiser, ParamInit
 from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from harness.engine.precision import Precision
 from harness.engine.shard import GroupSettings, LocalShard
 from harness.engine.shown_gradients import ShownGradients
 
@@ -36,6 +38,7 @@ class Plan:
     sync_module_states: bool
     ignored: Ignored
     param_init_fn: ParamInit | None
+    full_precision_in_eval: bool
 
     @property
     def axes(self) -> Axes:
@@ -56,10 +59,11 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         ]
         collectives.broadcast((t for t in tensors if t is not None), plan.axes.groups)
     device = _compute_device(entries, plan) if plan.offload else plan.device
+    precision = Precision(plan.mixed_precision, module, plan.full_precision_in_eval)
     settings = GroupSettings(
         unit=name,
         strategy=plan.strategy,
-        mixed_precision=plan.mixed_precision,
+        precision=precision,
         use_orig_params=plan.use_orig_params,
         axes=plan.axes,
         offload_device=device if plan.offload else None,
@@ -68,13 +72,13 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
     group = ShardGroup(shard := LocalShard(entries, settings), ShownGradients(shard)) if entries else None
     settings_of_unit = UnitSettings(
         plan.strategy,
-        plan.mixed_precision,
+        precision,
         device,
         keeps_precision=False,
         forward_prefetch=plan.forward_prefetch,
         backward_prefetch=plan.backward_prefetch,
     )
-    return Unit(group, buffers, settings_of_unit)
+    return Unit(group, Buffers(buffers, goes_back=plan.full_precision_in_eval), settings_of_unit)
 
 
 def _refuse_disagreement(entries: Sequence[Entry], plan: Plan, unit: str) -> None:
@@ -153,12 +157,13 @@ def _present(device_id: int | torch.device) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def refuse_unbuilt() -> None:
-    """Raise NotImplementedError for a setting of the environment that has no effect yet."""
-    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1":
-        raise NotImplementedError(
-            "FSDP_USE_FULL_PREC_IN_EVAL=1: full precision in eval is not built yet; unset it."
-        )
+def full_precision_in_eval(argument: object) -> bool:
+    """Return ``argument``, or where it is None what the environment says; TypeError for what is no bool."""
+    if argument is None:
+        return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+    if not isinstance(argument, bool):
+        raise TypeError(f"full_precision_in_eval: expected True, False or None, got {argument!r}")
+    return argument
 
 
 def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Mapping[str, Slot]:

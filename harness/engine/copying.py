@@ -15,10 +15,11 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
     Like copies of an `nn.Module`, it starts without gradients.
     """
-    buffers = {name: _copy_slot(slot, memo) for name, slot in unit.buffers.items()}
-    copied = Unit(_copy_group(unit.group, memo) if unit.group else None, buffers, unit.settings)
+    group = _copy_group(unit.group, memo) if unit.group else None
+    settings = replace(unit.settings, precision=deepcopy(unit.settings.precision, memo))
+    copied = Unit(group, deepcopy(unit.buffers, memo), settings)
+    # What is told to be gathered ahead belongs to the original.
     copied.switches = replace(unit.switches, forward_prefetch=(), backward_prefetch=())
-    copied.buffer_dtypes = dict(unit.buffer_dtypes)
     return copied
 
 
@@ -32,7 +33,8 @@ def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
         )
         for entry in group.shard.entries
     ]
-    shard = LocalShard(entries, group.settings, flat=deepcopy(group.shard.flat, memo))
+    settings = replace(group.settings, precision=deepcopy(group.settings.precision, memo))
+    shard = LocalShard(entries, settings, flat=deepcopy(group.shard.flat, memo))
     return ShardGroup(shard, type(group.gradients)(shard))
 
 

@@ -4,13 +4,13 @@ Where unreduced ones wait is for the front to say: shown_gradients.py and held_g
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from harness.engine import collectives, wire
-from harness.engine.full import fill_with_nan
+from harness.engine.full import FullParameters, fill_with_nan
 from harness.engine.pool import BufferPool
 from harness.engine.shard import LocalShard
 
@@ -32,8 +32,8 @@ class Gradients(ABC):
         """Return the gradients that the user sees now."""
 
     @abstractmethod
-    def collect_unsynced(self, leaves: Sequence[Tensor]) -> None:
-        """Add gradients from ``leaves`` to this rank's own full gradients."""
+    def collect_unsynced(self, full: FullParameters) -> None:
+        """Add gradients from the leaves of ``full`` to this rank's own full gradients."""
 
     @abstractmethod
     def drop_unsynced(self) -> None:
@@ -48,25 +48,25 @@ class Gradients(ABC):
         """Put gradients on their parameters."""
 
     @abstractmethod
-    def _add_unsynced(self, full: Tensor) -> None:
-        """Add unreduced gradients to ``full`` (as it travels), and hold none any more."""
+    def _add_unsynced(self, flat: Tensor) -> None:
+        """Add unreduced gradients to ``flat``, which is full and as it travels, and hold none any more."""
 
     @abstractmethod
     def _add_shard(self, reduced: Tensor) -> None:
         """Add ``reduced``, a 1-D shard in the gradient dtype, to what the user sees."""
 
     @torch.no_grad()
-    def collect(self, leaves: Sequence[Tensor], pool: BufferPool) -> None:
-        """Take gradients from ``leaves`` and start to average them over ranks; `settle` shows them."""
+    def collect(self, full: FullParameters, pool: BufferPool) -> None:
+        """Take gradients from the leaves of ``full`` and start to average them; `settle` shows them."""
         self.settle()
-        full = self._pack(leaves, BufferPool() if self._shard.whole else pool)
-        self._add_unsynced(full)
-        finish = self._start(full, pool)
+        flat = self._pack(full, BufferPool() if self._shard.whole else pool)
+        self._add_unsynced(flat)
+        finish = self._start(flat, full.dtypes.gradient, pool)
 
         def finished() -> Tensor:
             reduced = finish()
             if not self._shard.whole:
-                self._give_back(full, pool)
+                self._give_back(flat, pool)
             return reduced
 
         self._started = finished
@@ -84,24 +84,23 @@ class Gradients(ABC):
         if started:
             started()
 
-    def _start(self, full: Tensor, pool: BufferPool) -> Callable[[], Tensor]:
-        """Start to average ``full``, as it travels; the result is a shard for `_add_shard`."""
-        shard = self._shard
-        return collectives.start_mean(full, shard.settings.axes, shard.gradient_dtype, pool)
+    def _start(self, flat: Tensor, dtype: torch.dtype, pool: BufferPool) -> Callable[[], Tensor]:
+        """Start to average ``flat``, as it travels; the result is a shard in ``dtype`` for `_add_shard`."""
+        return collectives.start_mean(flat, self._shard.settings.axes, dtype, pool)
 
-    def _pack(self, leaves: Sequence[Tensor], lender: BufferPool) -> Tensor:
+    def _pack(self, full: FullParameters, lender: BufferPool) -> Tensor:
         """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
-        shard = self._shard
-        full = lender.take(shard.layout.padded_numel, shard.reduce_dtype, shard.device)
-        wire.pack([_dense(leaf.grad) for leaf in leaves], full, shard.layout)
-        for leaf in leaves:
+        layout = self._shard.layout
+        flat = lender.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
+        wire.pack([_dense(leaf.grad) for leaf in full.leaves], flat, layout)
+        for leaf in full.leaves:
             leaf.grad = None
-        return full
+        return flat
 
-    def _give_back(self, full: Tensor, pool: BufferPool) -> None:
+    def _give_back(self, flat: Tensor, pool: BufferPool) -> None:
         if self._shard.settings.poison:
-            fill_with_nan(full)
-        pool.give(full)
+            fill_with_nan(flat)
+        pool.give(flat)
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -1,12 +1,13 @@
 """Gradients that wait out of the user's sight until they are reduced. Runs on ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from harness.engine import collectives
 from harness.engine.collectives import Sum
+from harness.engine.full import FullParameters
 from harness.engine.gradients import Gradients
 from harness.engine.pool import BufferPool
 from harness.engine.shard import LocalShard
@@ -34,11 +35,11 @@ class HeldGradients(Gradients):
         return [e.gradient for e in self._shard.entries if e.gradient is not None]
 
     @torch.no_grad()
-    def collect_unsynced(self, leaves: Sequence[Tensor]) -> None:
+    def collect_unsynced(self, full: FullParameters) -> None:
         self.settle()
-        full = self._pack(leaves, BufferPool())
-        self._add_unsynced(full)
-        self._held = full
+        flat = self._pack(full, BufferPool())
+        self._add_unsynced(flat)
+        self._held = flat
 
     def drop_unsynced(self) -> None:
         self._held = self._carried = None
@@ -54,17 +55,17 @@ class HeldGradients(Gradients):
             if entry.parameter in gradients:
                 entry.show_gradient(gradients[entry.parameter])
 
-    def _add_unsynced(self, full: Tensor) -> None:
+    def _add_unsynced(self, flat: Tensor) -> None:
         if self._held is not None:
-            full += self._held
+            flat += self._held
             self._held = None
 
-    def _start(self, full: Tensor, pool: BufferPool) -> Callable[[], Tensor]:
+    def _start(self, flat: Tensor, dtype: torch.dtype, pool: BufferPool) -> Callable[[], Tensor]:
         axes = self._shard.settings.axes
         if self._stays_inside:
-            return collectives.start_inside(full, axes, pool, Sum(self.divisor))
+            return collectives.start_inside(flat, axes, pool, Sum(self.divisor))
         sum_, self._carried = Sum(self.divisor, self._carried), None
-        return collectives.start_mean(full, axes, self._shard.gradient_dtype, pool, sum_)
+        return collectives.start_mean(flat, axes, dtype, pool, sum_)
 
     @property
     def _stays_inside(self) -> bool:

@@ -10,7 +10,8 @@ from harness.engine import collectives, parameters
 from harness.engine.axes import Axes
 from harness.engine.layout import FlatLayout, Layout
 from harness.engine.parameters import Entry, Slot
-from harness.engine.policy import MixedPrecision, ShardingStrategy
+from harness.engine.policy import ShardingStrategy
+from harness.engine.precision import Dtypes, Precision
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class GroupSettings:
 
     unit: str
     strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
+    precision: Precision
     use_orig_params: bool
     axes: Axes
     offload_device: torch.device | None
@@ -83,18 +84,9 @@ class LocalShard:
         return self.flat.dtype
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.settings.mixed_precision.param_dtype or self.flat.dtype
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        return self.settings.mixed_precision.reduce_dtype or self.compute_dtype
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype that reduced gradients are given to the user in."""
-        low = self.settings.mixed_precision.keep_low_precision_grads
-        return self.reduce_dtype if low else self.original_dtype
+    def dtypes(self) -> Dtypes:
+        """Those of a forward that would begin now."""
+        return self.settings.precision.dtypes(self.original_dtype)
 
     @property
     def device(self) -> torch.device:

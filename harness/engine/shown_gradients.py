@@ -1,11 +1,12 @@
 """Gradients that the user always sees, reduced or not. Runs on ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from harness.engine import collectives
+from harness.engine.full import FullParameters
 from harness.engine.gradients import Gradients
 from harness.engine.parameters import attach_gradient
 from harness.engine.pool import BufferPool
@@ -33,12 +34,11 @@ class ShownGradients(Gradients):
         return [p.grad for p, _ in self._full_spans() if p.grad is not None]
 
     @torch.no_grad()
-    def collect_unsynced(self, leaves: Sequence[Tensor]) -> None:
-        """Add gradients from ``leaves`` to this rank's own full gradients, and show those."""
+    def collect_unsynced(self, full: FullParameters) -> None:
         self.settle()
-        full = self._pack(leaves, BufferPool())
-        self._add_unsynced(full)
-        self._show_full(full)
+        flat = self._pack(full, BufferPool())
+        self._add_unsynced(flat)
+        self._show_full(flat)
 
     def drop_unsynced(self) -> None:
         """Nothing: the user sees them all, and may keep them."""
@@ -52,7 +52,7 @@ class ShownGradients(Gradients):
         shard = self._shard
         spans = self._full_spans() if self._unsynced else self._shard_spans()
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
-        flat = torch.zeros(numel, dtype=shard.gradient_dtype, device=shard.device)
+        flat = torch.zeros(numel, dtype=shard.dtypes.gradient, device=shard.device)
         for parameter, span in spans:
             if parameter.grad is not None:
                 flat[span] = parameter.grad.reshape(-1).to(flat.device)
