@@ -7,8 +7,10 @@ from copy import deepcopy
 from functools import cache, wraps
 from types import MethodType
 from typing import Any, NoReturn
+from weakref import finalize, ref
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.engine.copying import copy_unit
 from harness.engine.dtensor_entry import DTensorEntry
@@ -209,6 +211,23 @@ def adopt(modules: Sequence[Composed], unit: Unit) -> None:
     tree = Tree([unit, *(below for below in units_of(modules) if below is not unit)])
     for below in tree.units:
         below.join(tree)
+    _watch_steps(tree)
+
+
+def _watch_steps(tree: Tree) -> None:
+    """Outdate full parameters whenever an optimizer steps.
+
+    Its foreach and fused kernels change `DTensor`s without a trace in their versions.
+    """
+    alive = ref(tree)
+
+    def on_step(*_: object) -> None:
+        if stepped := alive():
+            for unit in stepped.units:
+                if unit.group:
+                    unit.group.outdate()
+
+    finalize(tree, register_optimizer_step_post_hook(on_step).remove).atexit = False
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
