@@ -83,7 +83,6 @@ def test_public_names_are_the_documented_ones():
         "ModuleWrapPolicy",
         "OffloadPolicy",
         "OptimStateDictConfig",
-        "ReplicateModule",
         "ShardedGradScaler",
         "ShardedOptimStateDictConfig",
         "ShardedStateDictConfig",
