@@ -16,8 +16,9 @@ from harness.engine.copying import copy_unit
 from harness.engine.dtensor_entry import DTensorEntry
 from harness.engine.group import ShardGroup
 from harness.engine.held_gradients import HeldGradients
-from harness.engine.hooks import Tree, Unit
+from harness.engine.hooks import Unit
 from harness.engine.summon import refuse_when_busy
+from harness.engine.tree import Tree
 
 
 class UnshardHandle:
