@@ -208,7 +208,8 @@ class TestStates:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("bad", [None, INF, NAN])
-def test_dtensor_gradients_are_unscaled_and_agreed_on(world, bad):
+def test_dtensor_gradients_are_unscaled_and_agreed_on(world, collectives, bad):
+    """By one flag: torch's own handling of DTensors would send another for each kind of gradient."""
     model = nn.Linear(1, 2 * world.size, bias=False, device=world.device)
     nn.init.zeros_(model.weight)
     fully_shard(model, mesh=world.mesh())
@@ -218,6 +219,8 @@ def test_dtensor_gradients_are_unscaled_and_agreed_on(world, bad):
     if bad and world.rank == 0:
         model.weight.grad.to_local()[0] = bad
     scaler.unscale_(optimizer)
+    assert collectives.entries[-1].shapes == ((),)
+    assert [entry.op for entry in collectives].count("all_reduce") == 1
     assert isinstance(model.weight.grad, DTensor)
     assert model.weight.grad.to_local()[1:].tolist() == [[1.0]]
     scaler.step(optimizer)
