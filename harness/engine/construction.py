@@ -11,13 +11,16 @@ from torch import nn
 
 from harness.engine import collectives
 from harness.engine.axes import Axes, ProcessGroups
+from harness.engine.buffers import Buffers
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.ignored import Ignored
 from harness.engine.materialise import Materialiser, ParamInit
 from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from harness.engine.shard import GroupSettings
+from harness.engine.precision import Precision
+from harness.engine.shard import GroupSettings, LocalShard
+from harness.engine.shown_gradients import ShownGradients
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Plan:
     sync_module_states: bool
     ignored: Ignored
     param_init_fn: ParamInit | None
+    full_precision_in_eval: bool
 
     @property
     def axes(self) -> Axes:
@@ -55,33 +59,43 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         ]
         collectives.broadcast((t for t in tensors if t is not None), plan.axes.groups)
     device = _compute_device(entries, plan) if plan.offload else plan.device
+    precision = Precision(plan.mixed_precision, module, plan.full_precision_in_eval)
     settings = GroupSettings(
         unit=name,
         strategy=plan.strategy,
-        mixed_precision=plan.mixed_precision,
+        precision=precision,
         use_orig_params=plan.use_orig_params,
         axes=plan.axes,
         offload_device=device if plan.offload else None,
-        poison=os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0"),
+        poison=poisons(),
     )
-    group = ShardGroup(entries, settings) if entries else None
+    group = ShardGroup(shard := LocalShard(entries, settings), ShownGradients(shard)) if entries else None
     settings_of_unit = UnitSettings(
         plan.strategy,
-        plan.mixed_precision,
+        precision,
         device,
         keeps_precision=False,
         forward_prefetch=plan.forward_prefetch,
         backward_prefetch=plan.backward_prefetch,
     )
-    return Unit(group, buffers, settings_of_unit)
+    return Unit(group, Buffers(buffers, goes_back=plan.full_precision_in_eval), settings_of_unit)
 
 
 def _refuse_disagreement(entries: Sequence[Entry], plan: Plan, unit: str) -> None:
     """Raise ValueError if another rank wraps something else now: gloo would end the process later."""
-    parameters = [f"{e.name!r} {list(e.shape)} {e.parameter.dtype}" for e in entries]
-    mine = [unit, plan.strategy.name, *parameters]
-    device = _compute_device(entries, plan)
-    found = [collectives.gather_wrapped(mine, group, device) for group in plan.axes.groups]
+    mine = [unit, plan.strategy.name, *map(describe, entries)]
+    refuse_disagreement(mine, plan.axes, _compute_device(entries, plan))
+
+
+def describe(entry: Entry) -> str:
+    """Return what ranks compare of one parameter."""
+    return f"{entry.name!r} {list(entry.shape)} {entry.parameter.dtype}"
+
+
+def refuse_disagreement(mine: list[str], axes: Axes, device: torch.device) -> None:
+    """Raise ValueError if ``mine``, the name of a unit and what it wraps, is not the same on all ranks."""
+    unit = mine[0]
+    found = [collectives.gather_wrapped(mine, group, device) for group in axes.groups]
     for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):
         if theirs != mine:
             here, there = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="no more") if a != b)
@@ -90,6 +104,11 @@ def _refuse_disagreement(entries: Sequence[Entry], plan: Plan, unit: str) -> Non
                 f"group, which wraps {theirs[0]}. Build the same model on all ranks, and wrap the same "
                 "modules of it in the same order."
             )
+
+
+def poisons() -> bool:
+    """Tell whether freed and sent memory is to be filled with NaN."""
+    return os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0")
 
 
 def unit_name(module: nn.Module) -> str:
@@ -138,12 +157,13 @@ def _present(device_id: int | torch.device) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def refuse_unbuilt() -> None:
-    """Raise NotImplementedError for a setting of the environment that has no effect yet."""
-    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1":
-        raise NotImplementedError(
-            "FSDP_USE_FULL_PREC_IN_EVAL=1: full precision in eval is not built yet; unset it."
-        )
+def full_precision_in_eval(argument: object) -> bool:
+    """Return ``argument``, or where it is None what the environment says; TypeError for what is no bool."""
+    if argument is None:
+        return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+    if not isinstance(argument, bool):
+        raise TypeError(f"full_precision_in_eval: expected True, False or None, got {argument!r}")
+    return argument
 
 
 def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Mapping[str, Slot]:
@@ -185,13 +205,15 @@ def _place(entries: Iterable[Entry], buffers: Mapping[str, Slot], plan: Plan, un
 
 
 def _compute_device(entries: Iterable[Entry], plan: Plan) -> torch.device:
-    """Return where the unit computes: as told, else where its parameters are, else by the backend."""
-    if plan.device:
-        return plan.device
+    return plan.device or device_of(entries, plan.process_group)
+
+
+def device_of(entries: Iterable[Entry], groups: ProcessGroups) -> torch.device:
+    """Return where a unit that nobody told computes: where its parameters are, else by the backend."""
     for entry in entries:
         if entry.parameter.device.type not in ("cpu", "meta"):
             return entry.parameter.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in _backends(plan.process_group):
+    if accelerator is None or "cpu:" in _backends(groups):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -1,11 +1,13 @@
 """Copies of units within their process: equal values, nothing shared but process groups. Runs on ranks."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
-from harness.engine.parameters import Entry, Slot
+from harness.engine.parameters import Slot
+from harness.engine.shard import LocalShard
 
 
 def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
@@ -13,24 +15,27 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
     Like copies of an `nn.Module`, it starts without gradients.
     """
-    buffers = {name: _copy_slot(slot, memo) for name, slot in unit.buffers.items()}
-    copied = Unit(_copy_group(unit.group, memo) if unit.group else None, buffers, unit.settings)
-    copied.buffer_dtypes = dict(unit.buffer_dtypes)
+    group = _copy_group(unit.group, memo) if unit.group else None
+    settings = replace(unit.settings, precision=deepcopy(unit.settings.precision, memo))
+    copied = Unit(group, deepcopy(unit.buffers, memo), settings)
+    # What is told to be gathered ahead belongs to the original.
+    copied.switches = replace(unit.switches, forward_prefetch=(), backward_prefetch=())
     return copied
 
 
 def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
     group.shard.reclaim()
     entries = [
-        Entry(
-            entry.name,
-            deepcopy(entry.parameter, memo),
-            tuple(_copy_slot(slot, memo) for slot in entry.slots),
-            entry.shape,
+        replace(
+            entry,
+            parameter=deepcopy(entry.parameter, memo),
+            slots=tuple(_copy_slot(slot, memo) for slot in entry.slots),
         )
         for entry in group.shard.entries
     ]
-    return ShardGroup(entries, group.settings, flat=deepcopy(group.shard.flat, memo))
+    settings = replace(group.settings, precision=deepcopy(group.settings.precision, memo))
+    shard = LocalShard(entries, settings, flat=deepcopy(group.shard.flat, memo))
+    return ShardGroup(shard, type(group.gradients)(shard))
 
 
 def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:

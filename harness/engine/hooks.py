@@ -14,23 +14,29 @@ After an exception `abort_forward`, `abort_backward` and `start` lead back to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 
+from harness.engine.awaited import weakly
+from harness.engine.axes import neighbours
+from harness.engine.buffers import Buffers
 from harness.engine.containers import cast_floating, map_tensors, tensors
+from harness.engine.full import FullParameters
 from harness.engine.group import ShardGroup
-from harness.engine.parameters import Slot
-from harness.engine.policy import BackwardPrefetch, GroupState, MixedPrecision, ShardingStrategy
+from harness.engine.policy import BackwardPrefetch, ShardingStrategy
 from harness.engine.pool import BufferPool
+from harness.engine.precision import Precision
 from harness.engine.prefetch import Prefetcher
+from harness.engine.switches import Switches
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,17 @@ class UnitSettings:
     """``device``: where arguments of the root and buffers are moved to; None leaves them where they are.
 
     ``keeps_precision``: the unit stands with full precision amid units without: its floating-point arguments
-    are cast up and its results back to what came in.
+    are cast up and its results back to what came in. ``output_dtype``: of floating-point results; None leaves
+    them as they are.
     """
 
     strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
+    precision: Precision
     device: torch.device | None
     keeps_precision: bool
     forward_prefetch: bool = False
     backward_prefetch: BackwardPrefetch | None = None
+    output_dtype: torch.dtype | None = None
 
 
 class Tree:
@@ -54,10 +62,10 @@ class Tree:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        self.sync = True
         asked = self.root.settings
         self.prefetcher = Prefetcher(asked.forward_prefetch, asked.backward_prefetch)
         self._pool = BufferPool()
+        self._neighbours: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._reducing: ShardGroup | None = None
         self._forwards = 0
         self.backward = -1
@@ -89,20 +97,28 @@ class Tree:
     def leave_forward(self, failed: bool) -> None:
         """After a failure nothing more is awaited: who knows whether the other ranks came as far."""
         self._forwards -= 1
-        if self._forwards == 0 and not self.in_backward and not failed:
+        if self._forwards == 0 and not self.in_backward:
             for unit in self.units:
-                unit.drop_prefetched()
+                unit.end_forward(failed)
 
-    def collect(self, group: ShardGroup) -> None:
-        """Take the gradients that ``group`` has; with `sync` start to average them.
+    def neighbours(self, group: ShardGroup, count: int) -> dist.ProcessGroup:
+        """Return the process group of the ``count`` ranks that split the parameters of ``group``."""
+        ranks = neighbours(group.settings.axes, count)
+        if ranks not in self._neighbours:
+            # Only the members make it: other replicas may not be here now.
+            self._neighbours[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._neighbours[ranks]
+
+    def collect(self, group: ShardGroup, full: FullParameters, sync: bool) -> None:
+        """Take the gradients that ``full`` of ``group`` has; with ``sync`` start to average them.
 
         One group is on its way at a time, while the gradients of the next are computed.
         """
-        if not self.sync:
-            group.gradients.collect_unsynced(group.leaves)
+        if not sync:
+            group.gradients.collect_unsynced(full)
             return
         self._settle()
-        group.gradients.collect(group.leaves, self._pool)
+        group.gradients.collect(full, self._pool)
         self._reducing = group
 
     def enter_backward(self) -> None:
@@ -111,6 +127,8 @@ class Tree:
             self.backward = _backward_id()
             self._drop_reduction()
             self.prefetcher.begin_backward()
+            for unit in self.units:
+                unit.prepare_buffers()  # a forward in another mode may have come between
             end = partial(self._end_backward)
             # Autograd alone holds it, and lets go of it without a call after an exception.
             finalize(end, self._abort_backward, self.backward).atexit = False
@@ -145,62 +163,92 @@ class Tree:
 class Unit:
     """Drive the group of one module; None if the module has no parameters of its own."""
 
-    def __init__(self, group: ShardGroup | None, buffers: Mapping[str, Slot], settings: UnitSettings) -> None:
+    def __init__(self, group: ShardGroup | None, buffers: Buffers, settings: UnitSettings) -> None:
         self.group = group
         self.settings = settings
+        self.switches = Switches(frees_after_forward=settings.strategy.frees_after_forward)
+        self.num_modules = 1
+        """How many modules share the group: it is given up when all have had their forwards."""
         self.tree = Tree([self])
-        self.buffer_dtypes: dict[str, torch.dtype] = {}
-        self.buffers = dict(buffers)
-        self._watched: tuple[Tensor, ...] = ()
-        self._nodes: dict[Tensor, Node] = {}
-        self._awaited: dict[int, int] = {}
-        self._inputs_done = False
+        self.buffers = buffers
+        self._ran: set[object] = set()
         self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
 
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what ``forward``, of the unit's module or one of them, makes of the arguments."""
+        tree = self.tree
+        tree.enter_forward()
+        try:
+            args, kwargs = self.before_forward(args, kwargs)
+            output = self.after_forward(forward(*args, **kwargs), of=forward)
+        except BaseException:
+            self.abort_forward()
+            tree.leave_forward(failed=True)
+            raise
+        tree.leave_forward(failed=False)
+        return output
+
     def start(self) -> None:
         """Begin a step from a clean state, with buffers in the dtype and place of computation."""
-        self._awaited.clear()
+        self._forget_awaited()
+        self._ran.clear()
         if self.group:
             self.group.discard()
-        for name, slot in self.buffers.items():
-            self._cast_buffer(name, slot)
+        self.prepare_buffers()
+
+    def prepare_buffers(self) -> None:
+        """Let modules see buffers in the dtype of now and in the place of computation."""
+        self.buffers.prepare(self.settings.precision.now.buffer_dtype, self.settings.device)
 
     def join(self, tree: Tree) -> None:
         """Belong to ``tree`` from now on."""
         self.tree = tree
 
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow a cast of the module with the dtypes in which buffers are saved."""
-        self.buffer_dtypes = {n: fn(torch.empty(0, dtype=d)).dtype for n, d in self.buffer_dtypes.items()}
+    def apply(self, fn: Callable[[Tensor], Tensor], apply_to_rest: Callable[[], object]) -> None:
+        """Convert the group with ``fn``, a cast or a move, while its parameters are out of the modules.
+
+        ``apply_to_rest`` does so with what the modules have then.
+        """
+        if self.group:
+            self.group.hide()
+        try:
+            apply_to_rest()
+        finally:
+            if self.group:
+                self.group.convert(fn)
+        self.buffers.convert(fn)
 
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._prepare((args, kwargs))
+        self.prepare_buffers()  # again: a mode may have changed since the step began
         self._recomputed = self.tree.in_backward
         if self.group:
             self.group.prefetch()
             if not self._recomputed:
-                self.tree.prefetcher.in_forward(self.group)
+                self.tree.prefetcher.in_forward(self.group, self.switches.forward_prefetch)
             self.group.gather()
             if torch.is_grad_enabled():
-                self._watch_leaves(self.group)
-                args, kwargs = self._watch_inputs(self.group, (args, kwargs))
+                args, kwargs = self._watch(self.group, (args, kwargs))
         return args, kwargs
 
-    def after_forward(self, output: Any) -> Any:
-        """Free or keep the full parameters, and see to it that backward finds them."""
+    def after_forward(self, output: Any, of: object) -> Any:
+        """See to it that backward finds full parameters; free or keep them if ``of`` is the last module."""
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if graded and (self.group or self.tree.root is self):
-            leaves = self.group.leaves if self.group else ()
-            register_multi_grad_hook(graded, lambda _: self._before_backward(leaves), mode="any")
+            full = self.group.full if self.group else None
+            register_multi_grad_hook(graded, lambda _: self._before_backward(full), mode="any")
             if self.group and not self.tree.in_backward:
                 self.tree.prefetcher.after_forward(self.group)
-        if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
+        self._ran.add(of)
+        complete = len(self._ran) >= self.num_modules
+        # What is recomputed in backward is needed there next.
+        if self.group and complete and not self.tree.in_backward:
             self._give_up(self.group, hooked=bool(graded))
-        if self._outer_dtype:
-            output = cast_floating(self._outer_dtype, output)
-        return output
+            self._ran.clear()
+        dtype = self._outer_dtype or self.settings.output_dtype
+        return cast_floating(dtype, output) if dtype else output
 
     def abort_forward(self) -> None:
         """Give up after an exception; but checkpointing ends recomputations with one, and goes on.
@@ -213,140 +261,141 @@ class Unit:
 
     def abort_backward(self) -> None:
         """Show shards after an exception; full parameters stay, as in `abort_forward`."""
-        self._awaited.clear()
+        self._forget_awaited()
         if self.group:
             self.group.keep()
             self.group.drop_gradients()
+            self.group.gradients.drop_unsynced()
 
     def finish(self) -> None:
         """Leave nothing of a backward that has ended: reduce what nobody waited for, and free."""
-        self._awaited.clear()
+        self._forget_awaited()
         if not self.group:
             return
-        left_over = any(leaf.grad is not None for leaf in self.group.leaves)
-        if left_over or (self.tree.sync and self.group.gradients.unreduced):
-            self.tree.collect(self.group)
-        self.group.free()
+        for full in self.group.variants:
+            if any(leaf.grad is not None for leaf in full.leaves):
+                self.tree.collect(self.group, full, self.switches.sync)
+        if self.switches.sync and self.group.gradients.unreduced:
+            self.tree.collect(self.group, self.group.variant(self.group.shard.dtypes), sync=True)
+        self._give_up_after_backward(self.group)
 
-    def drop_prefetched(self) -> None:
+    def end_forward(self, failed: bool) -> None:
         """Free what was gathered ahead for a forward that then did not come."""
-        if self.group and self.group.state is GroupState.PREFETCHED:
-            self.group.free()
+        if self.group and failed:
+            self.group.gradients.drop_unsynced()
+        elif self.group:
+            self.group.drop_prefetched()
+            if self._ran:  # not all modules of the group came
+                self.group.keep()
 
     def _prepare(self, arguments: Any) -> Any:
-        mixed, is_root = self.settings.mixed_precision, self.tree.root is self
+        mixed, is_root = self.settings.precision.now, self.tree.root is self
         if is_root and (device := self.settings.device):
             arguments = map_tensors(lambda t: t.to(device), arguments)
-        if self.settings.keeps_precision:
+        self._outer_dtype = None
+        if self._stands_out():
             self._outer_dtype = next((t.dtype for t in tensors(arguments) if t.is_floating_point()), None)
-            own = self.group.shard.compute_dtype if self.group else torch.float32
+            own = self.group.shard.dtypes.compute if self.group else torch.float32
             return cast_floating(own, arguments)
         wanted = mixed.cast_root_forward_inputs if is_root else mixed.cast_forward_inputs
         return cast_floating(mixed.param_dtype, arguments) if wanted and mixed.param_dtype else arguments
 
-    def _cast_buffer(self, name: str, slot: Slot) -> None:
-        buffer = slot.module._buffers.get(slot.name)
-        dtype = self.settings.mixed_precision.buffer_dtype
-        if buffer is None:
-            return
-        if dtype and buffer.is_floating_point() and buffer.dtype != dtype:
-            self.buffer_dtypes[name] = buffer.dtype
-            buffer = buffer.to(dtype)
-        slot.module._buffers[slot.name] = buffer.to(self.settings.device or buffer.device)
+    def _stands_out(self) -> bool:
+        """Tell whether the unit has full precision amid units without, as told or in eval of it alone."""
+        own, outer = self.settings.precision, self.tree.root.settings.precision
+        in_eval_alone = own.is_suspended and not outer.is_suspended and self.group is not None
+        return self.settings.keeps_precision or in_eval_alone
 
     def _give_up(self, group: ShardGroup, hooked: bool) -> None:
         """After forward: keep what a backward will use, if it could not be told to gather it again."""
         needs_backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in group.leaves)
-        if (hooked and not self.settings.strategy.frees_after_forward) or (needs_backward and not hooked):
+        frees = self.switches.frees_after_forward
+        frees = self.tree.root is not self if frees is None else frees
+        if (hooked and not frees) or (needs_backward and not hooked):
             group.keep()
+        elif hooked and self.switches.split_among:
+            group.split(self.tree.neighbours(group, self.switches.split_among))
         else:
             group.free()
 
-    def _watch_leaves(self, group: ShardGroup) -> None:
-        if self._watched is not group.leaves:
-            self._watched, self._nodes = group.leaves, {}
-        for leaf in group.leaves:
-            if leaf.requires_grad and leaf not in self._nodes:
-                self._nodes[leaf] = get_gradient_edge(leaf).node
-                leaf.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
-
-    def _watch_inputs(self, group: ShardGroup, arguments: Any) -> Any:
-        """Return ``arguments``; watch gradients pass through them, until when frozen parameters are read."""
+    def _watch(self, group: ShardGroup, arguments: Any) -> Any:
+        """Return ``arguments``; see to it that gradients of leaves are noticed, and what goes out through
+        the arguments, until when frozen parameters are read."""
+        full = group.full
+        assert full
+        on_gradient = weakly(self._on_gradient, full)
+        for leaf in full.leaves:
+            full.awaited.watch(leaf, on_gradient)
         if group.all_trainable:
             return arguments
         # A leaf may be passed in at every step, and would gather a hook each time.
         arguments = map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, arguments)
         inputs = [t for t in tensors(arguments) if t.requires_grad]
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(), mode="all")
+            register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full), mode="all")
         return arguments
 
-    def _before_backward(self, leaves: tuple[Tensor, ...]) -> None:
-        """Gather what the graph of a forward with ``leaves`` reads."""
+    def _before_backward(self, full: FullParameters | None) -> None:
+        """Gather what the graph of a forward with ``full`` reads."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "backward with create_graph=True is not built: second derivatives would read parameters "
                 "that are freed by then."
             )
         self.tree.enter_backward()
-        self._inputs_done = False
-        if self.group:
-            if self.group.leaves is not leaves:
+        if self.group and full:
+            if full not in self.group.variants:
                 raise RuntimeError(
                     f"{self.group.settings.unit}: the module was converted or moved between forward and "
                     "backward; do it between steps."
                 )
-            self.group.prefetch()
-            self.tree.prefetcher.before_gradients(self.group)
-            self.group.gather()
+            full.awaited.inputs_done = False
+            self.group.prefetch(full.dtypes)
+            self.tree.prefetcher.before_gradients(self.group, self.switches.backward_prefetch)
+            self.group.gather(full.dtypes)
 
-    def _on_gradient(self, _: Tensor) -> None:
-        """Reduce when the last leaf that this backward reaches has its gradient."""
-        # As `register_multi_grad_hook` counts; but that one holds all gradients until the last has come,
-        # which makes autograd copy each of them.
+    def _on_gradient(self, full: FullParameters) -> None:
+        """Reduce when the last leaf of ``full`` that this backward reaches has its gradient."""
         self.tree.enter_backward()
         backward = _backward_id()
-        self._awaited[backward] = self._num_awaited(backward) - 1
-        if self._awaited[backward] == 0 and self.group:
-            done = self._inputs_done or self._is_done(self.group, backward)
+        if full.awaited.note(backward) and self.group:
+            done = full.awaited.inputs_done or self._is_done(full, backward)
             if done:
-                self.group.free()  # before memory for the reduction is taken
-            self.tree.collect(self.group)
+                self._free(self.group, full)  # before memory for the reduction is taken
+            self.tree.collect(self.group, full, self.switches.sync)
             if done:
                 self.tree.prefetcher.after_gradients()
 
-    def _is_done(self, group: ShardGroup, backward: int) -> bool:
+    def _is_done(self, full: FullParameters, backward: int) -> bool:
         """Tell whether nothing will read the full parameters again, now that ``backward`` gave all gradients.
 
         A parameter without one may be read still: a frozen one, or one that a reentrant checkpoint hides from
         this backward until it runs a nested one. After a nested backward the next may come, unless all of the
         unit was recomputed for it: then it will be again, and gathers.
         """
-        everywhere = all(leaf.grad is not None for leaf in group.leaves)
+        everywhere = all(leaf.grad is not None for leaf in full.leaves)
         return everywhere and (backward == self.tree.backward or self._recomputed)
 
-    def _on_inputs_done(self) -> None:
-        self._inputs_done = True
-        if self._num_awaited(_backward_id()) == 0 and self.group:
-            self.group.free()
+    def _on_inputs_done(self, group: ShardGroup, full: FullParameters) -> None:
+        full.awaited.inputs_done = True
+        if full.awaited.left(_backward_id()) == 0:
+            self._free(group, full)
 
-    def _num_awaited(self, backward: int) -> int:
-        """Return how many leaves ``backward`` will still give a gradient to."""
-        if backward not in self._awaited:
-            return sum(map(torch._C._will_engine_execute_node, self._nodes.values()))
-        return self._awaited[backward]
+    def _free(self, group: ShardGroup, full: FullParameters) -> None:
+        """Give up ``full``, if ``group`` has not done so for other dtypes already."""
+        if group.full is full:
+            self._give_up_after_backward(group)
 
+    def _give_up_after_backward(self, group: ShardGroup) -> None:
+        if self.switches.frees_after_backward:
+            group.free()
+        else:
+            group.keep()
+            group.last()
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Return ``method`` without a hold on its object: a leaf's hook, the unit and autograd's node of the leaf
-    would hold each other for ever, as no garbage collector sees through the node."""
-    reference = WeakMethod(method)
-
-    def call(tensor: Tensor) -> None:
-        if alive := reference():
-            alive(tensor)
-
-    return call
+    def _forget_awaited(self) -> None:
+        for full in self.group.variants if self.group else ():
+            full.awaited.forget()
 
 
 def _backward_id() -> int:

@@ -13,7 +13,7 @@ def describe(unit: Unit) -> str:
     shard, layout = unit.group.shard, unit.group.shard.layout
     return (
         f"{strategy}, {unit.group.state.name}, numel={layout.shard_numel}/{layout.padded_numel}, "
-        f"dtype={shard.original_dtype}, compute={shard.compute_dtype}, reduce={shard.reduce_dtype}"
+        f"dtype={shard.original_dtype}, compute={shard.dtypes.compute}, reduce={shard.dtypes.reduce}"
         + (", offloaded" if unit.group.settings.offload_device else "")
     )
 
@@ -28,8 +28,8 @@ def info(name: str, group: ShardGroup, training: bool) -> GroupInfo:
         state=group.state,
         sharding_strategy=group.settings.strategy,
         original_dtype=shard.original_dtype,
-        compute_dtype=shard.compute_dtype,
-        reduce_dtype=shard.reduce_dtype,
+        compute_dtype=shard.dtypes.compute,
+        reduce_dtype=shard.dtypes.reduce,
         flat_dtype=shard.flat.dtype,
         gradient_dtype=gradients[0].dtype if gradients else None,
         post_backward_hooks=tuple(len(leaf._post_accumulate_grad_hooks or ()) for leaf in group.leaves),

@@ -168,7 +168,7 @@ class UnitState:
         modules = [(clean_name(n), m) for n, m in self.module.named_modules(remove_duplicate=False)]
         first = dict(reversed(modules))
         dtypes = {}
-        for name, dtype in self.unit.buffer_dtypes.items():
+        for name, dtype in self.unit.buffers.dtypes.items():
             path, _, buffer = name.rpartition(".")
             dtypes[first.get(path), buffer] = dtype
         for path, module in modules:

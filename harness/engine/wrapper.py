@@ -52,6 +52,12 @@ class FullyShardedDataParallel(StateFront):
     must set those alone; without it they get memory, and their ``reset_parameters`` is called. Each unit does
     so right before it shards. What ``ignored_modules`` or ``ignored_states`` name stays as it is.
 
+    With ``full_precision_in_eval`` (None: if the environment has FSDP_USE_FULL_PREC_IN_EVAL=1)
+    ``mixed_precision`` holds only while ``module.training``. Else parameters, the gradients of such a forward
+    and buffers have their original dtypes, and arguments stay as they are; but a unit in eval below a root
+    that is not casts arguments up, and results back to what came in. A buffer that was not changed while it
+    was cast goes back to every bit it had, another to its value in the low precision.
+
     Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
     """
 
@@ -73,9 +79,9 @@ class FullyShardedDataParallel(StateFront):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,
+        full_precision_in_eval: bool | None = None,
     ) -> None:
         super().__init__()
-        construction.refuse_unbuilt()
         arguments.check_types(
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
@@ -102,6 +108,7 @@ class FullyShardedDataParallel(StateFront):
             sync_module_states=sync_module_states,
             ignored=alone.union(unit._ignored for unit in units.values()),
             param_init_fn=param_init_fn,
+            full_precision_in_eval=construction.full_precision_in_eval(full_precision_in_eval),
         )
         if policy is not None:
             auto_wrap.wrap_below(module, policy, plan, units, _below(plan))
@@ -130,17 +137,7 @@ class FullyShardedDataParallel(StateFront):
         return inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        unit, tree = self._unit, self._unit.tree
-        tree.enter_forward()
-        try:
-            args, kwargs = unit.before_forward(args, kwargs)
-            output = unit.after_forward(self.module(*args, **kwargs))
-        except BaseException:
-            unit.abort_forward()
-            tree.leave_forward(failed=True)
-            raise
-        tree.leave_forward(failed=False)
-        return output
+        return self._unit.run(self.module, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -226,12 +223,15 @@ class FullyShardedDataParallel(StateFront):
         The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient, and no
         optimizer may step: its parameters are shards.
         """
-        tree = self._require_root("no_sync")
-        previous, tree.sync = tree.sync, False
+        switches = [unit.switches for unit in self._require_root("no_sync").units]
+        previous = [of_unit.sync for of_unit in switches]
         try:
+            for of_unit in switches:
+                of_unit.sync = False
             yield
         finally:
-            tree.sync = previous
+            for of_unit, sync in zip(switches, previous, strict=True):
+                of_unit.sync = sync
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -268,16 +268,8 @@ class FullyShardedDataParallel(StateFront):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         """Cast or move everything, as `.half()` and `.to()` do: shard, gradients, buffers, units below."""
-        group = self._unit.group
-        if group is None:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        else:
-            group.hide()
-            try:
-                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            finally:
-                group.convert(fn)
-        self._unit.convert(fn)
+        rest = super()._apply
+        self._unit.apply(fn, lambda: rest(fn, recurse))  # type: ignore[no-untyped-call]
         return self
 
     def _require_root(self, what: str) -> Tree:
@@ -324,6 +316,7 @@ def _below(plan: construction.Plan) -> auto_wrap.MakeUnit:
             "forward_prefetch": plan.forward_prefetch,
             "backward_prefetch": plan.backward_prefetch,
             "ignored_states": plan.ignored.states,
+            "full_precision_in_eval": plan.full_precision_in_eval,
         }
         full = {"mixed_precision": None} if precise else {}
         unit = FullyShardedDataParallel(module, **{**arguments, **overrides, **full})

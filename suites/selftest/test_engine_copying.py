@@ -125,6 +125,19 @@ def test_a_copy_keeps_the_dtypes_in_which_cast_buffers_are_saved(world):
     assert (copied.offset.dtype, copied.state_dict()["offset"].dtype) == (F16, F32)
 
 
+def test_a_copy_is_in_eval_or_not_on_its_own_and_its_buffers_go_back(world):
+    bare = nn.Linear(8, 8).to(world.device)
+    bare.register_buffer("offset", torch.full((8,), 1 / 3, device=world.device))
+    precision = MixedPrecision(F16, buffer_dtype=F16)
+    model = FullyShardedDataParallel(bare, mixed_precision=precision, full_precision_in_eval=True)
+    model(batch(world))
+    copied = copy.deepcopy(model).eval()
+    assert (copied(batch(world)).dtype, model(batch(world)).dtype) == (F32, F16)
+    assert [groups(m)[0].reduce_dtype for m in (copied, model)] == [F32, F16]
+    assert copied.offset.tolist() == torch.full((8,), 1 / 3).tolist()
+    assert model.offset.dtype == F16
+
+
 def test_full_parameters_can_be_copied_out_and_wrapped_again(world):
     model = nested(world)
     with summon(model):

@@ -120,6 +120,7 @@ ARGUMENTS = {
         "expected a list of modules or parameters, but number 1 is a int",
     ),
     "param_init_fn": (3, "expected a function that takes a module, got 3"),
+    "full_precision_in_eval": (1, "expected True, False or None, got 1"),
 }
 
 

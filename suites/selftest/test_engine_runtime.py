@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import ShardSpec
+from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_named_close
 from harness.engine import (
     BackwardPrefetch,
@@ -156,6 +156,20 @@ def test_gloo_ranks_are_added_in_order_in_fp32(world):
     model = FullyShardedDataParallel(KnownGradient(numel).to(world.device))
     model(torch.full((numel,), (1e8, 1.0, -1e8)[world.rank], device=world.device)).backward()
     assert not model.flat_param.grad.any()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_full_parameters_of_one_dtype_alone_are_in_memory_when_modes_alternate(world, engine, strategy):
+    spec = ShardSpec(strategy, Precision(torch.bfloat16), units=(nn.Linear,), full_precision_in_eval=True)
+    model = engine.shard(Layers().to(world.device), spec)
+    kept = 0 if strategy == "FULL_SHARD" else 4 * 20
+    for train, itemsize in ((True, 2), (False, 4), (True, 2)):
+        loss = model.train(train)(batch(world)).float().sum()
+        # Where nothing is sharded or cast modules read the shard itself.
+        assert sum(group.gathered_bytes for group in engine.groups(model)) == kept * itemsize
+    model.eval()(batch(world))
+    loss.backward()
+    assert [group.gathered_bytes for group in engine.groups(model)] == [0] * 4
 
 
 # the pool

@@ -74,6 +74,36 @@ def test_custom_policy_gives_a_unit_arguments_of_its_own(world):
     assert {group.sharding_strategy for group in groups(model)} == {NONE}
 
 
+def test_units_of_a_policy_have_full_precision_in_eval_as_told_above_them_or_for_themselves(world):
+    bare = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)).to(world.device)
+    own = {bare[1]: {"full_precision_in_eval": False}}
+    model = wrapped(
+        bare,
+        CustomPolicy(lambda module: own.get(module, isinstance(module, nn.Linear))),
+        mixed_precision=MixedPrecision(F16),
+        full_precision_in_eval=True,
+    )
+    assert [group.compute_dtype for group in groups(model)] == [F16, F16, F16]
+    assert [group.compute_dtype for group in groups(model.eval())] == [F32, F16, F32]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("1", F32), ("0", F16), ("", F16), (None, F16)])
+def test_the_environment_asks_for_full_precision_in_eval_when_a_unit_is_made(
+    world, monkeypatch, value, dtype
+):
+    def set_environment(value):
+        if value is None:
+            monkeypatch.delenv("FSDP_USE_FULL_PREC_IN_EVAL", raising=False)
+        else:
+            monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", value)
+
+    set_environment(value)
+    bare = nn.Linear(8, 8).to(world.device)
+    model = FullyShardedDataParallel(bare, mixed_precision=MixedPrecision(F16))
+    set_environment(None if value == "1" else "1")
+    assert model.eval()(torch.ones(1, 8, device=world.device)).dtype == dtype
+
+
 def test_batch_norm_becomes_a_unit_of_its_own_in_full_precision(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(world.device)
     precision = MixedPrecision(param_dtype=F16, buffer_dtype=F16)
