@@ -6,7 +6,8 @@
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
 The group does not know when to act; `engine.hooks` does. It has full parameters of one kind of `Dtypes` at a
-time: to gather others gives them up.
+time: to gather others gives them up. Autograd ends with one forward before it comes to another of the same
+unit, so that a backward of two forwards in different dtypes gathers for one after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -185,10 +186,8 @@ class ShardGroup:
         if self.full.borrowed:
             return
         flat = self.shard.flat.data
-        if self.shard.whole:  # nothing is sent, and copying casts
-            self.full.buffer.copy_(flat)
-            return
-        local = flat.to(device=self.shard.device, dtype=dtypes.compute)
+        # What is copied and not sent is cast on the way.
+        local = flat if self.shard.whole else flat.to(device=self.shard.device, dtype=dtypes.compute)
         self._sent = local if local.data_ptr() != flat.data_ptr() else None
         self._arrive = collectives.start_gather(self.full.buffer, local, self.settings.axes)
 

@@ -302,7 +302,7 @@ class Unit:
         if full.awaited.note(backward) and self.group:
             done = full.awaited.inputs_done or self._is_done(full, backward)
             if done:
-                self._free(self.group, full)  # before memory for the reduction is taken
+                self.group.free()  # before memory for the reduction is taken
             self.tree.collect(self.group, full)
             if done:
                 self.tree.prefetcher.after_gradients()
@@ -320,11 +320,6 @@ class Unit:
     def _on_inputs_done(self, group: ShardGroup, full: FullParameters) -> None:
         full.awaited.inputs_done = True
         if full.awaited.left(_backward_id()) == 0:
-            self._free(group, full)
-
-    def _free(self, group: ShardGroup, full: FullParameters) -> None:
-        """Free ``full``, if ``group`` has not given it up for other dtypes already."""
-        if group.full is full:
             group.free()
 
     def _forget_awaited(self) -> None:
