@@ -4,10 +4,11 @@ A suite says what it wants in a `ShardSpec` and reaches the engine through the `
 engine cannot do it refuses with NotImplementedError when a spec asks for it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from harness.engine.axes import ProcessGroups
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
-__all__ = ["Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
+__all__ = ["Composable", "Engine", "Group", "Precision", "ShardSpec", "Traffic", "find"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Precision:
     wire; None means ``param_dtype``. ``buffer_dtype``: floating-point buffers. ``cast_forward_inputs``: units
     below the root cast their floating-point arguments to ``param_dtype``; ``cast_root_forward_inputs``: the
     root does. ``keep_low_precision_grads``: gradients stay in the dtype they were reduced in.
+    ``full_precision_classes``: each module of these classes becomes a unit of its own that computes in full
+    precision, whatever units are chosen; None leaves it to the engine, which does so with batch norms where
+    a spec chooses units at all.
     """
 
     param_dtype: torch.dtype | None = None
@@ -37,6 +41,7 @@ class Precision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
+    full_precision_classes: tuple[type[nn.Module], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,11 @@ class ShardSpec:
 
     ``strategy``: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2. ``precision`` None
     does not name one to the engine at all. ``units``: submodules that gather and free on their own, by name
-    within the model or by class; ``(nn.Module,)`` is all of them. ``ignored``: submodules that are neither
-    sharded nor cast nor synchronised, chosen likewise. ``offload``: shards, gradients and the optimizer's
-    step on CPU. ``use_orig_params``: the user sees the original parameters, not one flat parameter per group.
+    within the model or by class; ``(nn.Module,)`` is all of them. ``min_num_params``, instead of ``units``:
+    every submodule with at least so many elements in parameters that no unit below it has. ``ignored``:
+    submodules that are neither sharded nor cast nor synchronised, chosen as ``units`` are. ``offload``:
+    shards, gradients and the optimizer's step on CPU. ``use_orig_params``: the user sees the original
+    parameters, not one flat parameter per group.
     ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``: whether a group is
     gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's values. ``device``:
     where to compute; None is where the model is. ``process_group``: the ranks that share the model; for the
@@ -61,6 +68,7 @@ class ShardSpec:
     strategy: str = "FULL_SHARD"
     precision: Precision | None = Precision()
     units: tuple[str | type[nn.Module], ...] = ()
+    min_num_params: int | None = None
     ignored: tuple[str | type[nn.Module], ...] = ()
     offload: bool = False
     use_orig_params: bool = False
@@ -135,12 +143,30 @@ class Traffic:
     others: tuple[Collective, ...]
 
 
+@dataclass(frozen=True)
+class Composable:
+    """The front that shards modules in place: torch's public names, with torch's signatures."""
+
+    fully_shard: Callable[..., Any]
+    replicate: Callable[..., Any]
+    MixedPrecisionPolicy: type[Any]
+    OffloadPolicy: type[Any]
+    CPUOffloadPolicy: type[Any]
+    FSDPModule: type[Any]
+    register_fsdp_forward_method: Callable[[nn.Module, str], None]
+
+
 class Engine(Protocol):
     """What shards a model. Every method is called on all ranks in step."""
 
     @property
     def name(self) -> str:
         """What `find` and the option ``--engine`` call it."""
+        ...
+
+    @property
+    def composable(self) -> Composable:
+        """Return the front that shards modules in place."""
         ...
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
@@ -193,9 +219,21 @@ class Engine(Protocol):
 
 
 class Lockstep:
-    """The built-in engine, through its wrapper front."""
+    """The built-in engine: its wrapper front, and beside it the composable one."""
 
     name = "lockstep"
+
+    @property
+    def composable(self) -> Composable:
+        return Composable(
+            lockstep.fully_shard,
+            lockstep.replicate,
+            lockstep.MixedPrecisionPolicy,
+            lockstep.OffloadPolicy,
+            lockstep.CPUOffloadPolicy,
+            lockstep.FSDPModule,
+            lockstep.register_fsdp_forward_method,
+        )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         return lockstep.FullyShardedDataParallel(
@@ -203,7 +241,7 @@ class Lockstep:
             process_group=spec.process_group,
             sharding_strategy=_strategy(spec.strategy),
             cpu_offload=lockstep.CPUOffload(spec.offload),
-            auto_wrap_policy=_policy(model, spec) if _unit_names(spec) else None,
+            auto_wrap_policy=_policy(model, spec),
             ignored_modules=_chosen(model, spec.ignored, "ignored") or None,
             backward_prefetch=_backward_prefetch(spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
@@ -275,15 +313,27 @@ def _backward_prefetch(name: str | None) -> lockstep.BackwardPrefetch | None:
 def _mixed_precision(precision: Precision | None) -> lockstep.MixedPrecision | None:
     if precision is None:
         return None
-    return lockstep.MixedPrecision(**{f.name: getattr(precision, f.name) for f in fields(Precision)})
+    asked = {f.name: getattr(precision, f.name) for f in fields(Precision)}
+    classes = asked.pop("full_precision_classes")
+    ignored = {} if classes is None else {"_module_classes_to_ignore": classes}
+    return lockstep.MixedPrecision(**asked, **ignored)
 
 
-def _unit_names(spec: ShardSpec) -> tuple[str | type[nn.Module], ...]:
-    return (*spec.units, *spec.unit_groups, *spec.unit_precisions)
+def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy | Callable[..., bool] | None:
+    wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
+    if spec.min_num_params is not None:
+        if wanted:
+            raise ValueError("ShardSpec: min_num_params chooses the units; name no unit beside it.")
+        return partial(lockstep.size_based_auto_wrap_policy, min_num_params=spec.min_num_params)
+    # Classes that compute in full precision are found by whatever policy, also by one that chooses nothing.
+    if wanted or (spec.precision and spec.precision.full_precision_classes is not None):
+        return _policy_of_chosen(model, spec, _chosen(model, wanted, "units"))
+    return None
 
 
-def _policy(model: nn.Module, spec: ShardSpec) -> lockstep.WrapPolicy:
-    chosen = _chosen(model, _unit_names(spec), "units")
+def _policy_of_chosen(
+    model: nn.Module, spec: ShardSpec, chosen: Collection[nn.Module]
+) -> lockstep.WrapPolicy:
     modules = dict(model.named_modules())
     own: dict[nn.Module, dict[str, Any]] = {}
     for name, group in spec.unit_groups.items():

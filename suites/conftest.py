@@ -11,3 +11,14 @@ def freed_memory_is_nan(request, monkeypatch):
     """
     if "selftest" not in request.path.parts:
         monkeypatch.setenv("LOCKSTEP_ENGINE_DEBUG", "1")
+
+
+@pytest.fixture
+def group_of_one():
+    """The default process group of a test without ranks: this process alone, and nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

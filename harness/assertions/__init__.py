@@ -17,6 +17,7 @@ from harness.assertions.parity import (
     per_rank_batches,
     train,
 )
+from harness.assertions.reference import unsharded_with_casts
 from harness.assertions.sharded import assert_sharded_parity
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "named_parameters",
     "per_rank_batches",
     "train",
+    "unsharded_with_casts",
 ]

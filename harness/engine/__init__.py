@@ -5,6 +5,9 @@ filled with NaN, so that a late reader shows.
 """
 
 from harness.engine.annotate import enable_wrap, wrap
+from harness.engine.composable import fully_shard, replicate
+from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from harness.engine.composed import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.policy import (
     BackwardPrefetch,
@@ -40,7 +43,9 @@ from harness.engine.wrapper import FullyShardedDataParallel, groups
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CustomPolicy",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -49,7 +54,9 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -58,11 +65,15 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "WrapPolicy",
     "always_wrap_policy",
     "enable_wrap",
+    "fully_shard",
     "groups",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
+    "replicate",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

@@ -1,4 +1,4 @@
-"""Which gradients a backward will still bring to the full parameters of a unit. Imports torch only."""
+"""Which gradients a backward will still bring to the full parameters of a unit. On ranks."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,6 +7,8 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+
+from harness.engine.functional import outside_transforms
 
 T = TypeVar("T")
 
@@ -22,6 +24,7 @@ class Awaited:
         self._nodes: dict[Tensor, Node] = {}
         self._left: dict[int, int] = {}
 
+    @outside_transforms
     def watch(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Call ``hook`` with each gradient that comes to ``leaf`` from now on, if it can have one."""
         if leaf.requires_grad and leaf not in self._nodes:

@@ -143,6 +143,22 @@ def _by_host() -> ProcessGroups:
     return _mine(hosts.tolist()), _mine(hosts.T.tolist())
 
 
+def check_neighbours(axes: Axes, count: int) -> None:
+    """Raise ValueError unless the shard axis can be divided into groups of ``count``."""
+    size = axes.num_shards
+    if not isinstance(count, int) or not 1 < count < size or size % count:
+        raise ValueError(
+            f"reshard_after_forward: {count!r} is no number of ranks into which {size} can be divided; pass "
+            "True, False, None, or a divisor that is neither 1 nor all."
+        )
+
+
+def neighbours(axes: Axes, count: int) -> tuple[int, ...]:
+    """Return the ``count`` consecutive ranks of the shard axis that this rank is one of."""
+    first = axes.index // count * count
+    return tuple(dist.get_process_group_ranks(axes.process_group)[first : first + count])
+
+
 def _ranks_per_host() -> int:
     """Return how many ranks a host has: as torchrun says, else as many as there are accelerators."""
     told = os.environ.get("LOCAL_WORLD_SIZE")

@@ -7,6 +7,7 @@ What takes long is started and finished apart, so that ranks compute in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -40,6 +41,24 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _CHUNK_NUMEL = 1 << 16
 
 
+@dataclass(frozen=True)
+class Sum:
+    """What is special about a reduction.
+
+    ``divisor``: what the sum is divided by; None is the number of ranks. ``carried``: a shard that
+    `start_inside` left before, which joins in across replicas.
+    """
+
+    divisor: float | None = None
+    carried: Tensor | None = None
+
+    def divided_by(self, axes: Axes) -> float:
+        return axes.size if self.divisor is None else self.divisor
+
+
+MEAN = Sum()
+
+
 def start_gather(full: Tensor, shard: Tensor, axes: Axes) -> Finish:
     """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order.
 
@@ -57,7 +76,7 @@ def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
     start_gather(full, shard, axes)()
 
 
-def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -> Finish:
+def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, sum_: Sum = MEAN) -> Finish:
     """Start the mean over ranks of ``full`` (1-D, S * n); the result is this rank's shard (n) in ``dtype``.
 
     ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
@@ -68,24 +87,34 @@ def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -
     replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
     with record_function(REDUCE):
-        return _start_mean(full, axes, dtype, pool)
+        return _start_mean(full, axes, dtype, pool, sum_)
 
 
-def _start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool) -> Finish:
-    across = axes.replicate
+def start_inside(full: Tensor, axes: Axes, pool: BufferPool, sum_: Sum) -> Finish:
+    """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of ``full``."""
+    assert axes.shard is not None
+    with record_function(REDUCE):
+        return _start_reduce_scatter(full, axes.shard, sum_.divided_by(axes), full.dtype, pool)
+
+
+def _start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
+    across, divisor = axes.replicate, sum_.divided_by(axes)
     if not full.numel() or axes.size == 1:
-        return lambda: full.to(dtype)
+        return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
     if axes.shard is None:
         assert across is not None
-        reduced = _start_all_reduce(full, across, axes.size, pool)
+        reduced = _start_all_reduce(full, across, divisor, pool)
         return lambda: reduced().to(dtype)
     if across is None:
-        return _start_reduce_scatter(full, axes.shard, axes.size, dtype, pool)
-    scattered = _start_reduce_scatter(full, axes.shard, axes.size, full.dtype, pool)
+        return _start_reduce_scatter(full, axes.shard, divisor, dtype, pool)
+    scattered = _start_reduce_scatter(full, axes.shard, divisor, full.dtype, pool)
 
     def finish() -> Tensor:
         with record_function(REDUCE):
-            return _start_all_reduce(scattered(), across, 1, pool)().to(dtype)
+            shard = scattered()
+            if sum_.carried is not None:
+                shard += sum_.carried
+            return _start_all_reduce(shard, across, 1, pool)().to(dtype)
 
     return finish
 
@@ -118,8 +147,8 @@ def broadcast(tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup]) ->
                 tensor.copy_(wire)
 
 
-def divide_factors(size: int) -> tuple[float, float]:
-    """Return (p, size / p): divide by p before the sum and by the rest after it.
+def divide_factors(size: float) -> tuple[float, float]:
+    """Return (p, size / p): divide by p before the sum and by the rest after it; ``size`` is what by in all.
 
     p is the power of two near sqrt(size): half of the range that a low-precision sum can overflow or
     underflow is kept on each side.
@@ -160,7 +189,7 @@ def _swap(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def _start_reduce_scatter(
-    full: Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype, pool: BufferPool
+    full: Tensor, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, pool: BufferPool
 ) -> Finish:
     """Start the sum over ``group``, divided; the result is this rank's piece of it in ``dtype``."""
     size = dist.get_world_size(group)
@@ -179,7 +208,7 @@ def _start_reduce_scatter(
 
 
 def _start_native_reduce_scatter(
-    full: Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype
+    full: Tensor, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype
 ) -> Finish:
     before, after = divide_factors(divisor)
     shard = full.new_empty(full.numel() // dist.get_world_size(group))
@@ -192,7 +221,7 @@ def _start_native_reduce_scatter(
     return finish
 
 
-def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool: BufferPool) -> Finish:
+def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: float, pool: BufferPool) -> Finish:
     """Start the sum over ``group``, divided; the result has all of it and may share memory with ``full``."""
     if full.dtype in LOW_PRECISION and _backend(full, group) != "nccl":
         size = dist.get_world_size(group)
@@ -216,7 +245,7 @@ def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: int, pool
     return finish_native
 
 
-def _sum_in_order(parts: Tensor, divisor: int, dtype: torch.dtype) -> Tensor:
+def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided.
 
     It is rounded to the dtype of ``parts``, whose first row may be overwritten, and returned in ``dtype``.

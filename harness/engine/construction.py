@@ -19,7 +19,8 @@ from harness.engine.materialise import Materialiser, ParamInit
 from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.precision import Precision
-from harness.engine.shard import GroupSettings
+from harness.engine.shard import GroupSettings, LocalShard
+from harness.engine.shown_gradients import ShownGradients
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
         use_orig_params=plan.use_orig_params,
         axes=plan.axes,
         offload_device=device if plan.offload else None,
-        poison=os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0"),
+        poison=poisons(),
     )
-    group = ShardGroup(entries, settings) if entries else None
+    group = ShardGroup(shard := LocalShard(entries, settings), ShownGradients(shard)) if entries else None
     settings_of_unit = UnitSettings(
         plan.strategy,
         precision,
@@ -82,10 +83,19 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
 
 def _refuse_disagreement(entries: Sequence[Entry], plan: Plan, unit: str) -> None:
     """Raise ValueError if another rank wraps something else now: gloo would end the process later."""
-    parameters = [f"{e.name!r} {list(e.shape)} {e.parameter.dtype}" for e in entries]
-    mine = [unit, plan.strategy.name, *parameters]
-    device = _compute_device(entries, plan)
-    found = [collectives.gather_wrapped(mine, group, device) for group in plan.axes.groups]
+    mine = [unit, plan.strategy.name, *map(describe, entries)]
+    refuse_disagreement(mine, plan.axes, _compute_device(entries, plan))
+
+
+def describe(entry: Entry) -> str:
+    """Return what ranks compare of one parameter."""
+    return f"{entry.name!r} {list(entry.shape)} {entry.parameter.dtype}"
+
+
+def refuse_disagreement(mine: list[str], axes: Axes, device: torch.device) -> None:
+    """Raise ValueError if ``mine``, the name of a unit and what it wraps, is not the same on all ranks."""
+    unit = mine[0]
+    found = [collectives.gather_wrapped(mine, group, device) for group in axes.groups]
     for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):
         if theirs != mine:
             here, there = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="no more") if a != b)
@@ -94,6 +104,11 @@ def _refuse_disagreement(entries: Sequence[Entry], plan: Plan, unit: str) -> Non
                 f"group, which wraps {theirs[0]}. Build the same model on all ranks, and wrap the same "
                 "modules of it in the same order."
             )
+
+
+def poisons() -> bool:
+    """Tell whether freed and sent memory is to be filled with NaN."""
+    return os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0")
 
 
 def unit_name(module: nn.Module) -> str:
@@ -190,13 +205,15 @@ def _place(entries: Iterable[Entry], buffers: Mapping[str, Slot], plan: Plan, un
 
 
 def _compute_device(entries: Iterable[Entry], plan: Plan) -> torch.device:
-    """Return where the unit computes: as told, else where its parameters are, else by the backend."""
-    if plan.device:
-        return plan.device
+    return plan.device or device_of(entries, plan.process_group)
+
+
+def device_of(entries: Iterable[Entry], groups: ProcessGroups) -> torch.device:
+    """Return where a unit that nobody told computes: where its parameters are, else by the backend."""
     for entry in entries:
         if entry.parameter.device.type not in ("cpu", "meta"):
             return entry.parameter.device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in _backends(plan.process_group):
+    if accelerator is None or "cpu:" in _backends(groups):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -6,7 +6,8 @@ from typing import Any
 
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
-from harness.engine.parameters import Entry, Slot
+from harness.engine.parameters import Slot
+from harness.engine.shard import LocalShard
 
 
 def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
@@ -16,22 +17,25 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     """
     group = _copy_group(unit.group, memo) if unit.group else None
     settings = replace(unit.settings, precision=deepcopy(unit.settings.precision, memo))
-    return Unit(group, deepcopy(unit.buffers, memo), settings)
+    copied = Unit(group, deepcopy(unit.buffers, memo), settings)
+    # What is told to be gathered ahead belongs to the original.
+    copied.switches = replace(unit.switches, forward_prefetch=(), backward_prefetch=())
+    return copied
 
 
 def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
     group.shard.reclaim()
     entries = [
-        Entry(
-            entry.name,
-            deepcopy(entry.parameter, memo),
-            tuple(_copy_slot(slot, memo) for slot in entry.slots),
-            entry.shape,
+        replace(
+            entry,
+            parameter=deepcopy(entry.parameter, memo),
+            slots=tuple(_copy_slot(slot, memo) for slot in entry.slots),
         )
         for entry in group.shard.entries
     ]
     settings = replace(group.settings, precision=deepcopy(group.settings.precision, memo))
-    return ShardGroup(entries, settings, flat=deepcopy(group.shard.flat, memo))
+    shard = LocalShard(entries, settings, flat=deepcopy(group.shard.flat, memo))
+    return ShardGroup(shard, type(group.gradients)(shard))
 
 
 def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:

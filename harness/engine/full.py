@@ -5,13 +5,14 @@ memory under them comes and goes. To read a leaf whose memory is gone crashes th
 engines; with LOCKSTEP_ENGINE_DEBUG=1 it reads NaN. Runs on ranks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.engine.awaited import Awaited
-from harness.engine.layout import FlatLayout
+from harness.engine.layout import Layout
 from harness.engine.precision import Dtypes
 
 
@@ -54,8 +55,11 @@ class FullParameters:
             self.buffer.untyped_storage().resize_(0)
 
 
-def over(buffer: Tensor, layout: FlatLayout, dtypes: Dtypes, borrowed: bool, poison: bool) -> FullParameters:
-    """Return full parameters that lie in ``buffer``, whose memory must be allocated."""
+def lay_out(buffer: Tensor, layout: Layout, trainable: Iterable[bool] | None) -> tuple[Tensor, ...]:
+    """Return leaves that lie in ``buffer``, whose memory must be allocated: one for each parameter.
+
+    They are plain tensors, but with ``trainable`` parameters, which that says of each.
+    """
     # Tensors made in inference mode could never be saved for a later backward.
     with torch.inference_mode(False), torch.no_grad():
         leaves = tuple(
@@ -64,7 +68,9 @@ def over(buffer: Tensor, layout: FlatLayout, dtypes: Dtypes, borrowed: bool, poi
             buffer[start : start + numel].view(shape).data
             for start, numel, shape in zip(layout.starts, layout.numels, layout.shapes, strict=True)
         )
-    return FullParameters(buffer, leaves, dtypes, borrowed, poison)
+    if trainable is None:
+        return leaves
+    return tuple(nn.Parameter(leaf, wanted) for leaf, wanted in zip(leaves, trainable, strict=True))
 
 
 def fill_with_nan(tensor: Tensor) -> None:

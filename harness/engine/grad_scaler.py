@@ -83,7 +83,7 @@ class ShardedGradScaler(GradScaler):
         that is not a positive fp32 number.
         """
         super().update(None if new_scale is None else _checked("new_scale", float(new_scale)))
-        if self._scale is not None:
+        if self._enabled and self._scale is not None:
             self._scale.clamp_(min=_RANGE.tiny)  # 1 / scale must be finite; torch's growth stops before inf
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

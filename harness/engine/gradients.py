@@ -1,52 +1,67 @@
 """The gradients of one group: from full leaves, through the reduction, to where the user sees them.
 
-What the user sees (`.grad` of a visible parameter) is the only store: an optimizer's `zero_grad`, a scaler or
-a clip that changes it is honoured by the next backward. Runs on ranks.
+Where unreduced ones wait is for the front to say: shown_gradients.py and held_gradients.py. Runs on ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from harness.engine import collectives
+from harness.engine import collectives, wire
 from harness.engine.full import FullParameters, fill_with_nan
-from harness.engine.parameters import attach_gradient
 from harness.engine.pool import BufferPool
 from harness.engine.shard import LocalShard
 
 
-class Gradients:
-    """Reduce and accumulate the gradients that belong to ``shard``.
-
-    Inside ``no_sync`` the visible gradients are full and unreduced; what had been reduced before waits in
-    ``_synced`` until the next reduction.
-    """
+class Gradients(ABC):
+    """Reduce the gradients that belong to ``shard`` and add them to what the user sees."""
 
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
-        self._unsynced = False
-        self._synced: dict[nn.Parameter, Tensor] = {}
-        self._shown_version = 0
         self._started: Callable[[], Tensor] | None = None
 
     @property
+    @abstractmethod
     def unreduced(self) -> bool:
-        """Whether the user sees full gradients that the other ranks have not been told."""
-        return self._unsynced and bool(self.visible())
+        """Whether there are gradients that the other ranks have not been told."""
 
+    @abstractmethod
     def visible(self) -> list[Tensor]:
         """Return the gradients that the user sees now."""
-        return [p.grad for p, _ in self._full_spans() if p.grad is not None]
+
+    @abstractmethod
+    def collect_unsynced(self, full: FullParameters) -> None:
+        """Add gradients from the leaves of ``full`` to this rank's own full gradients."""
+
+    @abstractmethod
+    def drop_unsynced(self) -> None:
+        """Forget what `collect_unsynced` gathered and the user cannot see."""
+
+    @abstractmethod
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """Take the visible gradients off their parameters and return them converted."""
+
+    @abstractmethod
+    def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Put gradients on their parameters."""
+
+    @abstractmethod
+    def _add_unsynced(self, flat: Tensor) -> None:
+        """Add unreduced gradients to ``flat``, which is full and as it travels, and hold none any more."""
+
+    @abstractmethod
+    def _add_shard(self, reduced: Tensor) -> None:
+        """Add ``reduced``, a 1-D shard in the gradient dtype, to what the user sees."""
 
     @torch.no_grad()
     def collect(self, full: FullParameters, pool: BufferPool) -> None:
         """Take gradients from the leaves of ``full`` and start to average them; `settle` shows them."""
         self.settle()
-        flat = self._flatten(full, pool)
+        flat = self._pack(full, BufferPool() if self._shard.whole else pool)
         self._add_unsynced(flat)
-        axes = self._shard.settings.axes
-        finish = collectives.start_mean(flat, axes, full.dtypes.gradient, pool)
+        finish = self._start(flat, full.dtypes.gradient, pool)
 
         def finished() -> Tensor:
             reduced = finish()
@@ -69,124 +84,24 @@ class Gradients:
         if started:
             started()
 
-    @torch.no_grad()
-    def collect_unsynced(self, full: FullParameters) -> None:
-        """Add gradients from the leaves of ``full`` to this rank's own full gradients, and show those."""
-        self.settle()
-        flat = self._flatten(full, BufferPool())
-        self._add_unsynced(flat)
-        self._show_full(flat)
+    def _start(self, flat: Tensor, dtype: torch.dtype, pool: BufferPool) -> Callable[[], Tensor]:
+        """Start to average ``flat``, as it travels; the result is a shard in ``dtype`` for `_add_shard`."""
+        return collectives.start_mean(flat, self._shard.settings.axes, dtype, pool)
 
-    @torch.no_grad()
-    def full(self) -> list[Tensor | None]:
-        """Return one full gradient per entry, in the entry's shape; None where no rank has one.
-
-        Inside ``no_sync`` they are this rank's own.
-        """
-        shard = self._shard
-        spans = self._full_spans() if self._unsynced else self._shard_spans()
-        numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
-        flat = torch.zeros(numel, dtype=shard.dtypes.gradient, device=shard.device)
-        for parameter, span in spans:
-            if parameter.grad is not None:
-                flat[span] = parameter.grad.reshape(-1).to(flat.device)
-        full = flat if self._unsynced else shard.gather(flat)
-        present = self._present_anywhere()
-        return [view if there else None for view, there in zip(shard.in_full(full), present, strict=True)]
-
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Take the visible gradients off their parameters and return them converted."""
-        self._synced = {p: fn(gradient) for p, gradient in self._synced.items()}
-        converted = {p: fn(p.grad) for p, _ in self._full_spans() if p.grad is not None}
-        for parameter in converted:
-            parameter.grad = None
-        return converted
-
-    def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Put gradients on their parameters."""
-        for parameter, gradient in gradients.items():
-            attach_gradient(parameter, gradient)
-
-    def _present_anywhere(self) -> list[bool]:
-        shard = self._shard
-        visible = (e.parameter if shard.settings.use_orig_params else shard.flat for e in shard.entries)
-        present = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
-        return [bool(p) for p in collectives.total(present, shard.settings.axes.groups, largest=True)]
-
-    def _flatten(self, full: FullParameters, pool: BufferPool) -> Tensor:
-        """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves.
-
-        The tensor is from ``pool``, unless the user will see it.
-        """
-        shard, layout = self._shard, self._shard.layout
-        lender = BufferPool() if shard.whole else pool
-        flat = lender.take(layout.padded_numel, full.dtypes.reduce, shard.device)
-        for leaf, view in zip(full.leaves, shard.in_full(flat), strict=True):
-            if leaf.grad is None:
-                view.zero_()
-            else:
-                view.copy_(leaf.grad.to_dense() if leaf.grad.layout is not torch.strided else leaf.grad)
-                leaf.grad = None
-        flat[layout.numel :].zero_()
+    def _pack(self, full: FullParameters, lender: BufferPool) -> Tensor:
+        """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
+        layout = self._shard.layout
+        flat = lender.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
+        wire.pack([_dense(leaf.grad) for leaf in full.leaves], flat, layout)
+        for leaf in full.leaves:
+            leaf.grad = None
         return flat
 
-    def _give_back(self, full: Tensor, pool: BufferPool) -> None:
+    def _give_back(self, flat: Tensor, pool: BufferPool) -> None:
         if self._shard.settings.poison:
-            fill_with_nan(full)
-        pool.give(full)
+            fill_with_nan(flat)
+        pool.give(flat)
 
-    def _add_shard(self, reduced: Tensor) -> None:
-        reduced = reduced.to(self._shard.flat.device)
-        for parameter, span in self._shard_spans():
-            fresh = reduced[span].view_as(parameter)
-            if parameter.grad is None:
-                attach_gradient(parameter, fresh)
-            else:
-                parameter.grad.add_(fresh)
 
-    def _show_full(self, full: Tensor) -> None:
-        spans = list(self._full_spans())
-        self._synced = {p: p.grad for p, _ in spans if p.grad is not None}
-        self._unsynced = True
-        self._shown_version = full._version
-        shapes = {entry.parameter: entry.shape for entry in self._shard.entries}
-        for parameter, span in spans:
-            gradient = full[span]
-            attach_gradient(parameter, gradient.view(shapes.get(parameter, gradient.shape)))
-
-    def _add_unsynced(self, full: Tensor) -> None:
-        """Add visible unreduced gradients to ``full`` and show the reduced ones that wait behind them."""
-        if not self._unsynced:
-            return
-        for parameter, span in self._full_spans():
-            if self._was_zeroed(parameter.grad):
-                self._synced.pop(parameter, None)
-            if parameter.grad is not None:
-                full[span] += parameter.grad.reshape(-1).to(full.device)
-            attach_gradient(parameter, self._synced.get(parameter))
-        self._unsynced = False
-        self._synced = {}
-
-    def _was_zeroed(self, shown: Tensor | None) -> bool:
-        """Tell whether the user zeroed a full gradient, and so means to forget what waits behind it."""
-        return shown is None or (shown._version != self._shown_version and not shown.any())
-
-    def _full_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield each visible trainable parameter with where its gradient lies in the full flat tensor."""
-        shard, layout = self._shard, self._shard.layout
-        if shard.settings.use_orig_params:
-            for entry, start, numel in zip(shard.entries, layout.starts, layout.numels, strict=True):
-                if entry.parameter.requires_grad:
-                    yield entry.parameter, slice(start, start + numel)
-        elif shard.flat.requires_grad:
-            yield shard.flat, slice(0, layout.numel)
-
-    def _shard_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield each visible trainable parameter that this rank holds a part of, and where in its shard."""
-        shard = self._shard
-        if shard.settings.use_orig_params:
-            for entry, piece in zip(shard.entries, shard.pieces, strict=True):
-                if entry.parameter.requires_grad and len(piece):
-                    yield entry.parameter, slice(piece.shard_start, piece.shard_stop)
-        elif shard.flat.requires_grad:
-            yield shard.flat, slice(0, shard.layout.shard_numel)
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()

@@ -3,6 +3,7 @@
     SHARDED --gather--> GATHERED --free--> SHARDED                        in a forward, in a backward
     SHARDED --prefetch--> PREFETCHED --gather--> GATHERED                 ahead of either
                         GATHERED --keep--> KEPT --gather--> GATHERED      from a forward to its backward
+                        GATHERED --split--> SPLIT --gather--> GATHERED    likewise
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
 The group does not know when to act; `engine.hooks` does. It has full parameters of one kind of `Dtypes` at a
@@ -13,33 +14,40 @@ unit, so that a backward of two forwards in different dtypes gathers for one aft
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engine import collectives
-from harness.engine.full import FullParameters, fill_with_nan, over
+from harness.engine.axes import Axes
+from harness.engine.full import FullParameters, fill_with_nan, lay_out
+from harness.engine.functional import outside_transforms
 from harness.engine.gradients import Gradients
-from harness.engine.parameters import Entry, attach_gradient
+from harness.engine.parameters import attach_gradient
 from harness.engine.policy import GroupState
 from harness.engine.precision import Dtypes
-from harness.engine.shard import GroupSettings, LocalShard
+from harness.engine.shard import LocalShard
+from harness.engine.wire import pack, unpack
 
-_FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT)
+_CUT = (GroupState.SHARDED, GroupState.SPLIT)
+_FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT, GroupState.SPLIT)
 
 
 class ShardGroup:
     """Make full parameters from the local shard and give them up again."""
 
-    def __init__(
-        self, entries: Sequence[Entry], settings: GroupSettings, flat: nn.Parameter | None = None
-    ) -> None:
-        self.shard = LocalShard(entries, settings, flat)
-        self.gradients = Gradients(self.shard)
-        self.settings = settings
+    def __init__(self, shard: LocalShard, gradients: Gradients) -> None:
+        self.shard = shard
+        self.gradients = gradients
+        self.settings = shard.settings
         self.state = GroupState.SHARDED
         self.full: FullParameters | None = None
         """What was gathered last."""
         self._variants: dict[Dtypes, FullParameters] = {}
         self._arrive: Callable[[], Tensor] | None = None
+        self._lasts: Sequence[object] | None = None
+        """What `shard.versions` were when full parameters were told to outlast `discard`."""
+        self._part: tuple[Tensor, Axes] | None = None
+        """This rank's part of full parameters that are split, and the ranks that have all of them."""
         self._sent: Tensor | None = None
         """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
 
@@ -55,7 +63,7 @@ class ShardGroup:
 
     @property
     def gathered_bytes(self) -> int:
-        return sum(full.nbytes for full in self.variants)
+        return sum(full.nbytes for full in self.variants) + (self._part[0].nbytes if self._part else 0)
 
     @property
     def low_precision_bytes(self) -> int:
@@ -68,12 +76,14 @@ class ShardGroup:
     def all_trainable(self) -> bool:
         return all(map(self.shard.is_trainable, self.shard.entries))
 
+    @outside_transforms
     def prefetch(self, dtypes: Dtypes | None = None) -> None:
         """Start what `gather` will need, if nothing is there."""
-        if self.state is GroupState.SHARDED:
+        if self.state in _CUT:
             self._start_gather(dtypes or self.shard.dtypes)
             self.state = GroupState.PREFETCHED
 
+    @outside_transforms
     def gather(self, dtypes: Dtypes | None = None) -> None:
         """Let modules compute with full parameters for a forward or backward of ``dtypes``; None: of now."""
         if self.state is GroupState.SUMMONED:
@@ -85,31 +95,68 @@ class ShardGroup:
             self.free()
         if self.state is GroupState.GATHERED:
             return
-        if self.state is GroupState.SHARDED:
+        if self.state in _CUT:
             self._start_gather(dtypes)
         self._finish_gather()
         for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
-            leaf.requires_grad_(self.shard.is_trainable(entry))
+            if leaf.requires_grad != (trainable := self.shard.is_trainable(entry)):
+                leaf.requires_grad_(trainable)
             entry.put(leaf)
         self.state = GroupState.GATHERED
 
+    @outside_transforms
     def keep(self) -> None:
         """Show modules their shards again, but keep the full parameters for backward."""
         if self.state is GroupState.GATHERED:
             self.shard.show()
             self.state = GroupState.KEPT
 
+    def last(self) -> None:
+        """Let full parameters, there or on their way, outlast `discard` until somebody changes the shard."""
+        self._lasts = self.shard.versions
+
+    @outside_transforms
+    def split(self, among: dist.ProcessGroup) -> None:
+        """Show modules their shards again, and keep this rank's part of the full parameters for backward.
+
+        The ranks of ``among``, which are neighbours on the shard axis, have all of them.
+        """
+        if self.state is GroupState.GATHERED and self.full:
+            shards = torch.empty_like(self.full.buffer)
+            with torch.no_grad():
+                pack(self.leaves, shards, self.shard.layout)
+            part = shards.view(dist.get_world_size(among), -1)[dist.get_rank(among)].clone()
+            self.free()
+            self._part = (part, Axes(among, None))
+            self.state = GroupState.SPLIT
+
+    def outdate(self) -> None:
+        """Let full parameters that were to last be given up: somebody has changed the shard."""
+        if self._lasts is not None and self.state is not GroupState.GATHERED:
+            self.free()
+        self._lasts = None
+
+    @outside_transforms
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
         if self.full and self.state in _FULL:
-            self._finish_gather()
+            self._await_gather()
+            self._part = None
             self.full.free()
             self.shard.show()
             self.state = GroupState.SHARDED
+        self._lasts = None
 
+    def drop_prefetched(self) -> None:
+        """Free what was gathered ahead and then did not come to use."""
+        if self.state is GroupState.PREFETCHED and self._lasts is None:
+            self.free()
+
+    @outside_transforms
     def discard(self) -> None:
         """Free, and forget gradients that a backward did not come to show."""
-        self.free()
+        if self._lasts is None or self._lasts != self.shard.versions:
+            self.free()
         self.gradients.drop_started()
         self.drop_gradients()
 
@@ -169,33 +216,63 @@ class ShardGroup:
         unchanged = full is not None and (full.borrowed, full.buffer.device) == (borrowed, shard.device)
         if full and unchanged and (not borrowed or full.buffer.data_ptr() == flat.data_ptr()):
             return full
-        with torch.inference_mode(False):  # see full.over
-            buffer = flat
-            if not borrowed:
-                buffer = flat.new_empty(shard.layout.padded_numel, dtype=dtypes.compute, device=shard.device)
-        full = self._variants[dtypes] = over(buffer, shard.layout, dtypes, borrowed, self.settings.poison)
+        with torch.inference_mode(False):  # see full.lay_out
+            buffer = flat if borrowed else self._empty(dtypes)
+        trainable = map(shard.is_trainable, shard.entries) if self.settings.registers_full else None
+        leaves = lay_out(buffer, shard.layout, trainable)
+        full = self._variants[dtypes] = FullParameters(buffer, leaves, dtypes, borrowed, self.settings.poison)
         full.free()
         return full
 
+    def _empty(self, dtypes: Dtypes) -> Tensor:
+        """Return memory for full parameters."""
+        shard = self.shard
+        return torch.empty(shard.layout.padded_numel, dtype=dtypes.compute, device=shard.device)
+
     @torch.no_grad()
     def _start_gather(self, dtypes: Dtypes) -> None:
-        """Allocate full parameters and begin to fill them; `_finish_gather` waits until they are there."""
+        """Begin to bring shards together; `_finish_gather` waits until full parameters are there."""
         self.shard.reclaim()
-        self.full = self.variant(dtypes)
-        self.full.allocate()
-        if self.full.borrowed:
+        self._refuse_meta()
+        full = self.full = self.variant(dtypes)
+        if full.borrowed or self.shard.layout.in_order:
+            full.allocate()
+        if full.borrowed:
             return
         flat = self.shard.flat.data
-        # What is copied and not sent is cast on the way.
-        local = flat if self.shard.whole else flat.to(device=self.shard.device, dtype=dtypes.compute)
-        self._sent = local if local.data_ptr() != flat.data_ptr() else None
-        self._arrive = collectives.start_gather(self.full.buffer, local, self.settings.axes)
+        if self.shard.whole:  # nothing is sent, and copying casts
+            full.buffer.copy_(flat)
+            return
+        if self._part:
+            local, axes = self._part
+        else:
+            local, axes = flat.to(device=self.shard.device, dtype=dtypes.compute), self.settings.axes
+            self._sent = local if local.data_ptr() != flat.data_ptr() else None
+        shards = full.buffer if self.shard.layout.in_order else self._empty(dtypes)
+        self._arrive = collectives.start_gather(shards, local, axes)
 
+    @torch.no_grad()
     def _finish_gather(self) -> None:
-        if self._arrive:
-            self._arrive()
-            self._arrive = None
-            self._release_sent()
+        shards = self._await_gather()
+        if shards is not None and self.full and shards is not self.full.buffer:
+            self.full.allocate()
+            unpack(shards, self.full.buffer, self.shard.layout)
+
+    def _await_gather(self) -> Tensor | None:
+        """Return all shards end to end, if they were on their way."""
+        if self._arrive is None:
+            return None
+        shards = self._arrive()
+        self._arrive = self._part = None
+        self._release_sent()
+        return shards
+
+    def _refuse_meta(self) -> None:
+        if self.shard.flat.is_meta:
+            raise RuntimeError(
+                f"{self.settings.unit}: parameters are on the meta device; call to_empty(device=...) on the "
+                "model and give them values first."
+            )
 
     def _release_sent(self) -> None:
         if self._sent is None:

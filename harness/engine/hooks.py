@@ -14,14 +14,12 @@ After an exception `abort_forward`, `abort_backward` and `start` lead back to be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from weakref import finalize
 
 import torch
-from torch.autograd import Variable
+from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from harness.engine.awaited import weakly
@@ -29,10 +27,10 @@ from harness.engine.buffers import Buffers
 from harness.engine.containers import cast_floating, map_tensors, tensors
 from harness.engine.full import FullParameters
 from harness.engine.group import ShardGroup
-from harness.engine.policy import BackwardPrefetch, GroupState, ShardingStrategy
-from harness.engine.pool import BufferPool
+from harness.engine.policy import BackwardPrefetch, ShardingStrategy
 from harness.engine.precision import Precision
-from harness.engine.prefetch import Prefetcher
+from harness.engine.switches import Switches
+from harness.engine.tree import Tree, backward_id
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class UnitSettings:
     """``device``: where arguments of the root and buffers are moved to; None leaves them where they are.
 
     ``keeps_precision``: the unit stands with full precision amid units without: its floating-point arguments
-    are cast up and its results back to what came in.
+    are cast up and its results back to what came in. ``output_dtype``: of floating-point results; None leaves
+    them as they are.
     """
 
     strategy: ShardingStrategy
@@ -49,101 +48,7 @@ class UnitSettings:
     keeps_precision: bool
     forward_prefetch: bool = False
     backward_prefetch: BackwardPrefetch | None = None
-
-
-class Tree:
-    """What the units below one root share."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = tuple(units)
-        self.sync = True
-        asked = self.root.settings
-        self.prefetcher = Prefetcher(asked.forward_prefetch, asked.backward_prefetch)
-        self._pool = BufferPool()
-        self._reducing: ShardGroup | None = None
-        self._forwards = 0
-        self.backward = -1
-        """The outermost backward that goes through the tree, as `_backward_id` numbers it; -1 for none."""
-
-    @property
-    def root(self) -> Unit:
-        return self.units[0]
-
-    @property
-    def busy(self) -> bool:
-        """Whether a forward or a backward of any unit is going on."""
-        return self._forwards > 0 or self.in_backward
-
-    @property
-    def in_backward(self) -> bool:
-        # A device's thread may let go of a backward that raised a little late.
-        return self.backward != -1 and _backward_id() != -1
-
-    def enter_forward(self) -> None:
-        if self._forwards == 0 and not self.in_backward:
-            # Kept parameters may be stale, and a step that raised may have left things behind.
-            self.backward = -1
-            for unit in self.units:
-                unit.start()
-            self.prefetcher.begin_forward()
-        self._forwards += 1
-
-    def leave_forward(self, failed: bool) -> None:
-        """After a failure nothing more is awaited: who knows whether the other ranks came as far."""
-        self._forwards -= 1
-        if self._forwards == 0 and not self.in_backward and not failed:
-            for unit in self.units:
-                unit.drop_prefetched()
-
-    def collect(self, group: ShardGroup, full: FullParameters) -> None:
-        """Take the gradients that ``full`` of ``group`` has; with `sync` start to average them.
-
-        One group is on its way at a time, while the gradients of the next are computed.
-        """
-        if not self.sync:
-            group.gradients.collect_unsynced(full)
-            return
-        self._settle()
-        group.gradients.collect(full, self._pool)
-        self._reducing = group
-
-    def enter_backward(self) -> None:
-        """Make sure that the end of this backward is seen, once, in the outermost backward."""
-        if self.backward == -1:
-            self.backward = _backward_id()
-            self._drop_reduction()
-            self.prefetcher.begin_backward()
-            for unit in self.units:
-                unit.prepare_buffers()  # a forward in another mode may have come between
-            end = partial(self._end_backward)
-            # Autograd alone holds it, and lets go of it without a call after an exception.
-            finalize(end, self._abort_backward, self.backward).atexit = False
-            Variable._execution_engine.queue_callback(end)
-
-    def _end_backward(self) -> None:
-        self.backward = -1
-        for unit in self.units:
-            unit.finish()
-        self._settle()
-        self._pool.clear()
-
-    def _abort_backward(self, backward: int) -> None:
-        """Go back to between steps if ``backward`` has not ended well; as after a forward, await nothing."""
-        if self.backward == backward:
-            self.backward = -1
-            for unit in self.units:
-                unit.abort_backward()
-
-    def _drop_reduction(self) -> None:
-        """Forget what a backward that raised had begun to reduce."""
-        if self._reducing:
-            self._reducing.gradients.drop_started()
-            self._reducing = None
-
-    def _settle(self) -> None:
-        if self._reducing:
-            self._reducing.gradients.settle()
-            self._reducing = None
+    output_dtype: torch.dtype | None = None
 
 
 class Unit:
@@ -152,14 +57,33 @@ class Unit:
     def __init__(self, group: ShardGroup | None, buffers: Buffers, settings: UnitSettings) -> None:
         self.group = group
         self.settings = settings
+        self.switches = Switches(frees_after_forward=settings.strategy.frees_after_forward)
+        self.num_modules = 1
+        """How many modules share the group: it is given up when all have had their forwards."""
         self.tree = Tree([self])
         self.buffers = buffers
+        self._ran: set[object] = set()
         self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what ``forward``, of the unit's module or one of them, makes of the arguments."""
+        tree = self.tree
+        tree.enter_forward()
+        try:
+            args, kwargs = self.before_forward(args, kwargs)
+            output = self.after_forward(forward(*args, **kwargs), of=forward)
+        except BaseException:
+            self.abort_forward()
+            tree.leave_forward(failed=True)
+            raise
+        tree.leave_forward(failed=False)
+        return output
 
     def start(self) -> None:
         """Begin a step from a clean state, with buffers in the dtype and place of computation."""
         self._forget_awaited()
+        self._ran.clear()
         if self.group:
             self.group.discard()
         self.prepare_buffers()
@@ -172,6 +96,20 @@ class Unit:
         """Belong to ``tree`` from now on."""
         self.tree = tree
 
+    def apply(self, fn: Callable[[Tensor], Tensor], apply_to_rest: Callable[[], object]) -> None:
+        """Convert the group with ``fn``, a cast or a move, while its parameters are out of the modules.
+
+        ``apply_to_rest`` does so with what the modules have then.
+        """
+        if self.group:
+            self.group.hide()
+        try:
+            apply_to_rest()
+        finally:
+            if self.group:
+                self.group.convert(fn)
+        self.buffers.convert(fn)
+
     def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._prepare((args, kwargs))
@@ -180,25 +118,28 @@ class Unit:
         if self.group:
             self.group.prefetch()
             if not self._recomputed:
-                self.tree.prefetcher.in_forward(self.group)
+                self.tree.prefetcher.in_forward(self.group, self.switches.forward_prefetch)
             self.group.gather()
             if torch.is_grad_enabled():
                 args, kwargs = self._watch(self.group, (args, kwargs))
         return args, kwargs
 
-    def after_forward(self, output: Any) -> Any:
-        """Free or keep the full parameters, and see to it that backward finds them."""
+    def after_forward(self, output: Any, of: object) -> Any:
+        """See to it that backward finds full parameters; free or keep them if ``of`` is the last module."""
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if graded and (self.group or self.tree.root is self):
             full = self.group.full if self.group else None
             register_multi_grad_hook(graded, lambda _: self._before_backward(full), mode="any")
             if self.group and not self.tree.in_backward:
                 self.tree.prefetcher.after_forward(self.group)
-        if self.group and not self.tree.in_backward:  # what is recomputed in backward is needed there next
+        self._ran.add(of)
+        complete = len(self._ran) >= self.num_modules
+        # What is recomputed in backward is needed there next.
+        if self.group and complete and not self.tree.in_backward:
             self._give_up(self.group, hooked=bool(graded))
-        if self._outer_dtype:
-            output = cast_floating(self._outer_dtype, output)
-        return output
+            self._ran.clear()
+        dtype = self._outer_dtype or self.settings.output_dtype
+        return cast_floating(dtype, output) if dtype else output
 
     def abort_forward(self) -> None:
         """Give up after an exception; but checkpointing ends recomputations with one, and goes on.
@@ -215,6 +156,7 @@ class Unit:
         if self.group:
             self.group.keep()
             self.group.drop_gradients()
+            self.group.gradients.drop_unsynced()
 
     def finish(self) -> None:
         """Leave nothing of a backward that has ended: reduce what nobody waited for, and free."""
@@ -223,15 +165,19 @@ class Unit:
             return
         for full in self.group.variants:
             if any(leaf.grad is not None for leaf in full.leaves):
-                self.tree.collect(self.group, full)
-        if self.tree.sync and self.group.gradients.unreduced:
-            self.tree.collect(self.group, self.group.variant(self.group.shard.dtypes))
-        self.group.free()
+                self.tree.collect(self.group, full, self.switches.sync)
+        if self.switches.sync and self.group.gradients.unreduced:
+            self.tree.collect(self.group, self.group.variant(self.group.shard.dtypes), sync=True)
+        self._give_up_after_backward(self.group)
 
-    def drop_prefetched(self) -> None:
+    def end_forward(self, failed: bool) -> None:
         """Free what was gathered ahead for a forward that then did not come."""
-        if self.group and self.group.state is GroupState.PREFETCHED:
-            self.group.free()
+        if self.group and failed:
+            self.group.gradients.drop_unsynced()
+        elif self.group:
+            self.group.drop_prefetched()
+            if self._ran:  # not all modules of the group came
+                self.group.keep()
 
     def _prepare(self, arguments: Any) -> Any:
         mixed, is_root = self.settings.precision.now, self.tree.root is self
@@ -254,8 +200,12 @@ class Unit:
     def _give_up(self, group: ShardGroup, hooked: bool) -> None:
         """After forward: keep what a backward will use, if it could not be told to gather it again."""
         needs_backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in group.leaves)
-        if (hooked and not self.settings.strategy.frees_after_forward) or (needs_backward and not hooked):
+        frees = self.switches.frees_after_forward
+        frees = self.tree.root is not self if frees is None else frees
+        if (hooked and not frees) or (needs_backward and not hooked):
             group.keep()
+        elif hooked and self.switches.split_among:
+            group.split(self.tree.neighbours(group, self.switches.split_among))
         else:
             group.free()
 
@@ -292,18 +242,18 @@ class Unit:
                 )
             full.awaited.inputs_done = False
             self.group.prefetch(full.dtypes)
-            self.tree.prefetcher.before_gradients(self.group)
+            self.tree.prefetcher.before_gradients(self.group, self.switches.backward_prefetch)
             self.group.gather(full.dtypes)
 
     def _on_gradient(self, full: FullParameters) -> None:
         """Reduce when the last leaf of ``full`` that this backward reaches has its gradient."""
         self.tree.enter_backward()
-        backward = _backward_id()
+        backward = backward_id()
         if full.awaited.note(backward) and self.group:
             done = full.awaited.inputs_done or self._is_done(full, backward)
             if done:
-                self.group.free()  # before memory for the reduction is taken
-            self.tree.collect(self.group, full)
+                self._free(self.group, full)  # before memory for the reduction is taken
+            self.tree.collect(self.group, full, self.switches.sync)
             if done:
                 self.tree.prefetcher.after_gradients()
 
@@ -319,14 +269,21 @@ class Unit:
 
     def _on_inputs_done(self, group: ShardGroup, full: FullParameters) -> None:
         full.awaited.inputs_done = True
-        if full.awaited.left(_backward_id()) == 0:
+        if full.awaited.left(backward_id()) == 0:
+            self._free(group, full)
+
+    def _free(self, group: ShardGroup, full: FullParameters) -> None:
+        """Give up ``full``, if ``group`` has not done so for other dtypes already."""
+        if group.full is full:
+            self._give_up_after_backward(group)
+
+    def _give_up_after_backward(self, group: ShardGroup) -> None:
+        if self.switches.frees_after_backward:
             group.free()
+        else:
+            group.keep()
+            group.last()
 
     def _forget_awaited(self) -> None:
         for full in self.group.variants if self.group else ():
             full.awaited.forget()
-
-
-def _backward_id() -> int:
-    """Return the number of the backward that this thread is in, -1 outside. Nested ones differ."""
-    return torch._C._current_graph_task_id()

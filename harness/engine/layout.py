@@ -1,6 +1,7 @@
 """Where parameters lie in a shard: pure arithmetic on element counts, usable without a process group."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,22 +28,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class FlatLayout:
-    """Lay parameters end to end, pad the end, cut into ``num_shards`` equal shards.
-
-    >>> layout = FlatLayout(shapes=((2, 2), (1,)), num_shards=2)
-    >>> layout.starts, layout.shard_numel, layout.padding
-    ((0, 4), 3, 1)
-    >>> layout.piece(0, shard=1)
-    Piece(start=3, stop=4, shard_start=0)
-    """
+class Layout(ABC):
+    """Say how parameters of these ``shapes`` lie in ``num_shards`` shards of one size, and in full."""
 
     shapes: tuple[Sequence[int], ...]
     num_shards: int
 
     def __post_init__(self) -> None:
         if self.num_shards < 1:
-            raise ValueError(f"FlatLayout: num_shards must be at least 1, got {self.num_shards}")
+            raise ValueError(f"{type(self).__name__}: num_shards must be at least 1, got {self.num_shards}")
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -50,19 +44,9 @@ class FlatLayout:
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Where each parameter starts in the full flat tensor."""
-        return tuple(accumulate(self.numels, initial=0))[:-1]
-
-    @cached_property
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(self.numels)
-
-    @cached_property
-    def shard_numel(self) -> int:
-        """Elements of one shard, the same for every shard."""
-        return -(-self.numel // self.num_shards)
 
     @property
     def padded_numel(self) -> int:
@@ -72,8 +56,52 @@ class FlatLayout:
     def padding(self) -> int:
         return self.padded_numel - self.numel
 
+    @property
+    @abstractmethod
+    def in_order(self) -> bool:
+        """Whether the shards end to end are the full tensor as it is."""
+
+    @property
+    @abstractmethod
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter starts in the full tensor, in which it is contiguous."""
+
+    @property
+    @abstractmethod
+    def shard_numel(self) -> int:
+        """Elements of one shard, the same for every shard."""
+
+    @abstractmethod
     def piece(self, index: int, shard: int) -> Piece:
         """Return the part of parameter ``index`` that ``shard`` holds."""
+
+    @abstractmethod
+    def piece_shape(self, index: int, shard: int) -> Sequence[int]:
+        """Return the shape in which that part is shown."""
+
+
+@dataclass(frozen=True)
+class FlatLayout(Layout):
+    """Lay parameters end to end, pad the end, cut into ``num_shards`` equal shards.
+
+    >>> layout = FlatLayout(shapes=((2, 2), (1,)), num_shards=2)
+    >>> layout.starts, layout.shard_numel, layout.padding
+    ((0, 4), 3, 1)
+    >>> layout.piece(0, shard=1)
+    Piece(start=3, stop=4, shard_start=0)
+    """
+
+    in_order = True
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.numels, initial=0))[:-1]
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return -(-self.numel // self.num_shards)
+
+    def piece(self, index: int, shard: int) -> Piece:
         first = self.starts[index]
         shard_first = shard * self.shard_numel
         start = min(max(shard_first - first, 0), self.numels[index])
@@ -81,3 +109,58 @@ class FlatLayout:
         if start == stop:
             return Piece(0, 0, 0)
         return Piece(start, stop, first + start - shard_first)
+
+    def piece_shape(self, index: int, shard: int) -> Sequence[int]:
+        """1-D, but where nothing is cut the parameter's own."""
+        return self.shapes[index] if self.num_shards == 1 else (len(self.piece(index, shard)),)
+
+
+@dataclass(frozen=True)
+class RowLayout(Layout):
+    """Cut each parameter along dim 0 as torch.chunk does; a shard has one piece of each, end to end.
+
+    Pieces are padded at their ends to the size of the first. In full, all padding of a parameter comes after
+    it.
+
+    >>> layout = RowLayout(shapes=((3, 2), (1,)), num_shards=2)
+    >>> layout.starts, layout.shard_numel, layout.padding
+    ((0, 8), 5, 3)
+    >>> layout.piece(0, shard=1), layout.piece_shape(0, shard=1)
+    (Piece(start=4, stop=6, shard_start=0), (1, 2))
+    """
+
+    @property
+    def in_order(self) -> bool:
+        return self.num_shards == 1
+
+    @cached_property
+    def piece_numels(self) -> tuple[int, ...]:
+        """Elements of a padded piece of each parameter; a 0-dim parameter is one row."""
+        return tuple(
+            -(-shape[0] // self.num_shards) * math.prod(shape[1:]) if shape else 1 for shape in self.shapes
+        )
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return sum(self.piece_numels)
+
+    @cached_property
+    def shard_starts(self) -> tuple[int, ...]:
+        """Where the piece of each parameter starts in a shard."""
+        return tuple(accumulate(self.piece_numels, initial=0))[:-1]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(start * self.num_shards for start in self.shard_starts)
+
+    def piece(self, index: int, shard: int) -> Piece:
+        size, numel = self.piece_numels[index], self.numels[index]
+        start, stop = min(shard * size, numel), min((shard + 1) * size, numel)
+        return Piece(start, stop, self.shard_starts[index])
+
+    def piece_shape(self, index: int, shard: int) -> Sequence[int]:
+        shape = self.shapes[index]
+        if not shape:
+            return ()
+        rows = -(-shape[0] // self.num_shards)
+        return (max(min(rows, shape[0] - shard * rows), 0), *shape[1:])

@@ -55,6 +55,8 @@ class GroupState(Enum):
     """Full parameters exist in the compute dtype; modules see them as plain tensors autograd tracks."""
     KEPT = auto()
     """Full parameters exist for the coming backward; modules see the local shard."""
+    SPLIT = auto()
+    """Full parameters for the coming backward are cut over a few ranks; modules see the local shard."""
     SUMMONED = auto()
     """Modules see full original parameters in the original dtype, outside forward and backward."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness.engine.group import ShardGroup
 from harness.engine.policy import BackwardPrefetch
 from harness.engine.precision import Dtypes
@@ -31,10 +33,13 @@ class Prefetcher:
         self._expected, self._position = self._entered, 0
         self._entered, self._ended = [], []
 
-    def in_forward(self, group: ShardGroup) -> None:
-        """``group``, whose own gather is on its way, begins its forward."""
+    def in_forward(self, group: ShardGroup, told: Sequence[ShardGroup] = ()) -> None:
+        """Gather what is ``told``, or guess, as ``group``, on its own way already, begins its forward."""
         self._entered.append((group, None))
-        if self._advance(group) and self._forward:
+        expected = self._advance(group)
+        if told:
+            _prefetch(told)
+        elif expected and self._forward:
             self._prefetch_next()
 
     def after_forward(self, group: ShardGroup) -> None:
@@ -44,9 +49,12 @@ class Prefetcher:
     def begin_backward(self) -> None:
         self._expected, self._position = self._ended[::-1], 0
 
-    def before_gradients(self, group: ShardGroup) -> None:
-        """Backward comes to ``group``, whose own gather is on its way."""
-        if self._advance(group) and self._backward is BackwardPrefetch.BACKWARD_PRE:
+    def before_gradients(self, group: ShardGroup, told: Sequence[ShardGroup] = ()) -> None:
+        """Do the same as backward comes to ``group``, before it computes gradients."""
+        expected = self._advance(group)
+        if told:
+            _prefetch(told)
+        elif expected and self._backward is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_next()
 
     def after_gradients(self) -> None:
@@ -66,3 +74,8 @@ class Prefetcher:
         if self._position < len(self._expected):
             group, dtypes = self._expected[self._position]
             group.prefetch(dtypes)
+
+
+def _prefetch(groups: Sequence[ShardGroup]) -> None:
+    for group in groups:
+        group.prefetch()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from harness.engine import collectives, parameters
 from harness.engine.axes import Axes
-from harness.engine.layout import FlatLayout
+from harness.engine.layout import FlatLayout, Layout
 from harness.engine.parameters import Entry, Slot
 from harness.engine.policy import ShardingStrategy
 from harness.engine.precision import Dtypes, Precision
@@ -19,7 +19,8 @@ class GroupSettings:
     """What the unit that owns a group decides for it.
 
     ``unit``: how error messages call it. ``offload_device``: where an offloaded group computes; None if
-    shards live where they compute. ``poison``: fill freed and sent memory with NaN.
+    shards live where they compute. ``poison``: fill freed and sent memory with NaN. ``layout``: how
+    parameters lie in shards. ``registers_full``: modules register full parameters, and do not just read them.
     """
 
     unit: str
@@ -29,6 +30,23 @@ class GroupSettings:
     axes: Axes
     offload_device: torch.device | None
     poison: bool
+    layout: type[Layout] = FlatLayout
+    registers_full: bool = False
+
+
+def layout_of(entries: Sequence[Entry], settings: GroupSettings) -> Layout:
+    return settings.layout(tuple(tuple(entry.shape) for entry in entries), settings.axes.num_shards)
+
+
+def cut(entries: Sequence[Entry], settings: GroupSettings) -> Tensor:
+    """Return this rank's shard of the parameters' values as a new 1-D tensor."""
+    layout = layout_of(entries, settings)
+    shard = entries[0].parameter.detach().new_zeros(layout.shard_numel)
+    for i, entry in enumerate(entries):
+        piece = layout.piece(i, settings.axes.index)
+        values = entry.parameter.detach().reshape(-1)
+        shard[piece.shard_start : piece.shard_stop] = values[piece.start : piece.stop]
+    return shard.cpu() if settings.offload_device else shard
 
 
 class LocalShard:
@@ -43,14 +61,15 @@ class LocalShard:
     def __init__(
         self, entries: Sequence[Entry], settings: GroupSettings, flat: nn.Parameter | None = None
     ) -> None:
-        parameters.check(entries, settings.unit, uniform_requires_grad=not settings.use_orig_params)
         self.entries = tuple(entries)
         self.settings = settings
-        index = settings.axes.index
-        self.layout = FlatLayout(tuple(tuple(entry.shape) for entry in entries), settings.axes.num_shards)
-        self.pieces = tuple(self.layout.piece(i, index) for i in range(len(entries)))
-        trainable = any(entry.parameter.requires_grad for entry in entries)
-        self.flat = nn.Parameter(self._cut(index), requires_grad=trainable) if flat is None else flat
+        self.layout = layout_of(entries, settings)
+        self.pieces = tuple(self.layout.piece(i, settings.axes.index) for i in range(len(entries)))
+        if flat is None:
+            parameters.check(entries, settings.unit, uniform_requires_grad=not settings.use_orig_params)
+            trainable = any(entry.parameter.requires_grad for entry in entries)
+            flat = nn.Parameter(cut(entries, settings), requires_grad=trainable)
+        self.flat = flat
         self._flat_slot: Slot | None = None
         parameters.claim(entries, settings.unit)
         self._bind()
@@ -73,6 +92,12 @@ class LocalShard:
     def device(self) -> torch.device:
         """Where the group computes and communicates."""
         return self.settings.offload_device or self.flat.device
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """What changes whenever somebody changes the shard in place through what the user sees."""
+        # An operation on a DTensor is counted by the DTensor, one on its local tensor by that.
+        return tuple(entry.parameter._version + entry.piece._version for entry in self.entries)
 
     def is_trainable(self, entry: Entry) -> bool:
         return entry.parameter.requires_grad if self.settings.use_orig_params else self.flat.requires_grad
@@ -97,10 +122,11 @@ class LocalShard:
             entry.clear()
 
     def views(self) -> Iterator[tuple[Entry, Tensor]]:
-        """Yield each entry with its piece of the shard: 1-D, or in the entry's shape if nothing is cut."""
-        for entry, piece in zip(self.entries, self.pieces, strict=True):
+        """Yield each entry with its piece of the shard, in the shape that the layout gives it."""
+        index = self.settings.axes.index
+        for i, (entry, piece) in enumerate(zip(self.entries, self.pieces, strict=True)):
             view = self.flat.data[piece.shard_start : piece.shard_stop]
-            yield entry, view.view(entry.shape) if self.whole else view
+            yield entry, view.view(self.layout.piece_shape(i, index))
 
     def gather(self, shard: Tensor) -> Tensor:
         """Return every rank's 1-D ``shard`` end to end, as a new tensor on the group's device."""
@@ -125,12 +151,12 @@ class LocalShard:
             raise ValueError(
                 f"{self.settings.unit}: a conversion must keep the shape {tuple(self.flat.shape)}."
             )
-        self.flat.data = flat
+        parameters.set_data(self.flat, flat)
         self._bind()
 
     def reclaim(self) -> None:
         """Take over visible parameters whose ``.data`` the user replaced; refuse ones that were exchanged."""
-        if self.settings.offload_device and self.flat.device.type != "cpu":
+        if self.settings.offload_device and self.flat.device.type not in ("cpu", "meta"):
             raise RuntimeError(
                 f"{self.settings.unit}: offload_params keeps shards on CPU, but they are on "
                 f"{self.flat.device}; do not move the module after wrapping it."
@@ -138,14 +164,16 @@ class LocalShard:
         if not self.settings.use_orig_params:
             return
         for index, (entry, view) in enumerate(self.views()):
+            entry = self._read_again(index)
             if any(slot.read() is not entry.parameter for slot in entry.slots):
                 raise RuntimeError(
                     f"{self.settings.unit}: parameter {entry.name!r} was exchanged for another object after "
                     "wrapping; change its values in place instead, under summon_full_params."
                 )
-            if entry.parameter.data_ptr() != view.data_ptr():
-                self._take(index, entry.parameter.data, view)
-                entry.parameter.data = view
+            piece = entry.piece
+            if piece.data_ptr() != view.data_ptr():
+                self._take(index, piece, view)
+                entry.hold(view)
 
     def write_back(self) -> None:
         """Keep what this rank owns of the full parameters that modules hold now."""
@@ -158,19 +186,24 @@ class LocalShard:
                 )
             self._take(index, value.detach(), view)
 
+    def _read_again(self, index: int) -> Entry:
+        """Return entry number ``index``, with the parameter that its module has now if that fits."""
+        entry = self.entries[index]
+        found = entry.slots[0].read()
+        if found is not entry.parameter and (exchanged := entry.exchanged(found)):
+            twins = [entry.exchanged(slot.read()) for slot in entry.slots]
+            # `load_state_dict` gives every name of a tied parameter an object of its own over one memory.
+            if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
+                exchanged.put(exchanged.parameter)
+            self.entries = (*self.entries[:index], exchanged, *self.entries[index + 1 :])
+            return exchanged
+        return entry
+
     def _bind(self) -> None:
         """Let the original parameters show ``flat``, which is new; visible or not, they hold nothing else."""
         for entry, view in self.views():
-            entry.parameter.data = view
+            entry.hold(view)
         self.show()
-
-    def _cut(self, index: int) -> Tensor:
-        """Return shard number ``index`` of the parameters' values as a new tensor."""
-        values = [entry.parameter.detach().reshape(-1) for entry in self.entries]
-        values.append(values[0].new_zeros(self.layout.padding))
-        start = index * self.layout.shard_numel
-        own = torch.cat(values)[start : start + self.layout.shard_numel].clone()
-        return own.cpu() if self.settings.offload_device else own
 
     def _take(self, index: int, value: Tensor, view: Tensor) -> None:
         """Copy ``value``, a full parameter or this rank's piece of it, into the shard's ``view``."""

@@ -9,6 +9,7 @@ import torch
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
 from harness.engine.policy import GroupState
+from harness.engine.shown_gradients import ShownGradients
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
 
 def _summon(group: ShardGroup, options: Summon, stack: ExitStack) -> None:
     full = group.full_original()
-    gradients = group.gradients.full() if options.with_grads else None
+    gradients = None
+    if options.with_grads:
+        assert isinstance(group.gradients, ShownGradients)
+        gradients = group.gradients.full()
     if options.rank0_only and not group.settings.axes.is_first:
         return
     if options.offload_to_cpu:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
 from harness.engine.axes import ProcessGroups
-from harness.engine.hooks import Tree
 from harness.engine.names import FLAT as _FLAT
 from harness.engine.names import INNER as _INNER
 from harness.engine.names import clean_name
@@ -30,6 +29,7 @@ from harness.engine.policy import (
 )
 from harness.engine.state_front import StateFront
 from harness.engine.summon import Summon, refuse_when_busy, summoned
+from harness.engine.tree import Tree
 from harness.engine.wrap_policy import WrapFunction, WrapPolicy, as_policy
 
 
@@ -137,17 +137,7 @@ class FullyShardedDataParallel(StateFront):
         return inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        unit, tree = self._unit, self._unit.tree
-        tree.enter_forward()
-        try:
-            args, kwargs = unit.before_forward(args, kwargs)
-            output = unit.after_forward(self.module(*args, **kwargs))
-        except BaseException:
-            unit.abort_forward()
-            tree.leave_forward(failed=True)
-            raise
-        tree.leave_forward(failed=False)
-        return output
+        return self._unit.run(self.module, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -233,12 +223,15 @@ class FullyShardedDataParallel(StateFront):
         The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient, and no
         optimizer may step: its parameters are shards.
         """
-        tree = self._require_root("no_sync")
-        previous, tree.sync = tree.sync, False
+        switches = [unit.switches for unit in self._require_root("no_sync").units]
+        previous = [of_unit.sync for of_unit in switches]
         try:
+            for of_unit in switches:
+                of_unit.sync = False
             yield
         finally:
-            tree.sync = previous
+            for of_unit, sync in zip(switches, previous, strict=True):
+                of_unit.sync = sync
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -275,16 +268,8 @@ class FullyShardedDataParallel(StateFront):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         """Cast or move everything, as `.half()` and `.to()` do: shard, gradients, buffers, units below."""
-        group = self._unit.group
-        if group is None:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        else:
-            group.hide()
-            try:
-                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            finally:
-                group.convert(fn)
-        self._unit.buffers.convert(fn)
+        rest = super()._apply
+        self._unit.apply(fn, lambda: rest(fn, recurse))  # type: ignore[no-untyped-call]
         return self
 
     def _require_root(self, what: str) -> Tree:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AlwaysWrapNestedWrappedModule", "NestedWrappedModule"]
+__all__ = ["AlwaysWrapNestedWrappedModule", "NestedWrappedModule", "NonUniformReqGradNWM"]
 
 
 class NestedWrappedModule(nn.Module):
@@ -46,3 +46,24 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     """The same model with every submodule a unit: the root and the containers own nothing."""
 
     units: ClassVar[tuple[str | type[nn.Module], ...]] = (nn.Module,)
+
+
+class NonUniformReqGradNWM(NestedWrappedModule):
+    """The same layers, of which the last alone learns: it shares a unit with the frozen layer before it.
+
+    That unit holds 68 frozen elements and then 40 that learn: on two ranks the first has none of these, and
+    so no gradient at all.
+    """
+
+    units: ClassVar[tuple[str | type[nn.Module], ...]] = ("module.1", "module.1.0", "module.2")
+    trained: ClassVar[str] = "module.2.1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(
+            nn.Linear(8, 4),
+            nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)),
+            nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 8)),
+        )
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(self.trained))

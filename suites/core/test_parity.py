@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.adapters import Precision, ShardSpec
@@ -30,6 +29,7 @@ from harness.assertions import (
 from harness.zoo import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,
+    InHalf,
     MixtureOfExperts,
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
@@ -70,18 +70,6 @@ def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
         lambda _: named_gradients(bare),
         backward=lambda _, loss: bare.backward(loss),
     )
-
-
-class InHalf(nn.Module):
-    """A model with fp32 parameters that are cast to fp16 in forward, as inputs are."""
-
-    def __init__(self, bare: nn.Module) -> None:
-        super().__init__()
-        self.bare = bare
-
-    def forward(self, x: Tensor) -> Tensor:
-        halves = {name: parameter.half() for name, parameter in self.bare.named_parameters()}
-        return functional_call(self.bare, halves, x.half())
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The adapter of the built-in engine."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from harness.adapters import Precision, ShardSpec, find
-from harness.zoo import NestedWrappedModule
+from harness.zoo import BatchNormNet, NestedWrappedModule
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones():
@@ -26,6 +28,7 @@ def test_an_unknown_engine_is_answered_with_the_known_ones():
         (ShardSpec(unit_groups={"module.8": None}), r"units \['module.8'\] are not submodules"),
         (ShardSpec(unit_precisions={"module.9": Precision()}), r"units \['module.9'\] are not submodules"),
         (ShardSpec(precision=Precision(param_dtype=torch.int8)), "param_dtype must be a floating-point"),
+        (ShardSpec(units=("module.1",), min_num_params=1), "min_num_params chooses the units"),
     ],
 )
 def test_a_spec_that_cannot_be_met_is_refused(world, engine, spec, message):
@@ -38,6 +41,32 @@ def test_units_are_chosen_by_name_and_by_class(world, engine):
     bare = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Bilinear(2, 2, 2)), nn.Linear(2, 2))
     sharded = engine.shard(bare.to(world.device), ShardSpec(units=("2", nn.Bilinear)))
     assert [group.name for group in engine.groups(sharded)] == ["", "1.0", "2"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("min_num_params", "units"),
+    [
+        (80, ["module", "module.1.0", "module.1.1"]),
+        (224, ["module", "module.1.1"]),
+        (225, ["", "module.1.1"]),
+        (1000, [""]),
+    ],
+)
+def test_units_are_chosen_by_size(world, engine, min_num_params, units):
+    model = engine.shard(NestedWrappedModule().to(world.device), ShardSpec(min_num_params=min_num_params))
+    assert [group.name for group in engine.groups(model)] == units
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("classes", "units"), [(None, [""]), ((), [""]), ((nn.LayerNorm,), ["", "ln"])])
+def test_classes_that_compute_in_full_precision_are_units_also_where_no_other_is(
+    world, engine, classes, units
+):
+    precision = Precision(torch.float16, full_precision_classes=classes)
+    with pytest.warns(UserWarning, match="LayerNorm") if classes else nullcontext():
+        model = engine.shard(BatchNormNet().to(world.device), ShardSpec(precision=precision))
+    assert [group.name for group in engine.groups(model)] == units
 
 
 @pytest.mark.ranks(2)

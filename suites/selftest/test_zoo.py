@@ -7,9 +7,11 @@ from torch import nn
 from harness.adapters import ShardSpec
 from harness.zoo import (
     AlwaysWrapNestedWrappedModule,
+    InHalf,
     MixtureOfExperts,
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
+    NonUniformReqGradNWM,
     TransformerWithSharedParams,
 )
 
@@ -23,6 +25,7 @@ from harness.zoo import (
             AlwaysWrapNestedWrappedModule,
             {"module.0": 36, "module.1.0": 81, "module.1.1": 273, "module.2": 69, "module.3": 42},
         ),
+        (NonUniformReqGradNWM, {"": 36, "module.1": 273, "module.1.0": 81, "module.2": 108}),
         (
             TransformerWithSharedParams,
             # 23 x 16 tied, 23 biases, 32 in each of two layer norms, 4 in the batch norm
@@ -31,8 +34,27 @@ from harness.zoo import (
     ],
 )
 def test_units_are_of_known_sizes(world, engine, model, sizes):
-    sharded = engine.shard(model().to(world.device), ShardSpec(units=model.units))
+    sharded = engine.shard(model().to(world.device), ShardSpec(units=model.units, use_orig_params=True))
     assert {group.name: group.full_numel for group in engine.groups(sharded)} == sizes
+
+
+@pytest.mark.ranks(2)
+def test_what_learns_of_a_mostly_frozen_model_lies_on_the_last_of_two_ranks(world, engine):
+    bare = NonUniformReqGradNWM().to(world.device)
+    model = engine.shard(bare, ShardSpec(units=bare.units, use_orig_params=True))
+    model.loss(model(torch.full((4, 8), 1.0 + world.rank, device=world.device))).backward()
+    mine = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+    assert world.gather(mine) == [0, 40]
+
+
+def test_in_half_computes_in_fp16_and_learns_in_fp32():
+    torch.manual_seed(0)
+    bare = nn.Linear(2, 2)
+    x = torch.tensor([[0.1, 0.3]])
+    output = InHalf(bare)(x)
+    assert torch.equal(output, nn.functional.linear(x.half(), bare.weight.half(), bare.bias.half()))
+    output.sum().backward()
+    assert torch.equal(bare.weight.grad, x.half().float().expand(2, 2))
 
 
 def test_the_transformer_learns_its_tied_weight_from_both_ends():

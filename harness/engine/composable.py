@@ -1,0 +1,262 @@
+"""The composable front: `fully_shard` and `replicate`, with PyTorch's public names. Runs on ranks.
+
+Both give the parameters of a module to one group, and the module a class from `composed`. That of `replicate`
+is a group whose shard axis has size one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from harness.engine import construction
+from harness.engine.axes import Axes, check_neighbours
+from harness.engine.buffers import Buffers
+from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from harness.engine.composed import FSDPModule, adopt, class_of
+from harness.engine.dtensor_entry import DTensorEntry, Placing
+from harness.engine.group import ShardGroup
+from harness.engine.held_gradients import HeldGradients
+from harness.engine.hooks import Unit, UnitSettings
+from harness.engine.layout import RowLayout
+from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed
+from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from harness.engine.precision import Precision
+from harness.engine.shard import GroupSettings, LocalShard, cut, layout_of
+from harness.engine.wrap_policy import has_forward
+
+Modules = TypeVar("Modules", nn.Module, list[nn.Module])
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: Collection[nn.Parameter] | None = None,
+) -> Modules:
+    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place; every rank calls it in step.
+
+    Those that no module below has in a group of its own make one group: so apply it to submodules first. A
+    list of modules shares one group. Parameters become `DTensor`s with Shard(0), cut as torch.chunk does;
+    gradients are the mean over ranks. Make the optimizer afterwards.
+
+    ``mesh``: of one axis, or of two (replicate, shard); None is all ranks. ``reshard_after_forward``: whether
+    full parameters are given up between forward and backward; None: but for the root's; an int: over how many
+    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only.
+
+    Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
+    """
+    mesh = _mesh(mesh, "fully_shard", most=2)
+    hybrid = mesh.ndim == 2
+    asked = Asked(
+        front="fully_shard",
+        strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+        axes=Axes(mesh.get_group(1), mesh.get_group(0)) if hybrid else Axes(mesh.get_group(), None),
+        placing=Placing(mesh, (Replicate(), Shard(0)) if hybrid else (Shard(0),)),
+        policy=mp_policy,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        ignored=frozenset(ignored_params or ()),
+        placement=shard_placement_fn,
+    )
+    freed = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
+    split_among = reshard_after_forward if freed is None else None
+    if split_among is not None:
+        check_neighbours(asked.axes, split_among)
+    unit = _compose(module, asked, "FSDP")
+    unit.switches.split_among = split_among
+    unit.switches.frees_after_forward = freed if split_among is None else True
+    return module
+
+
+def replicate(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: Collection[nn.Parameter] | None = None,
+) -> Modules:
+    """Let each rank of ``mesh`` (of one axis; None is all ranks) hold ``module`` in full, in place.
+
+    As `fully_shard`, but parameters become `DTensor`s with Replicate, nothing is gathered, and the gradients
+    of a group are averaged in one all-reduce.
+    """
+    mesh = _mesh(mesh, "replicate", most=1)
+    asked = Asked(
+        front="replicate",
+        strategy=ShardingStrategy.NO_SHARD,
+        axes=Axes(None, mesh.get_group()),
+        placing=Placing(mesh, (Replicate(),)),
+        policy=mp_policy,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        ignored=frozenset(ignored_params or ()),
+    )
+    _compose(module, asked, "Replicate")
+    return module
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for, in the engine's terms."""
+
+    front: str
+    strategy: ShardingStrategy
+    axes: Axes
+    placing: Placing
+    policy: MixedPrecisionPolicy
+    offload: bool
+    ignored: Collection[nn.Parameter]
+    placement: Callable[[nn.Parameter], Shard | None] | None = None
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        casts = self.policy.cast_forward_inputs
+        return MixedPrecision(
+            param_dtype=self.policy.param_dtype,
+            reduce_dtype=self.policy.reduce_dtype,
+            cast_forward_inputs=casts,
+            cast_root_forward_inputs=casts,
+        )
+
+
+def _compose(given: nn.Module | list[nn.Module], asked: Asked, prefix: str) -> Unit:
+    modules = given if isinstance(given, list) else [given]
+    name = f"{asked.front}({_names(modules)})"
+    _refuse_modules(modules, name)
+    unit = _build(modules, asked, name)
+    for module in modules:
+        # mypy doubts that a class can be hashed
+        module.__class__ = class_of(type(module), prefix)  # type: ignore[arg-type]
+    adopt([m for m in modules if isinstance(m, FSDPModule)], unit)
+    return unit
+
+
+def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
+    owned = [
+        (inner_name, inner)
+        for index, module in enumerate(modules)
+        for inner_name, inner in own_modules(
+            module, lambda m: isinstance(m, FSDPModule), prefix=f"{index}" if len(modules) > 1 else ""
+        )
+    ]
+    entries = collect(owned, asked.ignored)
+    refuse_claimed(owned, entries, name)
+    check(entries, name, uniform_requires_grad=False)
+    _refuse_placements(entries, asked, name)
+    device = _device(asked)
+    construction.refuse_disagreement(
+        [name, asked.strategy.name, *map(construction.describe, entries)], asked.axes, device
+    )
+    _move(owned, asked, device)
+    precision = Precision(asked.mixed_precision, modules[0], full_in_eval=False)
+    settings = UnitSettings(
+        asked.strategy,
+        precision,
+        None if device.type == "cpu" else device,
+        keeps_precision=False,
+        forward_prefetch=True,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        output_dtype=asked.policy.output_dtype,
+    )
+    group_settings = GroupSettings(
+        unit=name,
+        strategy=asked.strategy,
+        precision=precision,
+        use_orig_params=True,
+        axes=asked.axes,
+        offload_device=device if asked.offload else None,
+        poison=construction.poisons(),
+        layout=RowLayout,
+        registers_full=True,
+    )
+    group = _group(entries, group_settings, asked.placing) if entries else None
+    return Unit(group, Buffers({}, goes_back=False), settings)
+
+
+def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup:
+    name = settings.unit
+    claim(entries, name)  # the plain parameters: another group that sees one can say whose it is
+    flat = nn.Parameter(cut(entries, settings), any(entry.parameter.requires_grad for entry in entries))
+    layout, index = layout_of(entries, settings), settings.axes.index
+    shown = []
+    for i, entry in enumerate(entries):
+        piece = layout.piece(i, index)
+        view = flat.data[piece.shard_start : piece.shard_stop].view(layout.piece_shape(i, index))
+        shown.append(DTensorEntry.of(entry, view, placing))
+    shard = LocalShard(shown, settings, flat)
+    return ShardGroup(shard, HeldGradients(shard))
+
+
+def _refuse_modules(modules: Sequence[object], name: str) -> None:
+    if not modules:
+        raise ValueError(f"{name}: an empty list has nothing to shard.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name}: expected an nn.Module or a list of them, got {type(module).__name__}")
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"{name}: {type(module).__name__} has a group already; apply it once.")
+        if not has_forward(module):
+            raise ValueError(
+                f"{name}: {type(module).__name__} has no forward of its own; pass the modules in it."
+            )
+
+
+def _refuse_placements(entries: Sequence[Entry], asked: Asked, name: str) -> None:
+    for entry in entries:
+        if asked.axes.shard and not entry.shape:
+            raise ValueError(
+                f"{name}: parameter {entry.name!r} is 0-dim and cannot be cut; give it the shape (1,), or "
+                "pass it in ignored_params."
+            )
+        wanted = asked.placement(entry.parameter) if asked.placement else None
+        if wanted is not None and wanted != Shard(0):
+            raise NotImplementedError(
+                f"{name}: shard_placement_fn wants {wanted} for parameter {entry.name!r}; only Shard(0) is "
+                "built."
+            )
+
+
+def _mesh(mesh: DeviceMesh | None, front: str, most: int) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(f"{front} needs a process group: call torch.distributed.init_process_group first.")
+    if mesh is None:
+        world = dist.group.WORLD
+        assert world is not None
+        return DeviceMesh.from_group(world, construction.device_of((), world).type)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{front}: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim > most:
+        axes = "one axis, or two (replicate, shard)" if most == 2 else "one axis"
+        raise ValueError(f"{front}: mesh must have {axes}, got {mesh.ndim}.")
+    return mesh
+
+
+def _device(asked: Asked) -> torch.device:
+    kind = asked.placing.mesh.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _move(owned: Sequence[tuple[str, nn.Module]], asked: Asked, device: torch.device) -> None:
+    """Bring what is on CPU to the mesh's device; parameters not if they are offloaded, or ignored."""
+    for _, module in owned:
+        parameters = [] if asked.offload else [p for p in module._parameters.values() if p is not None]
+        for tensor in [*parameters, *(b for b in module._buffers.values() if b is not None)]:
+            if tensor.device.type == "cpu" and tensor not in asked.ignored:
+                tensor.data = tensor.data.to(device)
+
+
+def _names(modules: Sequence[object]) -> str:
+    return ", ".join(type(module).__name__ for module in modules)

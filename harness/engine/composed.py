@@ -1,0 +1,247 @@
+"""What `fully_shard` and `replicate` make of a module: itself, of a class with these methods. On ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from functools import cache, wraps
+from types import MethodType
+from typing import Any, NoReturn
+from weakref import finalize, ref
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from harness.engine.copying import copy_unit
+from harness.engine.dtensor_entry import DTensorEntry
+from harness.engine.group import ShardGroup
+from harness.engine.held_gradients import HeldGradients
+from harness.engine.hooks import Unit
+from harness.engine.summon import refuse_when_busy
+from harness.engine.tree import Tree
+
+
+class UnshardHandle:
+    """What `FSDPModule.unshard` returns at once with ``async_op``."""
+
+    def __init__(self, group: ShardGroup | None) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Let modules see full parameters when they have come."""
+        if self._group:
+            self._group.gather()
+
+
+class FSDPModule(nn.Module):
+    """A module whose own parameters are one group, sharded or replicated; torch's name stands for both.
+
+    Every rank calls everything here in step.
+    """
+
+    _composed_unit: Unit
+    _composed_modules: tuple[FSDPModule, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._composed_unit.run(super().__call__, args, kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather full parameters, until `reshard` or as long as the next forward keeps them.
+
+        With ``async_op`` only begin to, and return a handle to wait for them.
+        """
+        group = self._composed_unit.group
+        if group:
+            group.prefetch()
+            group.last()
+        handle = UnshardHandle(group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give full parameters up, and with them whatever was changed there."""
+        if self._composed_unit.group:
+            self._composed_unit.group.free()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backward reduces gradients, or adds them up on each rank, in the reduce dtype, unseen.
+
+        The next backward that reduces, reduces the sum.
+        """
+        for unit in self._units(recurse):
+            unit.switches.sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh of two axes, say whether gradients reduced inside a replica wait, or go on across.
+
+        The next backward that goes on, reduces the sum across.
+        """
+        for unit in self._units(recurse):
+            if gradients := _gradients(unit):
+                gradients.across = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Change nothing: every backward ends with its reductions done."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether backward gives full parameters up, or leaves them to the next forward.
+
+        That finds them, unless an optimizer or anyone else has changed the parameters in place meanwhile.
+        """
+        for unit in self._units(recurse):
+            unit.switches.frees_after_backward = reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by ``factor``, instead of by the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor: expected a positive number, got {factor!r}")
+        if gradients := _gradients(self._composed_unit):
+            gradients.divisor = float(factor)
+
+    def reset_iter_state(self) -> None:
+        """Forget what of a step is unfinished: gradients that wait to be reduced, full parameters.
+
+        A forward or backward that raises does so by itself. Gradients that the user sees stay.
+        """
+        refuse_when_busy([self._composed_unit], "reset_iter_state")
+        for unit in self._composed_unit.tree.units:
+            if unit.group:
+                unit.group.free()
+                unit.group.discard()
+                unit.group.gradients.drop_unsynced()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Say whether forward gives full parameters up, or leaves them to backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
+        for unit in self._units(recurse):
+            unit.switches.frees_after_forward = reshard_after_forward
+            unit.switches.split_among = None
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
+        self._composed_unit.switches.forward_prefetch = _groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather the groups of ``modules`` before these gradients, in place of the guessed next."""
+        self._composed_unit.switches.backward_prefetch = _groups_of(modules)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
+        rest = super()._apply
+        self._composed_unit.apply(fn, lambda: rest(fn, recurse))  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._show_shards("state_dict")
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._show_shards("load_state_dict")
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _show_shards(self, what: str) -> None:
+        refuse_when_busy([self._composed_unit], what)
+        self.reshard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
+        """Copy on this rank alone, without communication; as with any module, gradients are left out."""
+        unit, modules = self._composed_unit, self._composed_modules
+        refuse_when_busy([unit], "copy.deepcopy")
+        self.reshard()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for entry in unit.group.shard.entries if unit.group else ():
+            assert isinstance(entry, DTensorEntry)
+            memo.setdefault(id(entry.parameter), entry.copy().parameter)
+        own = ("_composed_unit", "_composed_modules")
+        vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
+        copies = tuple(memo.get(id(module)) or deepcopy(module, memo) for module in modules)
+        if not hasattr(copied, "_composed_unit"):  # the last of the modules that share the unit does it
+            adopt(copies, copy_unit(unit, memo))
+        return copied
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can be neither pickled (torch.save) nor copied by copy.copy, because it "
+            "belongs to a running process group; save its state_dict(), or use copy.deepcopy."
+        )
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        return units_of(self._composed_modules) if recurse else iter([self._composed_unit])
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let the method of ``module`` gather and free as its forward does; other modules are left alone.
+
+    Raises ValueError if there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(type(module), method_name, None)
+    if not callable(method):
+        raise ValueError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}"
+        )
+
+    @wraps(method)
+    def gathering(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        return self._composed_unit.run(MethodType(method, self), args, kwargs)
+
+    setattr(module, method_name, MethodType(gathering, module))
+
+
+@cache
+def class_of(cls: type[nn.Module], prefix: str) -> type[FSDPModule]:
+    """Return the class that a module of class ``cls`` takes on, always the same."""
+    return type(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
+    """Let ``unit`` drive ``modules`` and be the root of all units below them."""
+    for module in modules:
+        module._composed_unit = unit
+        module._composed_modules = tuple(modules)
+    unit.num_modules = len(modules)
+    tree = Tree([unit, *(below for below in units_of(modules) if below is not unit)])
+    for below in tree.units:
+        below.join(tree)
+    _watch_steps(tree)
+
+
+def _watch_steps(tree: Tree) -> None:
+    """Outdate full parameters whenever an optimizer steps.
+
+    Its foreach and fused kernels change `DTensor`s without a trace in their versions.
+    """
+    alive = ref(tree)
+
+    def on_step(*_: object) -> None:
+        if stepped := alive():
+            for unit in stepped.units:
+                if unit.group:
+                    unit.group.outdate()
+
+    finalize(tree, register_optimizer_step_post_hook(on_step).remove).atexit = False
+
+
+def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
+    """Yield each unit of ``modules`` and below once, outer before inner."""
+    found = (module for root in modules for module in root.modules())
+    return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, FSDPModule)))
+
+
+def _gradients(unit: Unit) -> HeldGradients | None:
+    if unit.group is None:
+        return None
+    assert isinstance(unit.group.gradients, HeldGradients)
+    return unit.group.gradients
+
+
+def _groups_of(modules: Iterable[FSDPModule]) -> list[ShardGroup]:
+    modules = list(modules)
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"only modules of fully_shard or replicate are prefetched, not {module!r}")
+    return [module._composed_unit.group for module in modules if module._composed_unit.group]

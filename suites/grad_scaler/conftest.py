@@ -1,0 +1,63 @@
+"""What the tests of a gradient scaler share: a model that is trained with one."""
+
+from functools import partial
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from harness.adapters import ShardSpec
+
+
+class Trained:
+    """A model with its scaler, whose scale is 8 at first, and an optimizer whose step subtracts gradients."""
+
+    def __init__(self, world, engine, bare, scaling=MappingProxyType({}), **spec):
+        self.world, self.engine = world, engine
+        self.model = engine.shard(bare.to(world.device), ShardSpec(device=world.device, **spec))
+        self.scaler = engine.grad_scaler(self.model, **{"init_scale": 8.0, **scaling})
+        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=1.0)]
+
+    @property
+    def spread(self):
+        """What this rank multiplies gradients with: 1 in the mean of all ranks and of each pair of them."""
+        rank = self.world.rank
+        return 1.0 if rank == self.world.size - 1 and rank % 2 == 0 else 0.5 + rank % 2
+
+    def backward(self, *gradients):
+        """Give the weights these gradients, in the mean of ranks that see different ones."""
+        device = self.world.device
+        own = [torch.as_tensor(g, dtype=torch.float32, device=device) * self.spread for g in gradients]
+        self.scaler.scale(self.model(*own)).backward()
+
+    def step(self, *gradients, unscale_first=False):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.backward(*gradients)
+        self.finish(unscale_first)
+
+    def finish(self, unscale_first=False):
+        for optimizer in self.optimizers * unscale_first:
+            self.scaler.unscale_(optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def weights(self):
+        """Return the elements of each weight."""
+        return [weight.tolist() for weight in self.engine.full_parameters(self.model).values()]
+
+    def scales(self):
+        """Return the scale of each rank."""
+        return self.world.gather(self.scaler.get_scale())
+
+    def finite(self):
+        """Return, for each rank, whether all it sees of gradients is finite."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return self.world.gather(all(bool(g.isfinite().all()) for g in gradients))
+
+
+@pytest.fixture
+def trained(world, engine):
+    """Make a `Trained` of a bare model, settings of its scaler, and a spec."""
+    return partial(Trained, world, engine)

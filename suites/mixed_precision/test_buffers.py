@@ -1,0 +1,62 @@
+"""Buffers that nothing but a unit without parameters holds.
+
+After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the test of a root without parameters.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from harness.adapters import Precision, ShardSpec
+from harness.assertions import (
+    Trainee,
+    Training,
+    assert_parity,
+    per_rank_batches,
+    train,
+    unsharded_with_casts,
+)
+from harness.recorders import ForwardDtypes
+
+F16, F32 = torch.float16, torch.float32
+
+
+class Scale(nn.Module):
+    """Multiply by numbers that are not learned."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(width))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def layers_and_buffers():
+    """Return a model whose units hold parameters and buffers in turn, and whose root holds neither."""
+    layers = nn.Linear(4, 8), Scale(8), nn.Linear(8, 4), Scale(4)
+    return nn.Sequential(*map(nn.Sequential, layers))
+
+
+@pytest.mark.ranks(2)
+class TestFSDPMixedPrecisionSharded:
+    def test_buffer_dtype_no_root_handle(self, world, engine):
+        bare = layers_and_buffers().to(world.device)
+        originals = {name: buffer.clone() for name, buffer in bare.named_buffers()}
+        make = per_rank_batches(
+            lambda generator: torch.randn(3, 4, generator=generator), world.seed, world.rank
+        )
+        training = Training(lambda step: make(step).to(world.device), lambda m, x: m(x).mean(), tolerance=F16)
+        learned = train(unsharded_with_casts(copy.deepcopy(bare), F16, F32, F16), training)
+        log = ForwardDtypes(bare)
+        spec = ShardSpec(units=("0", "1", "2", "3"), precision=Precision(F16, F32, F16))
+        model = engine.shard(bare, spec)
+        assert [group.name for group in engine.groups(model)] == ["0", "2"]
+        with log:
+            assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
+        for name in ("1.0", "3.0"):
+            assert (log.inputs(name), log.buffers(name)) == ({F16}, {F16})
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, originals[name].half()), name

@@ -1,0 +1,85 @@
+"""A step that an exception ends is forgotten: after the next zero_grad the model goes on as if without it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from harness.assertions import assert_sharded_parity
+from harness.zoo import NestedWrappedModule
+
+pytestmark = pytest.mark.ranks(2)
+
+PLACES = ["module.0", "module.1", "module.1.0", "module.1.1", "module.2", "module.3", ""]
+
+
+class Planted(Exception):
+    """What is raised on purpose."""
+
+
+def raise_planted(*_):
+    raise Planted
+
+
+def plant(model, place, phase):
+    """Let a module raise before or after its forward, or when a gradient passes through its output."""
+    module = model.get_submodule(place)
+    if phase == "before_forward":
+        return module.register_forward_pre_hook(raise_planted)
+    if phase == "after_forward":
+        return module.register_forward_hook(raise_planted)
+
+    def raise_in_backward(_module, _inputs, output):
+        output.register_hook(raise_planted)
+
+    return module.register_forward_hook(raise_in_backward)
+
+
+@pytest.mark.parametrize("phase", ["before_forward", "after_forward", "in_backward"])
+@pytest.mark.parametrize("sync", [True, False], ids=["synced", "unsynced"])
+def test_an_exception_is_survived_by_the_next_step(world, front, run_subtests, phase, sync):
+    """torch 2.13 wants reset_iter_state called, and still adds what a failed backward had left."""
+    run_subtests({"place": PLACES}, check_survival, world, front, phase=phase, sync=sync)
+
+
+def check_survival(world, front, place, phase, sync):
+    reference = NestedWrappedModule().to(world.device)
+    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units)
+    generator = torch.Generator().manual_seed(world.seed)
+    batches = torch.randn(3, 2 * world.size, 8, generator=generator).to(world.device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    for number, batch in enumerate(batches):
+        mine = batch.chunk(world.size)[world.rank]
+        if number == 1:
+            fail_once(model, mine, place, phase, sync)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        reference(batch).square().mean().backward()
+        model(mine).square().mean().backward()
+        assert_sharded_parity(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_sharded_parity(model, reference)
+
+
+def fail_once(model, batch, place, phase, sync):
+    model.set_requires_gradient_sync(sync)
+    planted = plant(model, place, phase)
+    with pytest.raises(Planted):
+        model(batch).square().mean().backward()
+    planted.remove()
+    model.set_requires_gradient_sync(True)
+
+
+def test_parameters_are_sharded_ones_after_an_exception(world, front):
+    model = front.apply(NestedWrappedModule().to(world.device), NestedWrappedModule.units)
+    before = list(model.parameters())
+    planted = plant(model, "module.1.1", "before_forward")
+    with pytest.raises(Planted):
+        model(torch.ones(2, 8, device=world.device))
+    planted.remove()
+    model(torch.ones(2, 8, device=world.device)).sum().backward()
+    model.zero_grad()
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(isinstance(p, nn.Parameter) and p.placements == front.placements for p in before)

@@ -1,0 +1,158 @@
+"""Parameters gathered and freed by hand, and gathered ahead of the groups that are named."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.assertions import assert_named_close, assert_sharded_parity
+from harness.assertions.closeness import EXACT
+from harness.zoo import NestedWrappedModule
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def nested(world, front, **settings):
+    bare = NestedWrappedModule().to(world.device)
+    full = {name: p.detach().clone() for name, p in bare.named_parameters()}
+    return front.apply(bare, NestedWrappedModule.units, **settings), full
+
+
+def kinds(model):
+    """Return which parameters are seen as they are sharded, by name."""
+    return {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("policy", [(), (BF16, F32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_unshard_shows_full_parameters_of_one_group_until_reshard(world, front, policy, async_op):
+    model, full = nested(world, front, **front.precision(*policy))
+    before = list(model.parameters())
+    handle = model.module[1].unshard(async_op=async_op)
+    if async_op:
+        handle.wait()
+    else:
+        assert handle is None
+    weight = "module.1.1.weight"
+    assert [name for name, cut in kinds(model).items() if not cut] == [weight, "module.1.1.bias"]
+    seen = model.get_parameter(weight).detach()
+    assert_named_close({weight: seen}, {weight: full[weight].to(BF16 if policy else F32)}, EXACT)
+    model.module[1].reshard()
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, collectives, step):
+    model, _ = nested(world, fully_shard)
+    handles = [model.get_submodule(name).unshard(async_op=True) for name in ("", *NestedWrappedModule.units)]
+    assert len(fully_shard.engine.traffic(collectives).gathers) == 4, collectives
+    for handle in handles:
+        handle.wait()
+    step(model)
+    gathers = fully_shard.engine.traffic(collectives).gathers
+    assert [e.in_backward for e in gathers] == [False] * 4 + [True] * 3, collectives
+
+
+def test_a_handle_need_not_be_waited_for(world, front):
+    reference = NestedWrappedModule().to(world.device)
+    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units)
+    for name in ("", *NestedWrappedModule.units):
+        model.get_submodule(name).unshard(async_op=True)
+    x = torch.ones(4, 8, device=world.device)
+    for module in (reference, model):
+        module(x).square().sum().backward()
+    assert_sharded_parity(model, reference)
+
+
+def test_by_hand_a_step_between_is_seen(world, front):
+    """What was gathered before the optimizer's step must not be computed with after it."""
+    model, full = nested(world, front)
+    model.unshard()
+    model.reshard()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    model.unshard()
+    own = {name: p.detach() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    assert sorted(own) == ["module.0.bias", "module.0.weight", "module.3.bias", "module.3.weight"]
+    assert_named_close(own, {name: full[name] + 1 for name in own}, EXACT)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["by_dtensor", "by_local_tensor"])
+@pytest.mark.parametrize("policy", [(), (BF16,)], ids=["fp32", "bf16"])
+def test_what_is_on_its_way_when_parameters_change_is_not_computed_with(world, front, policy, local):
+    """torch 2.13 computes with what was sent before the change."""
+    reference = NestedWrappedModule().to(world.device)
+    settings = front.precision(*policy)
+    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units, **settings)
+    x = torch.ones(4, 8, device=world.device)
+    model(x).sum().backward()
+    for name in ("", *NestedWrappedModule.units):
+        model.get_submodule(name).unshard(async_op=True)
+    with torch.no_grad():
+        for p in (*model.parameters(), *reference.parameters()):
+            (p.to_local() if local and isinstance(p, DTensor) else p).add_(1.0)
+    tolerance = (
+        {"atol": 0.0, "rtol": 0.05} if policy else {"atol": 1e-5, "rtol": 1.3e-6}
+    )  # five layers in bf16
+    torch.testing.assert_close(model(x).float(), reference(x), **tolerance)
+
+
+class Watch:
+    """Four layers, each a group, that note how many gathers there were when they began and ended."""
+
+    def __init__(self, world, fully_shard, log):
+        self.engine, self.log = fully_shard.engine, log
+        self.model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4))).to(world.device)
+        self.reference = copy.deepcopy(self.model)
+        self.forward, self.backward = {}, {}
+        for index, layer in enumerate(self.model):
+            layer.register_forward_hook(
+                lambda _module, _inputs, output, index=index: self.note(index, output)
+            )
+        fully_shard.apply(self.model, ("0", "1", "2", "3"))
+
+    def note(self, index, output):
+        self.forward[index] = self.gathers(False)
+        # The gradient of an output is there when the layers after it are done.
+        output.register_hook(lambda _gradient: self.backward.update({index: self.gathers(True)}))
+
+    def gathers(self, in_backward):
+        return sum(e.in_backward == in_backward for e in self.engine.traffic(self.log).gathers)
+
+    def run(self, world):
+        x = torch.arange(24.0, device=world.device).view(4, 6)
+        for module in (self.model, self.reference):
+            module(x).square().sum().backward()
+        assert_sharded_parity(self.model, self.reference)
+        assert (self.gathers(False), self.gathers(True)) == (4, 4)
+
+
+def test_named_groups_are_gathered_ahead_in_forward(world, fully_shard, collectives):
+    watch = Watch(world, fully_shard, collectives)
+    watch.model[0].set_modules_to_forward_prefetch([watch.model[1], watch.model[2]])
+    watch.run(world)
+    assert watch.forward[0] >= 3
+    assert watch.forward[3] == 4
+
+
+def test_named_groups_are_gathered_ahead_in_backward(world, fully_shard, collectives):
+    watch = Watch(world, fully_shard, collectives)
+    watch.model[3].set_modules_to_backward_prefetch([watch.model[2], watch.model[1]])
+    watch.run(world)
+    assert watch.backward[2] >= 3  # the last layer is done
+    assert watch.backward[0] == 4
+
+
+def test_a_wrong_guess_costs_no_correctness(world, fully_shard, collectives):
+    watch = Watch(world, fully_shard, collectives)
+    for index, layer in enumerate(watch.model):
+        layer.set_modules_to_forward_prefetch([watch.model[index - 1]])
+        layer.set_modules_to_backward_prefetch([watch.model[(index + 1) % 4]])
+    x = torch.arange(24.0, device=world.device).view(4, 6)
+    for module in (watch.model, watch.reference):
+        module(x).square().sum().backward()
+    assert_sharded_parity(watch.model, watch.reference)
