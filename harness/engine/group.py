@@ -7,7 +7,8 @@
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
 The group does not know when to act; `engine.hooks` does. It has full parameters of one kind of `Dtypes` at a
-time: to gather others gives them up.
+time: to gather others gives them up. Autograd ends with one forward before it comes to another of the same
+unit, so that a backward of two forwards in different dtypes gathers for one after the other.
 """
 
 from collections.abc import Callable, Sequence

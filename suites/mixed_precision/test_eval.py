@@ -319,6 +319,7 @@ def test_buffers_go_up_to_what_the_model_was_converted_to_meanwhile(world, engin
     model(batch(world))
     model.to(world.device).eval()(batch(world))
     assert torch.equal(model.module[1].shift.cpu(), torch.full((8,), THIRD))
+    model.module[1].shift.fill_(0.5)  # which bf16 can hold
     model.train()(batch(world))
     assert model.double().eval()(batch(world).double()).dtype == F64
     assert_buffer_dtypes(model, F64)
@@ -406,11 +407,13 @@ def test_a_child_in_eval_has_full_precision_amid_a_model_in_training(
 
 
 @EVERY_STRATEGY
-def test_gradients_of_a_forward_in_eval_are_kept_in_full_precision(world, engine, strategy):
+def test_gradients_are_kept_in_the_dtype_of_their_forwards_mode(world, engine, strategy):
     precision = Precision(BF16, F16, BF16, keep_low_precision_grads=True)
     model, _ = layers(world, engine, strategy, precision)
     for train, dtype in ((True, F16), (False, F32)):
-        loss(model.train(train)(batch(world))).backward()
+        output = model.train(train)(batch(world))
+        model.train(not train)
+        loss(output).backward()
         assert {group.gradient_dtype for group in engine.groups(model)} == {dtype}
         model.zero_grad()
 
