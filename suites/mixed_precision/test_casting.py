@@ -1,6 +1,9 @@
 """Which dtypes parameters, buffers and arguments have: inside forward, between steps, and in saved state."""
 
+import copy
 import dataclasses
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
 from harness.recorders import ForwardDtypes
+from harness.recorders.tensors import named_tensors
 from harness.zoo import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
@@ -73,35 +77,112 @@ def test_every_module_computes_in_the_configured_dtypes(world, engine, strategy,
 
 @dataclasses.dataclass
 class Request:
-    """An argument that has tensors deep inside."""
+    value: object
 
-    values: dict[str, list[torch.Tensor]]
-    name: str = "request"
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    value: object
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object = "second"
+
+
+class Passing(nn.Module):
+    """A module that passes what it is given to ``below``, and keeps it."""
+
+    def __init__(self, below):
+        super().__init__()
+        self.below = below
+
+    def forward(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+        return self.below(*args, **kwargs)
+
+
+class Reading(Passing):
+    """A layer that looks for its input in what it is given."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8))
+
+    def forward(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+        return self.below(next(iter(named_tensors(args).values())))
+
+
+NESTED = {
+    "tuple": lambda x: (x,),
+    "list": lambda x: [x],
+    "dict": lambda x: {"x": x},
+    "namedtuple": Pair,
+    "dataclass": Request,
+    "frozen dataclass": Fixed,
+}
 
 
 @pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
-def test_floating_point_arguments_are_cast_wherever_they_lie(world, engine, units):
-    class Reading(nn.Linear):
-        def forward(self, request, *, mask):
-            return super().forward(request.values["at"][0]) * mask[0]
+@pytest.mark.parametrize("outer", NESTED)
+def test_floating_point_arguments_are_cast_wherever_they_lie(world, engine, run_subtests, units, outer):
+    def check(inner):
+        bare = Passing(Reading())
+        log = ForwardDtypes(bare)
+        precision = Precision(BF16, cast_forward_inputs=bool(units), cast_root_forward_inputs=not units)
+        model = shard(world, engine, bare, units=units, precision=precision)
+        deep = NESTED[outer]([NESTED[inner](batch(world)), torch.arange(2, device=world.device)])
+        with log:
+            model(deep, mask=(batch(world).double(),)).sum().backward()
+        (call,) = log.calls("below")
+        assert list(call.inputs.values()) == [BF16, torch.int64, BF16]
+        assert type(bare.below.args[0]) is type(deep)
+        assert next(iter(named_tensors(deep).values())).dtype == F32  # the caller's
 
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.below = Reading(8, 8)
+    run_subtests({"inner": list(NESTED)}, check)
 
-        def forward(self, request, mask):
-            return self.below(request, mask=mask)
 
-    bare = Root()
-    log = ForwardDtypes(bare)
-    precision = Precision(BF16, cast_forward_inputs=bool(units), cast_root_forward_inputs=not units)
+@pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
+def test_all_but_floating_point_tensors_come_through_as_the_same_objects(world, engine, units):
+    bare = Passing(Reading())
+    precision = Precision(BF16, cast_forward_inputs=True)
     model = shard(world, engine, bare, units=units, precision=precision)
-    request = Request({"at": [batch(world), torch.ones(2, dtype=torch.int64)]})
+    ones = torch.ones(2, device=world.device)
+    kept = [ones.to(dtype) for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, BF16)]
+    kept += ["text", None, 1.5, object(), [1, 2], {"key": ones.int()}, Request("text"), Pair(3), nn.ReLU()]
+    model(batch(world), kept, named=kept, more=(*kept, ones))
+    _, first = bare.below.args
+    assert first is kept
+    assert bare.below.kwargs["named"] is kept
+    assert all(found is one for found, one in zip(bare.below.kwargs["more"], kept, strict=False))
+    assert bare.below.kwargs["more"][-1].dtype == BF16
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["", "cast_root"])
+@pytest.mark.parametrize("below", [False, True], ids=["", "cast_below"])
+def test_the_root_and_units_below_it_are_told_apart_whether_to_cast(world, engine, root, below):
+    bare = Passing(Passing(Reading()))
+    log = ForwardDtypes(bare)
+    precision = Precision(BF16, cast_forward_inputs=below, cast_root_forward_inputs=root)
+    model = shard(world, engine, bare, units=("below",), precision=precision)
+    with log, nullcontext() if root or below else pytest.raises(RuntimeError, match="dtype"):
+        model(batch(world))
+    assert log.inputs("") == {BF16 if root else F32}
+    assert log.inputs("below") == log.inputs("below.below") == {BF16 if root or below else F32}
+
+
+@EVERY_STRATEGY
+def test_without_param_dtype_no_argument_is_cast(world, engine, strategy):
+    bare = Layers()
+    log = ForwardDtypes(bare)
+    precision = Precision(None, BF16, F16, cast_forward_inputs=True)
+    model = shard(world, engine, bare, strategy, precision=precision)
+    with log, pytest.raises(RuntimeError, match="dtype"):
+        model(batch(world).double())
+    assert log.inputs("0") == {F64}
     with log:
-        model(request, (batch(world).double(),)).sum().backward()
-    (call,) = log.calls("below")
-    assert call.inputs == {"0.values.at.0": BF16, "0.values.at.1": torch.int64, "mask.0": BF16}
+        model(batch(world)).sum().backward()
+    assert log.inputs("2") == log.parameters("2") == {F32}
 
 
 @EVERY_STRATEGY
@@ -133,6 +214,26 @@ def test_ignored_modules_keep_parameters_and_buffers_as_they_are(world, engine, 
 
 
 @EVERY_STRATEGY
+def test_what_an_ignored_module_is_given_is_not_cast(world, engine, strategy):
+    class Root(Passing):
+        def forward(self, x):
+            return self.below(x) + self.alone(x.new_ones(8, dtype=F64))
+
+    bare = Root(nn.Linear(8, 8))
+    bare.alone = Shifted(F64).double()
+    log, alone = ForwardDtypes(bare), copy.deepcopy(bare.alone).to(world.device)
+    precision = Precision(BF16, buffer_dtype=F16, cast_forward_inputs=True)
+    outputs = []
+    bare.alone.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    model = shard(world, engine, bare, strategy, ignored=("alone",), units=("below",), precision=precision)
+    with log:
+        model(batch(world)).sum().backward()
+    assert log.inputs("alone") == log.parameters("alone") == log.buffers("alone") == {F64}
+    assert torch.equal(outputs[0], alone(torch.ones(8, dtype=F64, device=world.device)))
+    assert (log.inputs("below"), bare.alone.weight.grad.dtype) == ({BF16}, F64)
+
+
+@EVERY_STRATEGY
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 def test_saved_state_has_original_dtypes_and_the_parameters_every_bit(
@@ -154,13 +255,18 @@ def test_saved_state_has_original_dtypes_and_the_parameters_every_bit(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "use_orig_params"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)]
+    ("strategy", "use_orig_params", "raised_late"),
+    [("FULL_SHARD", False, False), ("SHARD_GRAD_OP", True, True)],
+    ids=["fp32", "raised_late"],
 )
-def test_steps_below_the_resolution_of_the_compute_dtype_add_up(world, engine, strategy, use_orig_params):
-    """accelerate#3979: the optimizer worked on bf16 although fp32 was asked for."""
-    bare = KnownGradient(3)
+def test_steps_below_the_resolution_of_the_compute_dtype_add_up(
+    world, engine, strategy, use_orig_params, raised_late
+):
+    """accelerate#3979: the optimizer worked on bf16, as the model was loaded, although fp32 was asked for."""
+    bare = KnownGradient(3).to(BF16 if raised_late else F32)
     bare.weight.data.fill_(1)
     model = shard(world, engine, bare, strategy, precision=Precision(BF16), use_orig_params=use_orig_params)
+    model = model.float()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-14)  # bf16 has steps of 2^-8 below 1
     for _ in range(1000):
         model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
