@@ -25,7 +25,6 @@ from harness import engine as ours
 
 LEARNING_RATE = 0.5
 DTYPES = ("fp32", "bf16")
-UNSHARDED, DDP, FSDP1, FSDP2, OURS = "unsharded", "DDP", "FSDP1", "FSDP2", "ours"
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,35 @@ def ours_(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
     )
 
 
-UNSHARDED, DDP, FSDP1, FSDP2, OURS = "unsharded", "DDP", "FSDP1", "FSDP2", "ours"
-ENGINES = {UNSHARDED: unsharded, DDP: ddp, FSDP1: fsdp1, FSDP2: fsdp2, OURS: ours_}
+def ours_composable(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+    """Return the model under harness.engine's fully_shard; it prefetches in forward without being told."""
+    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    for one in (*model, model):
+        ours.fully_shard(one, reshard_after_forward=True, mp_policy=policy)
+    return model
+
+
+def ours_replicate(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+    """Return the model under harness.engine's replicate."""
+    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    for one in (*model, model):
+        ours.replicate(one, mp_policy=policy)
+    return model
+
+
+UNSHARDED, DDP, FSDP1, FSDP2 = "unsharded", "DDP", "FSDP1", "FSDP2"
+OURS, OURS_COMPOSABLE, OURS_REPLICATE = "ours", "ours fully_shard", "ours replicate"
+ENGINES = {
+    UNSHARDED: unsharded,
+    DDP: ddp,
+    FSDP1: fsdp1,
+    FSDP2: fsdp2,
+    OURS: ours_,
+    OURS_COMPOSABLE: ours_composable,
+    OURS_REPLICATE: ours_replicate,
+}
+PEERS = {OURS: (UNSHARDED, DDP, FSDP1, FSDP2), OURS_COMPOSABLE: (FSDP2,), OURS_REPLICATE: (DDP,)}
+"""What each of ours is compared with."""
 
 
 class Training:

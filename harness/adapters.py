@@ -153,6 +153,7 @@ class Composable:
     OffloadPolicy: type[Any]
     CPUOffloadPolicy: type[Any]
     FSDPModule: type[Any]
+    register_fsdp_forward_method: Callable[[nn.Module, str], None]
 
 
 class Engine(Protocol):
@@ -231,6 +232,7 @@ class Lockstep:
             lockstep.OffloadPolicy,
             lockstep.CPUOffloadPolicy,
             lockstep.FSDPModule,
+            lockstep.register_fsdp_forward_method,
         )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:

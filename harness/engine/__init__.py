@@ -7,7 +7,7 @@ filled with NaN, so that a late reader shows.
 from harness.engine.annotate import enable_wrap, wrap
 from harness.engine.composable import fully_shard, replicate
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from harness.engine.composed import FSDPModule, ReplicateModule, UnshardHandle, register_fsdp_forward_method
+from harness.engine.composed import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.policy import (
     BackwardPrefetch,
@@ -58,7 +58,6 @@ __all__ = [
     "ModuleWrapPolicy",
     "OffloadPolicy",
     "OptimStateDictConfig",
-    "ReplicateModule",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -20,7 +20,7 @@ from harness.engine import construction
 from harness.engine.axes import Axes, check_neighbours
 from harness.engine.buffers import Buffers
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from harness.engine.composed import Composed, FSDPModule, ReplicateModule, adopt, class_of
+from harness.engine.composed import FSDPModule, adopt, class_of
 from harness.engine.dtensor_entry import DTensorEntry, Placing
 from harness.engine.group import ShardGroup
 from harness.engine.held_gradients import HeldGradients
@@ -60,7 +60,7 @@ def fully_shard(
     mesh = _mesh(mesh, "fully_shard", most=2)
     hybrid = mesh.ndim == 2
     asked = Asked(
-        front=FSDPModule,
+        front="fully_shard",
         strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
         axes=Axes(mesh.get_group(1), mesh.get_group(0)) if hybrid else Axes(mesh.get_group(), None),
         placing=Placing(mesh, (Replicate(), Shard(0)) if hybrid else (Shard(0),)),
@@ -94,7 +94,7 @@ def replicate(
     """
     mesh = _mesh(mesh, "replicate", most=1)
     asked = Asked(
-        front=ReplicateModule,
+        front="replicate",
         strategy=ShardingStrategy.NO_SHARD,
         axes=Axes(None, mesh.get_group()),
         placing=Placing(mesh, (Replicate(),)),
@@ -110,7 +110,7 @@ def replicate(
 class Asked:
     """What the user asked for, in the engine's terms."""
 
-    front: type[Composed]
+    front: str
     strategy: ShardingStrategy
     axes: Axes
     placing: Placing
@@ -132,12 +132,13 @@ class Asked:
 
 def _compose(given: nn.Module | list[nn.Module], asked: Asked, prefix: str) -> Unit:
     modules = given if isinstance(given, list) else [given]
-    name = f"{'fully_shard' if asked.front is FSDPModule else 'replicate'}({_names(modules)})"
+    name = f"{asked.front}({_names(modules)})"
     _refuse_modules(modules, name)
     unit = _build(modules, asked, name)
     for module in modules:
-        module.__class__ = class_of(asked.front, type(module), prefix)  # type: ignore[arg-type] # mypy doubts that a class can be hashed
-    adopt([m for m in modules if isinstance(m, Composed)], unit)
+        # mypy doubts that a class can be hashed
+        module.__class__ = class_of(type(module), prefix)  # type: ignore[arg-type]
+    adopt([m for m in modules if isinstance(m, FSDPModule)], unit)
     return unit
 
 
@@ -146,7 +147,7 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
         (inner_name, inner)
         for index, module in enumerate(modules)
         for inner_name, inner in own_modules(
-            module, lambda m: isinstance(m, Composed), prefix=f"{index}" if len(modules) > 1 else ""
+            module, lambda m: isinstance(m, FSDPModule), prefix=f"{index}" if len(modules) > 1 else ""
         )
     ]
     entries = collect(owned, asked.ignored)
@@ -203,7 +204,7 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name}: expected an nn.Module or a list of them, got {type(module).__name__}")
-        if isinstance(module, Composed):
+        if isinstance(module, FSDPModule):
             raise ValueError(f"{name}: {type(module).__name__} has a group already; apply it once.")
         if not has_forward(module):
             raise ValueError(

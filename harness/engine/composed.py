@@ -7,19 +7,22 @@ from copy import deepcopy
 from functools import cache, wraps
 from types import MethodType
 from typing import Any, NoReturn
+from weakref import finalize, ref
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.engine.copying import copy_unit
 from harness.engine.dtensor_entry import DTensorEntry
 from harness.engine.group import ShardGroup
 from harness.engine.held_gradients import HeldGradients
-from harness.engine.hooks import Tree, Unit
+from harness.engine.hooks import Unit
 from harness.engine.summon import refuse_when_busy
+from harness.engine.tree import Tree
 
 
 class UnshardHandle:
-    """What `Composed.unshard` returns at once with ``async_op``."""
+    """What `FSDPModule.unshard` returns at once with ``async_op``."""
 
     def __init__(self, group: ShardGroup | None) -> None:
         self._group = group
@@ -30,11 +33,14 @@ class UnshardHandle:
             self._group.gather()
 
 
-class Composed(nn.Module):
-    """A module whose own parameters are one group. Every rank calls everything here in step."""
+class FSDPModule(nn.Module):
+    """A module whose own parameters are one group, sharded or replicated; torch's name stands for both.
+
+    Every rank calls everything here in step.
+    """
 
     _composed_unit: Unit
-    _composed_modules: tuple[Composed, ...]
+    _composed_modules: tuple[FSDPModule, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(super().__call__, args, kwargs)
@@ -106,7 +112,23 @@ class Composed(nn.Module):
                 unit.group.discard()
                 unit.group.gradients.drop_unsynced()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Composed:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Say whether forward gives full parameters up, or leaves them to backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
+        for unit in self._units(recurse):
+            unit.switches.frees_after_forward = reshard_after_forward
+            unit.switches.split_among = None
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
+        self._composed_unit.switches.forward_prefetch = _groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather the groups of ``modules`` before these gradients, in place of the guessed next."""
+        self._composed_unit.switches.backward_prefetch = _groups_of(modules)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
         rest = super()._apply
         self._composed_unit.apply(fn, lambda: rest(fn, recurse))  # type: ignore[no-untyped-call]
         return self
@@ -123,7 +145,7 @@ class Composed(nn.Module):
         refuse_when_busy([self._composed_unit], what)
         self.reshard()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Composed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """Copy on this rank alone, without communication; as with any module, gradients are left out."""
         unit, modules = self._composed_unit, self._composed_modules
         refuse_when_busy([unit], "copy.deepcopy")
@@ -150,36 +172,12 @@ class Composed(nn.Module):
         return units_of(self._composed_modules) if recurse else iter([self._composed_unit])
 
 
-class FSDPModule(Composed):
-    """A module that `fully_shard` has sharded."""
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """Say whether forward gives full parameters up, or leaves them to backward."""
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
-        for unit in self._units(recurse):
-            unit.switches.frees_after_forward = reshard_after_forward
-            unit.switches.split_among = None
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
-        self._composed_unit.switches.forward_prefetch = _groups_of(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather the groups of ``modules`` before these gradients, in place of the guessed next."""
-        self._composed_unit.switches.backward_prefetch = _groups_of(modules)
-
-
-class ReplicateModule(FSDPModule):
-    """A module that `replicate` has replicated: an `FSDPModule` as torch's is, with nothing to gather."""
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let the method of ``module`` gather and free as its forward does; other modules are left alone.
 
     Raises ValueError if there is no such method.
     """
-    if not isinstance(module, Composed):
+    if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)
     if not callable(method):
@@ -188,19 +186,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
 
     @wraps(method)
-    def gathering(self: Composed, *args: Any, **kwargs: Any) -> Any:
+    def gathering(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(MethodType(method, self), args, kwargs)
 
     setattr(module, method_name, MethodType(gathering, module))
 
 
 @cache
-def class_of(front: type[Composed], cls: type[nn.Module], prefix: str) -> type[Composed]:
+def class_of(cls: type[nn.Module], prefix: str) -> type[FSDPModule]:
     """Return the class that a module of class ``cls`` takes on, always the same."""
-    return type(f"{prefix}{cls.__name__}", (front, cls), {"__module__": cls.__module__})
+    return type(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def adopt(modules: Sequence[Composed], unit: Unit) -> None:
+def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
     """Let ``unit`` drive ``modules`` and be the root of all units below them."""
     for module in modules:
         module._composed_unit = unit
@@ -209,12 +207,29 @@ def adopt(modules: Sequence[Composed], unit: Unit) -> None:
     tree = Tree([unit, *(below for below in units_of(modules) if below is not unit)])
     for below in tree.units:
         below.join(tree)
+    _watch_steps(tree)
+
+
+def _watch_steps(tree: Tree) -> None:
+    """Outdate full parameters whenever an optimizer steps.
+
+    Its foreach and fused kernels change `DTensor`s without a trace in their versions.
+    """
+    alive = ref(tree)
+
+    def on_step(*_: object) -> None:
+        if stepped := alive():
+            for unit in stepped.units:
+                if unit.group:
+                    unit.group.outdate()
+
+    finalize(tree, register_optimizer_step_post_hook(on_step).remove).atexit = False
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
     """Yield each unit of ``modules`` and below once, outer before inner."""
     found = (module for root in modules for module in root.modules())
-    return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, Composed)))
+    return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, FSDPModule)))
 
 
 def _gradients(unit: Unit) -> HeldGradients | None:
@@ -224,9 +239,9 @@ def _gradients(unit: Unit) -> HeldGradients | None:
     return unit.group.gradients
 
 
-def _groups_of(modules: Iterable[Composed]) -> list[ShardGroup]:
+def _groups_of(modules: Iterable[FSDPModule]) -> list[ShardGroup]:
     modules = list(modules)
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"only modules that fully_shard has sharded are prefetched, not {module!r}")
+            raise ValueError(f"only modules of fully_shard or replicate are prefetched, not {module!r}")
     return [module._composed_unit.group for module in modules if module._composed_unit.group]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from harness.engine.parameters import Entry
+from harness.engine.parameters import Entry, set_data
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DTensorEntry(Entry):
     def hold(self, piece: Tensor) -> None:
         shown = self.placing.tensor(piece, self.shape)
         # A DTensor is a tensor that has dtype and device, and beside it the local one: both are exchanged.
-        self.parameter.data = shown
+        set_data(self.parameter, shown)
         self.parameter._local_tensor = shown._local_tensor  # type: ignore[attr-defined]
         self.parameter._spec = shown._spec  # type: ignore[attr-defined]
 

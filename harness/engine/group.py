@@ -129,6 +129,12 @@ class ShardGroup:
             self._part = (part, Axes(among, None))
             self.state = GroupState.SPLIT
 
+    def outdate(self) -> None:
+        """Let full parameters that were to last be given up: somebody has changed the shard."""
+        if self._lasts is not None and self.state is not GroupState.GATHERED:
+            self.free()
+        self._lasts = None
+
     @outside_transforms
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""

@@ -68,7 +68,7 @@ class Entry:
 
     def hold(self, piece: Tensor) -> None:
         """Let the parameter be ``piece`` from now on."""
-        self.parameter.data = piece
+        set_data(self.parameter, piece)
 
     def show_gradient(self, gradient: Tensor) -> None:
         """Let the user see ``gradient``, which is new and of the piece's shape."""
@@ -176,6 +176,17 @@ def _refuse_claimed(entry: Entry, unit: str) -> None:
             f"{unit}: parameter {entry.name!r} is tied to {owner}, which shards it already. "
             "Wrap one module that contains both, and neither of the two on its own."
         )
+
+
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Let ``parameter`` be ``data``, the same object still, also where one of the two is on meta."""
+    if parameter.is_meta == data.is_meta:
+        parameter.data = data
+        return
+    # Assigning `.data` cannot change that.
+    stand_in = nn.Parameter(data, parameter.requires_grad)
+    vars(stand_in).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, stand_in)  # type: ignore[no-untyped-call]
 
 
 def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:

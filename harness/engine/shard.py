@@ -96,7 +96,8 @@ class LocalShard:
     @property
     def versions(self) -> tuple[int, ...]:
         """What changes whenever somebody changes the shard in place through what the user sees."""
-        return tuple(entry.piece._version for entry in self.entries)
+        # An operation on a DTensor is counted by the DTensor, one on its local tensor by that.
+        return tuple(entry.parameter._version + entry.piece._version for entry in self.entries)
 
     def is_trainable(self, entry: Entry) -> bool:
         return entry.parameter.requires_grad if self.settings.use_orig_params else self.flat.requires_grad
@@ -150,7 +151,7 @@ class LocalShard:
             raise ValueError(
                 f"{self.settings.unit}: a conversion must keep the shape {tuple(self.flat.shape)}."
             )
-        self.flat.data = flat
+        parameters.set_data(self.flat, flat)
         self._bind()
 
     def reclaim(self) -> None:

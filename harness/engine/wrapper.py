@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
 from harness.engine.axes import ProcessGroups
-from harness.engine.hooks import Tree
 from harness.engine.names import FLAT as _FLAT
 from harness.engine.names import INNER as _INNER
 from harness.engine.names import clean_name
@@ -30,6 +29,7 @@ from harness.engine.policy import (
 )
 from harness.engine.state_front import StateFront
 from harness.engine.summon import Summon, refuse_when_busy, summoned
+from harness.engine.tree import Tree
 from harness.engine.wrap_policy import WrapFunction, WrapPolicy, as_policy
 
 

@@ -170,18 +170,22 @@ def test_ranks_send_one_number_for_each_optimizer(trained, engine, collectives, 
     assert [(entry.op, entry.shapes) for entry in others] == [("all_reduce", ((),))]
 
 
+@pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_an_optimizer_that_unscales_by_itself_is_told_what_all_ranks_found(world, trained, use_orig_params):
+def test_an_optimizer_that_unscales_by_itself_is_told_what_all_ranks_found(
+    world, trained, use_orig_params, unscale_first
+):
     """A fused one takes the flag off its count of steps: it must be 1, however many ranks found an inf."""
     run = trained(KnownGradient(2 * world.size), use_orig_params=use_orig_params)
-    (adam,) = run.optimizers = [torch.optim.Adam(run.model.parameters(), lr=1.0, eps=0.0, fused=True)]
-    run.step(known(world, INF, holder=0))
-    run.step(torch.full((2 * world.size,), NAN))
+    (adam,) = run.optimizers = [torch.optim.Adam(run.model.parameters(), lr=1.0, fused=True)]
+    for bad in (known(world, INF, holder=0), NAN):
+        run.step(bad, unscale_first=unscale_first)
     assert (run.weights(), run.scales()) == ([[0.0] * 2 * world.size], [2.0] * world.size)
-    run.step(torch.full((2 * world.size,), 3.0))
-    assert run.weights() == [[-1.0] * 2 * world.size]
-    steps = [state["step"].item() for state in adam.state.values()]
-    assert (steps, run.scales()) == ([1.0], [2.0] * world.size)
+    run.step(known(world, 4.0, holder=0), unscale_first=unscale_first)
+    assert [state["step"].item() for state in adam.state.values()] == [1.0]
+    moments = torch.cat([state["exp_avg"] for state in adam.state.values()])
+    assert moments.tolist() == pytest.approx([0.4 if world.rank == 0 else 0.1, 0.1])
+    assert (run.weights(), run.scales()) == ([pytest.approx([-1.0] * 2 * world.size)], [2.0] * world.size)
 
 
 def test_a_disabled_scaler_steps_whatever_comes_and_sends_nothing(world, trained, engine, collectives):

@@ -86,7 +86,10 @@ class Subject:
         self.layers = {n: m for n, m in bare.named_modules() if isinstance(m, LinearMixedPrecision)}
         self.log, self.wire = ForwardDtypes(bare), CollectivesLog()
         self.in_forward, self.in_backward = [], []
+        start = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
         self.model = engine.shard(bare, spec)
+        # While nothing is cast yet: every bit, which fp16 would not hold.
+        assert_named_close(self.model.state_dict(), start, EXACT)
         for name, layer in self.layers.items():
             layer.lin.register_forward_pre_hook(lambda *_, name=name: self.note(name, self.in_forward))
             layer.lin.register_forward_hook(lambda *args, name=name: self.watch_backward(name, args[-1]))
@@ -251,13 +254,13 @@ def check_training(engine, subject, learned, training, scaler):
 
 
 NO_RESHARD = {"strategy": "SHARD_GRAD_OP", "offload": True}
-ONE_POINT = {"forward_prefetch": [False], "backward_prefetch": [None]}
 
 
 @pytest.mark.ranks(2)
 class TestFSDPMixedPrecisionSharded:
     def test_mixed_precision_no_reshard_after_forward(self, world, engine, run_subtests):
-        check_end_to_end(world, engine, run_subtests, ALL_DIFFERENT, F64, ONE_POINT, **NO_RESHARD)
+        settings = {**PREFETCH, "use_orig_params": [False, True]}
+        check_end_to_end(world, engine, run_subtests, ALL_DIFFERENT, F64, settings, **NO_RESHARD)
 
     @pytest.mark.parametrize("precision", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
     @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no_offload"])
@@ -273,7 +276,8 @@ class TestFSDPMixedPrecisionSharded:
 @pytest.mark.ranks(1)
 class TestFSDPMixedPrecisionUnsharded:
     def test_mixed_precision_no_reshard_after_forward(self, world, engine, run_subtests):
-        check_end_to_end(world, engine, run_subtests, ALL_DIFFERENT, F64, ONE_POINT, **NO_RESHARD)
+        settings = {**PREFETCH, "use_orig_params": [False, True]}
+        check_end_to_end(world, engine, run_subtests, ALL_DIFFERENT, F64, settings, **NO_RESHARD)
 
     @pytest.mark.parametrize("precision", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
     @pytest.mark.parametrize("original", [F32, F64], ids=["fp32", "fp64"])

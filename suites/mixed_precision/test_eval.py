@@ -270,6 +270,20 @@ def test_an_evaluation_may_come_between_a_forward_and_its_backward(
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
+@pytest.mark.parametrize("backward_prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
+def test_what_is_gathered_ahead_has_the_dtype_that_is_needed_also_when_modes_change(
+    world, engine, backward_prefetch
+):
+    model, _ = layers(world, engine, forward_prefetch=True, backward_prefetch=backward_prefetch)
+    loss(model(batch(world))).backward()
+    trained = loss(model(batch(world)))
+    with CollectivesLog() as log:
+        model.eval()
+        trained.backward()
+        model(batch(world))
+    assert [entry.dtype for entry in engine.traffic(log).gathers] == [BF16] * 3 + [F32] * 3
+
+
 @EVERY_STRATEGY
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 def test_training_goes_on_with_the_same_values_after_an_evaluation(world, engine, strategy, forward_prefetch):
@@ -314,10 +328,9 @@ def test_buffers_go_up_to_what_the_model_was_converted_to_meanwhile(world, engin
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 def test_evaluation_without_autograd_leaves_a_model_that_trains(world, engine, strategy, mode):
     model, bare = layers(world, engine, strategy)
-    model.train()
     with mode():
-        model(batch(world))  # casts the buffers
         assert torch.equal(model.eval()(batch(world)), bare(batch(world)))
+        model.train()(batch(world))  # casts the buffers
     for layer in model.module:
         layer.shift.mul_(1)  # as the running statistics of a batch norm are
     for train, dtype in ((False, F32), (True, BF16)):

@@ -153,6 +153,25 @@ def test_parameters_kept_between_microbatches_are_new_after_the_step(world, fron
     assert model(torch.tensor(1.0, device=world.device)).item() == -14.0 * 3 * 4
 
 
+@pytest.mark.parametrize("policy", [(), (BF16,)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(torch.optim.SGD, {"foreach": True}), (torch.optim.SGD, {}), (torch.optim.Adam, {"fused": True})],
+    ids=["foreach", "one_by_one", "fused"],
+)
+def test_parameters_that_are_always_kept_are_new_after_the_step_all_the_same(world, front, policy, kind, way):
+    """torch 2.13 goes on with what it gathered before the step."""
+    model = known(world, front, **front.precision(*policy))
+    model.set_reshard_after_backward(False)
+    optimizer = kind(model.parameters(), lr=1.0, **way)
+    for number in (1, 2):
+        backward(model, world, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        output = model(torch.tensor(1.0, device=world.device))
+        assert output.item() == pytest.approx(-number * 3 * 4, rel=1e-2)  # one unit of bf16
+
+
 def test_several_forwards_before_one_backward_add_up(world, front):
     model = known(world, front)
     losses = [model(torch.tensor(2.0**n * (1 + world.rank), device=world.device)) for n in range(3)]

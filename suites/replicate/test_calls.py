@@ -12,11 +12,24 @@ from torch.utils.checkpoint import checkpoint
 from harness.assertions import assert_named_close, assert_sharded_parity
 from harness.assertions.closeness import EXACT
 from harness.recorders import ForwardDtypes, named_tensors
-from harness.zoo import NestedWrappedModule
+from harness.zoo import KnownGradient, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class Generating(nn.Sequential):
+    """Two layers, and a second way to call them."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def generate(self, x):
+        return 2 * self(x)
+
+    def skip(self, x):
+        return nn.functional.linear(x, self[1].weight)
 
 
 class Echo(nn.Linear):
@@ -229,3 +242,35 @@ def test_parameters_are_plain_tensors_that_autograd_tracks_inside_forward(world,
     model(torch.ones(2, 8, device=world.device)).sum().backward()
     shapes = [(4, 8), (16, 4), (16, 16), (4, 16), (8, 4)]
     assert seen == [(False, True, torch.Size(shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["generate", "skip"])
+def test_a_registered_method_gathers_as_forward_does(world, engine, front, name):
+    reference = Generating().to(world.device)
+    model = front.apply(copy.deepcopy(reference), ("0",))
+    engine.composable.register_fsdp_forward_method(model, name)
+    x = torch.ones(2, 8, device=world.device)
+    outputs = [getattr(module, name)(x) for module in (model, reference)]
+    assert_named_close({"output": outputs[0]}, {"output": outputs[1]})
+    for output in outputs:
+        output.square().sum().backward()
+    for n, p in reference.named_parameters():
+        found = model.get_parameter(n).grad
+        if p.grad is not None:
+            assert_named_close({n: found.full_tensor()}, {n: p.grad})
+        else:  # of a parameter that was not used, a group with others that were may show zeros
+            assert found is None or not found.full_tensor().any()
+    assert (reference[1].bias.grad is None) == (name == "skip")
+
+
+def test_steps_too_small_for_bf16_add_up_in_the_parameters(world, front):
+    """huggingface/accelerate#3979: what the optimizer stepped was in low precision after all."""
+    bare = KnownGradient(4).to(world.device)
+    torch.nn.init.ones_(bare.weight)
+    model = front(bare, **front.precision(BF16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)  # bf16 has no number between 1 and 1 - 2^-8
+    for _ in range(64):
+        optimizer.zero_grad()
+        model(torch.tensor(0.5 + world.rank, device=world.device)).backward()
+        optimizer.step()
+    assert model.weight.full_tensor().tolist() == [1 - 2.0**-6] * 4

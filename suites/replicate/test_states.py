@@ -197,3 +197,21 @@ def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, a
     model.load_state_dict(source.state_dict(), assign=assign)
     reference = Uneven(seed=1).to(world.device)
     torch.testing.assert_close(model(x), reference(x))
+
+
+def test_a_model_made_on_meta_is_filled_after_it_was_taken_in_hand(world, front):
+    with torch.device("meta"):
+        bare = Uneven()
+    model = front.apply(bare, ("first", "gate"))
+    model.to_empty(device=world.device)
+    source = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
+    model.load_state_dict(source.state_dict())
+    x = torch.ones(2, 8, device=world.device)
+    for module in (model, source):
+        module(x).sum().backward()
+    assert_named_close(
+        {name: full(p.grad) for name, p in model.named_parameters()},
+        {name: full(p.grad) for name, p in source.named_parameters()},
+        EXACT,
+    )
+    torch.testing.assert_close(model(x), Uneven(seed=1).to(world.device)(x))

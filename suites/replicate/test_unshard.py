@@ -81,6 +81,26 @@ def test_by_hand_a_step_between_is_seen(world, front):
     assert_named_close(own, {name: full[name] + 1 for name in own}, EXACT)
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["by_dtensor", "by_local_tensor"])
+@pytest.mark.parametrize("policy", [(), (BF16,)], ids=["fp32", "bf16"])
+def test_what_is_on_its_way_when_parameters_change_is_not_computed_with(world, front, policy, local):
+    """torch 2.13 computes with what was sent before the change."""
+    reference = NestedWrappedModule().to(world.device)
+    settings = front.precision(*policy)
+    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units, **settings)
+    x = torch.ones(4, 8, device=world.device)
+    model(x).sum().backward()
+    for name in ("", *NestedWrappedModule.units):
+        model.get_submodule(name).unshard(async_op=True)
+    with torch.no_grad():
+        for p in (*model.parameters(), *reference.parameters()):
+            (p.to_local() if local and isinstance(p, DTensor) else p).add_(1.0)
+    tolerance = (
+        {"atol": 0.0, "rtol": 0.05} if policy else {"atol": 1e-5, "rtol": 1.3e-6}
+    )  # five layers in bf16
+    torch.testing.assert_close(model(x).float(), reference(x), **tolerance)
+
+
 class Watch:
     """Four layers, each a group, that note how many gathers there were when they began and ended."""
 
