@@ -200,3 +200,17 @@ def test_a_mesh_of_one_rank_shards_nothing_and_trains(world):
     x = torch.full((2, 4), float(world.rank + 1), device=world.device)
     model(x).sum().backward()
     assert model[1].bias.grad.to_local().tolist() == [2.0] * 4
+
+
+@FRONTS
+def test_groups_are_shown_by_the_names_of_the_bare_model(world, front):
+    model = layers(world, number=4)
+    front([model[0], model[2]])
+    front(model)
+    seen = {
+        group.name: (group.parameters, group.state.name, group.full_numel) for group in engine.groups(model)
+    }
+    assert seen == {
+        "": (("1.weight", "1.bias", "3.weight", "3.bias"), "SHARDED", 40),
+        "0": (("0.weight", "0.bias", "2.weight", "2.bias"), "SHARDED", 40),
+    }
