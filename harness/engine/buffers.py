@@ -32,9 +32,8 @@ class Buffers:
                     slot.module._buffers[slot.name] = buffer.to(device or buffer.device)
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow a cast or a move of the module."""
+        """Follow a cast of the module."""
         self.dtypes = {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in self.dtypes.items()}
-        self._values = {name: fn(value) for name, value in self._values.items()}
 
     def _cast(self, name: str, buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
         if dtype and buffer.dtype != dtype:
@@ -47,5 +46,5 @@ class Buffers:
     def _restore(self, name: str, buffer: Tensor) -> Tensor:
         value = self._values.pop(name, None)
         if value is not None and torch.equal(value.to(buffer.device, buffer.dtype), buffer):
-            return value
+            buffer = value.to(buffer.device)  # from where it was before a move of the module
         return buffer.to(self.dtypes.get(name, buffer.dtype))
