@@ -9,6 +9,7 @@ from harness.engine.composable import fully_shard, replicate
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from harness.engine.composed import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from harness.engine.grad_scaler import ShardedGradScaler
+from harness.engine.groups import groups
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
@@ -38,7 +39,7 @@ from harness.engine.wrap_policy import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from harness.engine.wrapper import FullyShardedDataParallel, groups
+from harness.engine.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",

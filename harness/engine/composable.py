@@ -65,7 +65,7 @@ def fully_shard(
         axes=Axes(mesh.get_group(1), mesh.get_group(0)) if hybrid else Axes(mesh.get_group(), None),
         placing=Placing(mesh, (Replicate(), Shard(0)) if hybrid else (Shard(0),)),
         policy=mp_policy,
-        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        offload=_offloads(offload_policy),
         ignored=frozenset(ignored_params or ()),
         placement=shard_placement_fn,
     )
@@ -99,7 +99,7 @@ def replicate(
         axes=Axes(None, mesh.get_group()),
         placing=Placing(mesh, (Replicate(),)),
         policy=mp_policy,
-        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        offload=_offloads(offload_policy),
         ignored=frozenset(ignored_params or ()),
     )
     _compose(module, asked, "Replicate")
@@ -119,6 +119,14 @@ class Asked:
     ignored: Collection[nn.Parameter]
     placement: Callable[[nn.Parameter], Shard | None] | None = None
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for policies of another type; torch's own are others, too."""
+        if not isinstance(self.policy, MixedPrecisionPolicy):
+            raise TypeError(
+                f"{self.front}: mp_policy must be a MixedPrecisionPolicy of harness.engine, got "
+                f"{self.policy!r}, a {type(self.policy).__qualname__} of {type(self.policy).__module__}."
+            )
+
     @property
     def mixed_precision(self) -> MixedPrecision:
         casts = self.policy.cast_forward_inputs
@@ -128,6 +136,15 @@ class Asked:
             cast_forward_inputs=casts,
             cast_root_forward_inputs=casts,
         )
+
+
+def _offloads(policy: OffloadPolicy) -> bool:
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy must be an OffloadPolicy of harness.engine, got {policy!r}, a "
+            f"{type(policy).__qualname__} of {type(policy).__module__}."
+        )
+    return isinstance(policy, CPUOffloadPolicy)
 
 
 def _compose(given: nn.Module | list[nn.Module], asked: Asked, prefix: str) -> Unit:
@@ -222,7 +239,7 @@ def _refuse_placements(entries: Sequence[Entry], asked: Asked, name: str) -> Non
         wanted = asked.placement(entry.parameter) if asked.placement else None
         if wanted is not None and wanted != Shard(0):
             raise NotImplementedError(
-                f"{name}: shard_placement_fn wants {wanted} for parameter {entry.name!r}; only Shard(0) is "
+                f"{name}: shard_placement_fn wants {wanted!r} for parameter {entry.name!r}; only Shard(0) is "
                 "built."
             )
 

@@ -1,7 +1,12 @@
 """What a unit shows of itself, read without touching memory that comes and goes. Runs on ranks."""
 
+from collections.abc import Mapping
+
+from torch import nn
+
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
+from harness.engine.names import joined
 from harness.engine.policy import GroupInfo
 
 
@@ -18,13 +23,16 @@ def describe(unit: Unit) -> str:
     )
 
 
-def info(name: str, group: ShardGroup, training: bool) -> GroupInfo:
-    """Return a snapshot of the group of the unit that is called ``name`` in its model."""
+def info(name: str, group: ShardGroup, training: bool, names: Mapping[nn.Module, str]) -> GroupInfo:
+    """Return a snapshot of the group of the unit that is called ``name`` in its model.
+
+    ``names``: of the model's modules.
+    """
     shard, layout = group.shard, group.shard.layout
     gradients = group.gradients.visible()
     return GroupInfo(
         name=name,
-        parameters=tuple(f"{name}.{entry.name}" if name else entry.name for entry in shard.entries),
+        parameters=tuple(joined(names[e.slots[0].module], e.slots[0].name) for e in shard.entries),
         state=group.state,
         sharding_strategy=group.settings.strategy,
         original_dtype=shard.original_dtype,

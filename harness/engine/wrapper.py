@@ -23,7 +23,6 @@ from harness.engine.parameters import Slot
 from harness.engine.policy import (
     BackwardPrefetch,
     CPUOffload,
-    GroupInfo,
     MixedPrecision,
     ShardingStrategy,
 )
@@ -279,15 +278,6 @@ class FullyShardedDataParallel(StateFront):
                 "it. Call it on the root."
             )
         return self._unit.tree
-
-
-def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
-    """Show all groups of ``model``, outer before inner, as they are now."""
-    return tuple(
-        inspection.info(name, wrapper._unit.group, wrapper.training)
-        for name, wrapper in _wrappers(model)
-        if wrapper._unit.group
-    )
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:

@@ -1,7 +1,8 @@
 """Small models, each named after the trouble it makes. Plain modules: sharding is the adapter's affair.
 
-Imports torch, and nothing else of harness. ``units`` tells an adapter what to shard on its own: submodules by
-name or by class. ``batch(generator)`` makes an input and ``loss(output, ...)`` a loss to learn from it.
+Imports torch, nothing else of harness, and torchvision only when a model of it is asked for. ``units`` tells
+an adapter what to shard on its own: submodules by name or by class. ``batch(generator)`` makes an input and
+``loss(output, ...)`` a loss to learn from it.
 """
 
 from harness.zoo.casting import CastingLayers, ExternalInput

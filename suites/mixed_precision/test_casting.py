@@ -54,20 +54,22 @@ def batch(world):
     return torch.randn(4, 8, device=world.device) + world.rank
 
 
-def dtypes_of(tensors):
-    return {name: tensor.dtype for name, tensor in tensors.items()}
-
-
 @EVERY_STRATEGY
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_every_module_computes_in_the_configured_dtypes(world, engine, strategy, use_orig_params, train):
     """pytorch#143900: buffer_dtype had no effect."""
-    bare = Layers()
+    bare, gradients = Layers(), []
     log = ForwardDtypes(bare)
+
+    def watch(layer, *_):
+        layer.weight.register_hook(lambda gradient: gradients.append(gradient.dtype))
+
+    bare[1].register_forward_hook(watch)
     model = shard(world, engine, bare, strategy, precision=MIXED, use_orig_params=use_orig_params)
     with log:
         model.train(train)(batch(world)).sum().backward()
+    assert gradients == [BF16]
     for layer in ("0", "1", "2"):
         assert (log.inputs(layer), log.parameters(layer), log.buffers(layer)) == ({BF16}, {BF16}, {F16})
     assert_parameter_dtypes(model, F32)
@@ -247,11 +249,21 @@ def test_saved_state_has_original_dtypes_and_the_parameters_every_bit(
     )
     model(batch(world)).sum().backward()
     saved = model.state_dict()
-    assert dtypes_of(saved) == dtypes_of(expected)
+    assert {n: t.dtype for n, t in saved.items()} == {n: t.dtype for n, t in expected.items()}
     for name in expected:
         if name.endswith(("weight", "bias")):
             assert torch.equal(saved[name].cpu(), expected[name]), name
     assert_buffer_dtypes(model, F16)
+
+
+@EVERY_STRATEGY
+def test_saved_buffers_are_what_was_computed_with(world, engine, strategy):
+    """A cast cannot be undone: the dtype is the original one, the value the rounded one."""
+    model = shard(world, engine, Layers(), strategy, precision=MIXED)
+    model(batch(world))
+    saved, third = model.state_dict(), torch.full((8,), 1 / 3, dtype=F16, device=world.device)
+    assert torch.equal(saved["0.shift"], third.float())
+    assert torch.equal(saved["1.shift"], third.double())
 
 
 @pytest.mark.parametrize(

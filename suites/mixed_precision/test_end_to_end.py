@@ -212,7 +212,7 @@ class Subject:
 
 
 def check_end_to_end(world, engine, run_subtests, precision, original, settings, **spec):
-    """Hold both models to the check at each point of ``settings`` while they learn what DDP learns."""
+    """Hold both models to the check at each point of ``settings``, and to what they learn unsharded."""
     dtypes = Dtypes.of(precision, original)
     batches = per_rank_batches(LinearMixedPrecision.batch, world.seed, world.rank)
     training = Training(
@@ -221,15 +221,12 @@ def check_end_to_end(world, engine, run_subtests, precision, original, settings,
         optimizer=torch.optim.Adam,
         tolerance=dtypes.lowest,
     )
-    learned = {}
-    for model in MODELS:
-        torch.manual_seed(world.seed)
-        bare = model(original).to(world.device)
-        casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
-        learned[model] = bare, train(unsharded_with_casts(copy.deepcopy(bare), *casts), training)
+    casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
+    models = [model(original).to(world.device) for model in MODELS]  # training seeds each rank differently
+    learned = [train(unsharded_with_casts(copy.deepcopy(bare), *casts), training) for bare in models]
 
     def check(scaler=False, **point):
-        for bare, run in learned.values():
+        for bare, run in zip(models, learned, strict=True):
             how = ShardSpec(precision=precision, units=bare.units, device=world.device, **spec, **point)
             subject = Subject(world, engine, copy.deepcopy(bare), how, dtypes)
             check_training(engine, subject, run, training, scaler)

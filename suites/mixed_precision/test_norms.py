@@ -62,6 +62,7 @@ def check_dtypes(bare, dtypes, norms):
 
 @pytest.mark.ranks(2)
 class TestFSDPMixedPrecisionSharded:
+    @pytest.mark.ranks(2, timeout=180)  # 27 s on two cores that six others used, most of it fp16 convolutions
     def test_mixed_precision_resnet(self, world, engine, monkeypatch):
         """Off the GPU torch refuses SyncBatchNorm in training: there the plain one stands for it."""
         # Two models that are held to each other need one algorithm for each convolution.

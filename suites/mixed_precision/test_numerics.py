@@ -30,13 +30,6 @@ def num_shards(world, strategy):
     return {"NO_SHARD": 1, **dict.fromkeys(HYBRID, world.size // 2)}.get(strategy, world.size)
 
 
-def process_group(world, strategy):
-    if strategy not in HYBRID:
-        return None
-    mesh = world.mesh(2, world.size // 2)
-    return mesh.get_group(1), mesh.get_group(0)
-
-
 def shard(world, engine, bare, strategy, **more):
     units = getattr(bare, "units", ())
     return engine.shard(bare.to(world.device), ShardSpec(strategy, units=units, device=world.device, **more))
@@ -59,6 +52,7 @@ def witnesses(size, dtype):
         [60000.0] * size,  # the sum of fp16 numbers overflows, their mean does not
         [limits.smallest_normal * limits.eps] * size,  # the smallest number there is: half of it is zero
         [2.0**15, 2.0**-10, -(2.0**15), 2.0**-10][:size],  # not even fp32 holds the sum: its order shows
+        [2.0**-10, 2.0**15, -(2.0**15), 1.0][:size],
     ]
     generator = torch.Generator().manual_seed(size)
     random = torch.randn(size, 40, generator=generator)
@@ -81,29 +75,48 @@ def rounded_sum(rows, divisor, dtype):
     return (total / divisor).to(dtype)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *HYBRID])
-@LOW_DTYPES
-def test_low_precision_gradients_are_summed_in_fp32_in_rank_order_and_rounded_once(
-    world, engine, run_subtests, strategy, dtype
-):
-    gradients = witnesses(world.size, dtype)
-    expected = mean(gradients, dtype, num_shards(world, strategy)).to(world.device)
-    group = process_group(world, strategy)
+@pytest.fixture
+def check_bits(world, engine, run_subtests):
+    """Hold gradients to `mean` of the witnesses, whatever brings them into low precision."""
 
-    def check(precision, **settings):
+    def check(precision, strategy, dtype, process_group, **settings):
+        gradients = witnesses(world.size, dtype)
         # Without any precision it is the model itself that is in low precision.
         bare = KnownGradient(gradients.shape[1]).to(dtype if precision == Precision() else F32)
-        model = shard(world, engine, bare, strategy, precision=precision, process_group=group, **settings)
+        spec = {"precision": precision, "process_group": process_group, **settings}
+        model = shard(world, engine, bare, strategy, **spec)
         model(gradients[world.rank].to(world.device)).backward()
-        seen = dtype if precision in (Precision(), kept_low) else F32
-        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {seen}
+        is_low = precision == Precision() or precision.keep_low_precision_grads
+        seen = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+        assert seen == {dtype if is_low else F32}
+        expected = mean(gradients, dtype, num_shards(world, strategy)).to(world.device, *seen)
         # nccl adds in an order and a precision of its own.
         tolerance = TOLERANCES[dtype] if world.backend == "nccl" else EXACT
-        assert_named_close(engine.full_gradients(model), {"weight": expected.to(seen)}, tolerance)
+        assert_named_close(engine.full_gradients(model), {"weight": expected}, tolerance)
 
-    kept_low = Precision(dtype, keep_low_precision_grads=True)
-    precisions = [Precision(), Precision(reduce_dtype=dtype), Precision(dtype), kept_low]
-    run_subtests({"precision": precisions, **options(world)}, check)
+    def run(strategy, dtype, process_group=None):
+        low = Precision(dtype)
+        kept = Precision(dtype, keep_low_precision_grads=True)
+        settings = {"precision": [Precision(), Precision(reduce_dtype=dtype), low, kept], **options(world)}
+        run_subtests(settings, check, strategy=strategy, dtype=dtype, process_group=process_group)
+
+    return run
+
+
+@pytest.mark.ranks(2, 3, 4)
+@EVERY_STRATEGY
+@LOW_DTYPES
+def test_low_precision_gradients_are_summed_in_fp32_in_rank_order_and_rounded_once(
+    check_bits, strategy, dtype
+):
+    check_bits(strategy, dtype)
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@LOW_DTYPES
+def test_hybrid_reductions_round_once_inside_a_replica_and_once_across(world, check_bits, strategy, dtype):
+    mesh = world.mesh(2, world.size // 2)
+    check_bits(strategy, dtype, (mesh.get_group(1), mesh.get_group(0)))
 
 
 @EVERY_STRATEGY

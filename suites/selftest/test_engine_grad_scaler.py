@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import harness.engine as lockstep
 from harness.adapters import find
 from harness.engine import ShardedGradScaler
 
@@ -208,20 +209,29 @@ class TestStates:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("bad", [None, INF, NAN])
-def test_dtensor_gradients_are_unscaled_and_agreed_on(world, bad):
+@pytest.mark.parametrize(
+    "shard",
+    [fully_shard, lockstep.fully_shard, lockstep.replicate],
+    ids=["torchs_fully_shard", "fully_shard", "replicate"],
+)
+def test_dtensor_gradients_are_unscaled_and_agreed_on(world, collectives, shard, bad):
+    """By one flag: torch's own handling of DTensors would send another for each kind of gradient."""
     model = nn.Linear(1, 2 * world.size, bias=False, device=world.device)
     nn.init.zeros_(model.weight)
-    fully_shard(model, mesh=world.mesh())
+    shard(model, mesh=world.mesh())
     scaler, optimizer = ShardedGradScaler(init_scale=4.0), torch.optim.SGD(model.parameters(), lr=1.0)
     x = torch.tensor([[1.0 + world.rank - (world.size - 1) / 2]], device=world.device)
     scaler.scale(model(x).sum()).backward()
+    own = model.weight.grad.to_local()
     if bad and world.rank == 0:
-        model.weight.grad.to_local()[0] = bad
+        own[0] = bad
+    before = len(collectives)
     scaler.unscale_(optimizer)
     assert isinstance(model.weight.grad, DTensor)
-    assert model.weight.grad.to_local()[1:].tolist() == [[1.0]]
+    assert own[1:].tolist() == [[1.0]] * (len(own) - 1)
     scaler.step(optimizer)
     scaler.update()
+    assert [(entry.op, entry.shapes) for entry in collectives.entries[before:]] == [("all_reduce", ((),))]
     weight, scale = (0.0, 2.0) if bad else (-1.0, 4.0)
     assert model.weight.full_tensor().tolist() == [[weight]] * 2 * world.size
     assert world.gather(scaler.get_scale()) == [scale] * world.size

@@ -1,0 +1,26 @@
+"""All groups of a model, whichever front made them, as they are now. Runs on ranks."""
+
+from torch import nn
+
+from harness.engine import inspection
+from harness.engine.composed import FSDPModule
+from harness.engine.hooks import Unit
+from harness.engine.names import clean_name
+from harness.engine.policy import GroupInfo
+from harness.engine.wrapper import FullyShardedDataParallel
+
+
+def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
+    """Show all groups of ``model``, outer before inner; one of several modules has the name of the first."""
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    found: dict[Unit, nn.Module] = {}
+    for module in names:
+        if isinstance(module, FullyShardedDataParallel):
+            found[module._unit] = module
+        elif isinstance(module, FSDPModule):
+            found.setdefault(module._composed_unit, module)
+    return tuple(
+        inspection.info(names[module], unit.group, module.training, names)
+        for unit, module in found.items()
+        if unit.group
+    )

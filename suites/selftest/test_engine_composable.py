@@ -1,0 +1,216 @@
+"""What the composable front refuses, with what was wrong, where and the cure; and copies of its modules."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from harness import engine
+from harness.engine import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
+
+pytestmark = pytest.mark.ranks(2)
+
+FRONTS = pytest.mark.parametrize("front", [fully_shard, replicate])
+
+
+def layers(world, number=2):
+    torch.manual_seed(world.seed)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number))).to(world.device)
+
+
+def integers():
+    module = nn.Identity()
+    module.counts = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    return module
+
+
+@FRONTS
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        ("a name", TypeError, "expected an nn.Module or a list of them, got str"),
+        ([], ValueError, "an empty list has nothing to shard"),
+        (nn.ModuleList(), ValueError, "ModuleList has no forward of its own; pass the modules in it"),
+        (integers(), ValueError, "'counts' has dtype torch.int64"),
+    ],
+    ids=["no_module", "empty", "container", "integers"],
+)
+def test_what_cannot_be_sharded_is_refused(world, front, module, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        front(module)
+
+
+@FRONTS
+def test_a_module_is_taken_in_hand_once_and_from_below(world, front):
+    model = layers(world)
+    front(model)
+    with pytest.raises(ValueError, match=r"FSDPSequential|ReplicateSequential"):
+        front(model)
+    with pytest.raises(ValueError, match=r"Linear is inside \w+\(Sequential\) already"):
+        front(model[0])
+
+
+@FRONTS
+def test_the_two_kinds_of_front_do_not_mix(world, front):
+    inner = layers(world)
+    front(inner)
+    with pytest.raises(ValueError, match=r"'0' \(Linear\) is inside \w+\(Sequential\) already"):
+        FullyShardedDataParallel(inner)
+    wrapped = nn.Sequential(FullyShardedDataParallel(layers(world), use_orig_params=True))
+    with pytest.raises(ValueError, match="already"):
+        front(wrapped)
+
+
+@FRONTS
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy()},
+        {"offload_policy": torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)},
+    ],
+    ids=["mp_policy", "offload_policy"],
+)
+def test_torchs_own_policies_are_refused_by_name(world, front, setting):
+    with pytest.raises(
+        TypeError, match=f"{next(iter(setting))} must be .* of harness.engine, got .* of torch"
+    ):
+        front(layers(world), **setting)
+
+
+@FRONTS
+def test_a_mesh_must_be_a_mesh_of_as_many_axes_as_the_front_knows(world, front):
+    ranks = torch.arange(2).view(1, 2, 1)
+    with pytest.raises(ValueError, match=r"mesh must have one axis.*, got 3"):
+        front(layers(world), mesh=world.mesh(1, 2, 1))
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got Tensor"):
+        front(layers(world), mesh=ranks)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, "half"])
+def test_groups_can_be_split_among_a_true_divisor_of_the_ranks(world, number):
+    with pytest.raises(ValueError, match=f"reshard_after_forward: {number!r} is no number of ranks"):
+        fully_shard(layers(world), reshard_after_forward=number)
+
+
+def test_parameters_can_be_cut_along_dim_0_only(world):
+    fully_shard(layers(world), shard_placement_fn=lambda _: Shard(0))
+    with pytest.raises(NotImplementedError, match=r"wants Shard\(dim=1\) for parameter '0\.weight'"):
+        fully_shard(layers(world), shard_placement_fn=lambda _: Shard(1))
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_a_policy_takes_floating_point_dtypes(world, field):
+    with pytest.raises(ValueError, match=f"MixedPrecisionPolicy: {field} must be a floating-point"):
+        MixedPrecisionPolicy(**{field: torch.int32})
+
+
+@FRONTS
+def test_ranks_that_take_different_things_in_hand_are_told(world, front):
+    module = nn.Linear(4, 4 + world.rank).to(world.device)
+    with pytest.raises(ValueError, match=r"ranks wrap different things: 'weight' \[\d, 4\]"):
+        front(module)
+
+
+@FRONTS
+def test_switches_refuse_what_they_cannot_take(world, front):
+    model = layers(world)
+    front(model)
+    with pytest.raises(ValueError, match="expected a positive number, got 0"):
+        model.set_gradient_divide_factor(0)
+    with pytest.raises(TypeError, match="expected a bool, got 2"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(ValueError, match="are prefetched, not Linear"):
+        model.set_modules_to_forward_prefetch([model[0]])
+    with pytest.raises(ValueError, match=r"(FSDP|Replicate)Sequential has no method 'encode'"):
+        engine.register_fsdp_forward_method(model, "encode")
+
+
+@FRONTS
+def test_a_model_on_meta_says_what_it_lacks(world, front):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    front(model)
+    with pytest.raises(RuntimeError, match=r"on the meta device; call to_empty"):
+        model(torch.ones(2, 4, device=world.device))
+
+
+@FRONTS
+def test_a_module_in_hand_cannot_be_pickled_and_says_what_to_do(world, front, tmp_path):
+    model = layers(world)
+    front(model)
+    with pytest.raises(TypeError, match=r"can be neither pickled .* save its state_dict\(\)"):
+        torch.save(model, tmp_path / "model.pt")
+
+
+@FRONTS
+def test_state_cannot_be_read_inside_a_forward(world, front):
+    class Reader(nn.Linear):
+        def forward(self, x):
+            self.state_dict()
+            return super().forward(x)
+
+    model = front(Reader(4, 4).to(world.device))
+    with pytest.raises(RuntimeError, match="state_dict is illegal inside forward and backward"):
+        model(torch.ones(2, 4, device=world.device))
+
+
+@FRONTS
+def test_a_copy_computes_and_learns_apart(world, front):
+    model = layers(world, number=3)
+    front([model[0], model[2]])  # one group of two modules
+    front(model)
+    copied = copy.deepcopy(model)
+    x = torch.randn(2, 4, device=world.device)
+    before = model(x)
+    assert torch.equal(copied(x), before)
+    copied(x).sum().backward()
+    torch.optim.SGD(copied.parameters(), lr=0.1).step()
+    assert torch.equal(model(x), before)
+    assert not torch.equal(copied(x), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in copied.parameters())
+    assert {p.device_mesh for p in copied.parameters()} == {p.device_mesh for p in model.parameters()}
+
+
+@FRONTS
+def test_modules_of_one_group_may_be_called_one_by_one(world, front):
+    """The last layers are called for each chunk of a batch, with a backward of its own."""
+    model, reference = layers(world, number=3), layers(world, number=3)
+    for modules in ([model[0], model[2]], model[1], model):
+        front(modules)
+    x = torch.randn(4, 4, device=world.device, generator=torch.Generator(world.device).manual_seed(1))
+    for one in (model, reference):
+        hidden = one[1](one[0](x)).detach()
+        for chunk in hidden.split(2):
+            one[2](chunk).square().sum().backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if name.startswith("2.")}
+    for name, gradient in expected.items():
+        found = dict(model.named_parameters())[name].grad.full_tensor()
+        torch.testing.assert_close(found, gradient)
+
+
+def test_a_mesh_of_one_rank_shards_nothing_and_trains(world):
+    alone = DeviceMesh(world.device.type, torch.tensor([[0], [1]]), mesh_dim_names=("other", "mine"))["mine"]
+    model = fully_shard(layers(world), mesh=alone)
+    x = torch.full((2, 4), float(world.rank + 1), device=world.device)
+    model(x).sum().backward()
+    assert model[1].bias.grad.to_local().tolist() == [2.0] * 4
+
+
+@FRONTS
+def test_groups_are_shown_by_the_names_of_the_bare_model(world, front):
+    model = layers(world, number=4)
+    front([model[0], model[2]])
+    front(model)
+    seen = {
+        group.name: (group.parameters, group.state.name, group.full_numel) for group in engine.groups(model)
+    }
+    assert seen == {
+        "": (("1.weight", "1.bias", "3.weight", "3.bias"), "SHARDED", 40),
+        "0": (("0.weight", "0.bias", "2.weight", "2.bias"), "SHARDED", 40),
+    }
