@@ -71,6 +71,29 @@ def start_gather(full: Tensor, shard: Tensor, axes: Axes) -> Finish:
         return _start_gather(full, shard, axes.shard)
 
 
+def start_exchange(shard: Tensor, axes: Axes) -> Callable[[], tuple[Tensor, ...]]:
+    """Bring the 1-D ``shard`` (n) of each of the S shards here, each apart; ``shard`` itself is among them.
+
+    It may not be touched until the result is there. Shards without elements are left out.
+    """
+    assert axes.shard is not None
+    if not shard.numel():
+        return lambda: ()
+    with record_function(GATHER):
+        if _is_gloo_pair(shard, axes.shard):
+            other = torch.empty_like(shard)
+            work = _swap(other, shard, axes.shard)
+            pair = (shard, other) if dist.get_rank(axes.shard) == 0 else (other, shard)
+
+            def finish() -> tuple[Tensor, ...]:
+                work.wait()
+                return pair
+
+            return finish
+        arrived = _start_gather(shard.new_empty(axes.num_shards * shard.numel()), shard, axes.shard)
+    return lambda: arrived().view(axes.num_shards, -1).unbind()
+
+
 def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
     """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order."""
     start_gather(full, shard, axes)()
@@ -162,8 +185,10 @@ def divide_factors(size: float) -> tuple[float, float]:
 def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Finish:
     if not full.numel():
         return lambda: full
-    if dist.get_world_size(group) == 2 and _backend(full, group) == "gloo":
-        work = _swap(full, shard, group)
+    if _is_gloo_pair(full, group):
+        halves = full.view(2, -1)
+        work = _swap(halves[1 - dist.get_rank(group)], shard, group)
+        halves[dist.get_rank(group)].copy_(shard)
     else:
         work = _all_gather(full, shard, group=group, async_op=True)
 
@@ -174,17 +199,18 @@ def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Fini
     return finish
 
 
-def _swap(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to gather on two ranks, each of which sends its shard straight to where the other wants it.
+def _is_gloo_pair(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return dist.get_world_size(group) == 2 and _backend(tensor, group) == "gloo"
+
+
+def _swap(other: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to gather on two ranks: each sends its ``shard`` straight to where the other one wants it.
 
     gloo's own all_gather receives into a second buffer of the size of ``full`` and copies it. For more ranks
     such exchanges were no faster than that in benchmarks/engine.py.
     """
-    rank = dist.get_rank(group)
-    own, other = full.view(2, -1)[rank], full.view(2, -1)[1 - rank]
-    splits = [0, shard.numel()] if rank == 0 else [shard.numel(), 0]
+    splits = [0, shard.numel()] if dist.get_rank(group) == 0 else [shard.numel(), 0]
     work: dist.Work = dist.all_to_all_single(other, shard, splits, splits, group=group, async_op=True)
-    own.copy_(shard)
     return work
 
 

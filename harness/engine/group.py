@@ -43,7 +43,8 @@ class ShardGroup:
         self.full: FullParameters | None = None
         """What was gathered last."""
         self._variants: dict[Dtypes, FullParameters] = {}
-        self._arrive: Callable[[], Tensor] | None = None
+        self._arrive: Callable[[], Tensor | tuple[Tensor, ...]] | None = None
+        """Waits for a gather; a tuple is what has to be unpacked."""
         self._lasts: Sequence[object] | None = None
         """What `shard.versions` were when full parameters were told to outlast `discard`."""
         self._part: tuple[Tensor, Axes] | None = None
@@ -140,7 +141,7 @@ class ShardGroup:
     def free(self) -> None:
         """Show modules their shards again and give the full parameters' memory back."""
         if self.full and self.state in _FULL:
-            self._await_gather()
+            self._drop_gather()
             self._part = None
             self.full.free()
             self.shard.show()
@@ -248,24 +249,31 @@ class ShardGroup:
         else:
             local, axes = flat.to(device=self.shard.device, dtype=dtypes.compute), self.settings.axes
             self._sent = local if local.data_ptr() != flat.data_ptr() else None
-        shards = full.buffer if self.shard.layout.in_order else self._empty(dtypes)
-        self._arrive = collectives.start_gather(shards, local, axes)
+        if self.shard.layout.in_order:
+            self._arrive = collectives.start_gather(full.buffer, local, axes)
+        else:
+            self._arrive = collectives.start_exchange(local, axes)
 
     @torch.no_grad()
     def _finish_gather(self) -> None:
-        shards = self._await_gather()
-        if shards is not None and self.full and shards is not self.full.buffer:
-            self.full.allocate()
-            unpack(shards, self.full.buffer, self.shard.layout)
+        if self._arrive and self.full:
+            arrived = self._arrive()
+            if isinstance(arrived, tuple):
+                self.full.allocate()
+                numel = self.shard.layout.shard_numel
+                shards = [shard for part in arrived for shard in part.view(-1, numel).unbind()]
+                unpack(shards, self.full.buffer, self.shard.layout)
+            self._forget_gather()
 
-    def _await_gather(self) -> Tensor | None:
-        """Return all shards end to end, if they were on their way."""
-        if self._arrive is None:
-            return None
-        shards = self._arrive()
+    def _drop_gather(self) -> None:
+        """Wait for a gather that is on its way, and use nothing of it."""
+        if self._arrive:
+            self._arrive()
+            self._forget_gather()
+
+    def _forget_gather(self) -> None:
         self._arrive = self._part = None
         self._release_sent()
-        return shards
 
     def _refuse_meta(self) -> None:
         if self.shard.flat.is_meta:

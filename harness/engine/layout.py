@@ -131,7 +131,7 @@ class RowLayout(Layout):
 
     @property
     def in_order(self) -> bool:
-        return self.num_shards == 1
+        return self.num_shards == 1 or len(self.shapes) == 1
 
     @cached_property
     def piece_numels(self) -> tuple[int, ...]:

@@ -33,8 +33,12 @@ class Slot:
     def put(self, value: Tensor) -> None:
         """Make the module read ``value``: registered if it is an nn.Parameter, a plain attribute if not.
 
-        Goes through the module's own ``__setattr__``, because recurrent modules keep a second list there.
+        Goes through the module's own ``__setattr__`` if it has one: recurrent modules keep a second list.
         """
+        plain = type(self.module).__setattr__ is nn.Module.__setattr__
+        if plain and self.name in self.module._parameters and isinstance(value, nn.Parameter):
+            self.module._parameters[self.name] = value
+            return
         self.clear()
         setattr(self.module, self.name, value)
 

@@ -71,6 +71,8 @@ class LocalShard:
             flat = nn.Parameter(cut(entries, settings), requires_grad=trainable)
         self.flat = flat
         self._flat_slot: Slot | None = None
+        self._views: tuple[Tensor, ...] = ()
+        self._viewed: tuple[int, torch.dtype] | None = None
         parameters.claim(entries, settings.unit)
         self._bind()
 
@@ -111,8 +113,12 @@ class LocalShard:
         """Let modules see the shard: as their parameters, or as plain tensors beside ``flat``."""
         if self._flat_slot:
             self._flat_slot.put(self.flat)
-        for entry, view in self.views():
-            entry.put(entry.parameter if self.settings.use_orig_params else view)
+        if self.settings.use_orig_params:
+            for entry in self.entries:
+                entry.put(entry.parameter)
+        else:
+            for entry, view in self.views():
+                entry.put(view)
 
     def hide(self) -> None:
         """Take the parameters, and ``flat``, out of their modules."""
@@ -122,11 +128,15 @@ class LocalShard:
             entry.clear()
 
     def views(self) -> Iterator[tuple[Entry, Tensor]]:
-        """Yield each entry with its piece of the shard, in the shape that the layout gives it."""
-        index = self.settings.axes.index
-        for i, (entry, piece) in enumerate(zip(self.entries, self.pieces, strict=True)):
-            view = self.flat.data[piece.shard_start : piece.shard_stop]
-            yield entry, view.view(self.layout.piece_shape(i, index))
+        """Return each entry with its piece of the shard, in the shape that the layout gives it."""
+        if self._viewed != (self.flat.data_ptr(), self.flat.dtype):
+            index = self.settings.axes.index
+            self._views = tuple(
+                self.flat.data[piece.shard_start : piece.shard_stop].view(self.layout.piece_shape(i, index))
+                for i, piece in enumerate(self.pieces)
+            )
+            self._viewed = (self.flat.data_ptr(), self.flat.dtype)
+        return zip(self.entries, self._views, strict=True)
 
     def gather(self, shard: Tensor) -> Tensor:
         """Return every rank's 1-D ``shard`` end to end, as a new tensor on the group's device."""

@@ -8,13 +8,14 @@ from torch import Tensor
 from harness.engine.layout import Layout, RowLayout
 
 
-def unpack(wire: Tensor, full: Tensor, layout: Layout) -> None:
-    """Fill ``full`` from ``wire``: all shards end to end. Both are 1-D of the layout's padded size."""
+def unpack(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
+    """Fill ``full`` (1-D, the layout's padded size) from all ``shards``, which lie there row by row."""
     assert isinstance(layout, RowLayout)
     sizes = list(layout.piece_numels)
-    padded = torch.split(full, [size * layout.num_shards for size in sizes])
-    targets = [parameter.view(layout.num_shards, -1) for parameter in padded]
-    torch.split_with_sizes_copy(wire.view(layout.num_shards, -1), sizes, dim=1, out=targets)
+    parameters = torch.split(full, [size * layout.num_shards for size in sizes])
+    for index, shard in enumerate(shards):
+        for parameter, piece, size in zip(parameters, torch.split(shard, sizes), sizes, strict=True):
+            parameter[index * size : (index + 1) * size].copy_(piece)
 
 
 def pack(values: Sequence[Tensor | None], wire: Tensor, layout: Layout) -> None:

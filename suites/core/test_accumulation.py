@@ -193,3 +193,17 @@ def test_kept_low_precision_gradients_add_up_beside_fp32_parameters(world, engin
         backward(model, world, 2.0, sync=sync)
     assert gradients_of(engine, model) == every_weight(6.0)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F16}
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_sum_of_no_sync_outlasts_a_conversion_and_is_reduced_by_a_backward_that_passes_by(
+    world, engine, strategy, use_orig_params
+):
+    bare = Switched()
+    more = {"units": ("1",), "use_orig_params": use_orig_params, "device": world.device}
+    model = engine.shard(bare.to(world.device), ShardSpec(strategy, **more))
+    backward(model, world, 2.0, (0, 1), sync=False)
+    model.double()
+    backward(model, world, 4.0, (0,))
+    assert gradients_of(engine, model) == {"0.weight": 6.0, "1.weight": 2.0}

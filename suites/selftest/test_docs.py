@@ -1,10 +1,16 @@
 """The pages under docs: their examples run, and the tests they name exist."""
 
 import ast
+import gc
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.engine import FullyShardedDataParallel, MixedPrecision
 
 PROJECT = Path(__file__).parents[2]
 PAGES = sorted((PROJECT / "docs").glob("*.md"))
@@ -44,3 +50,35 @@ def test_the_examples_of_a_page_run(world, page, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     exec(compile("\n".join(blocks), page.name, "exec"), {})
+
+
+class Exchanges(TorchDispatchMode):
+    """Note whenever ranks exchange something what tensors occupy, by dtype, in bytes per parameter."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.seen = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall" in func.__name__:
+            self.seen.append(self.occupied())
+        return func(*args, **(kwargs or {}))
+
+    def occupied(self):
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        storages = {t.untyped_storage().data_ptr(): (t.dtype, t.untyped_storage().nbytes()) for t in tensors}
+        large = [(dtype, nbytes / self.numel) for dtype, nbytes in storages.values() if nbytes >= self.numel]
+        return {dtype: sorted(n for kind, n in large if kind == dtype) for dtype, _ in large}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_parameters_and_gradients_occupy_in_a_step_of_mixed_precision_what_is_drawn(world, monkeypatch):
+    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
+    f32, bf16 = torch.float32, torch.bfloat16
+    precision = MixedPrecision(param_dtype=bf16, reduce_dtype=f32)
+    model = FullyShardedDataParallel(nn.Linear(256, 256, bias=False), mixed_precision=precision)
+    gc.collect()
+    with Exchanges(256 * 256) as log:
+        model(torch.ones(1, 256)).sum().backward()
+    gather, reduction = {f32: [2], bf16: [1, 2]}, {f32: [2, 4, 4]}  # 4/W, 2/W + 2; 4/W + 8
+    assert log.seen == [gather, gather, reduction]

@@ -69,7 +69,7 @@ def test_what_was_packed_unpacks_to_full_parameters(shapes, num_shards):
     layout, values = RowLayout(shapes, num_shards), values_of(shapes)
     wire, full = torch.empty(2, layout.padded_numel)
     pack(values, wire, layout)
-    unpack(wire, full, layout)
+    unpack(wire.view(num_shards, layout.shard_numel), full, layout)
     for value, start, numel in zip(values, layout.starts, layout.numels, strict=True):
         assert torch.equal(full[start : start + numel].view(value.shape), value)
 
