@@ -180,7 +180,7 @@ def test_modules_in_one_list_are_one_group(world, front, collectives):
 
 @pytest.mark.ranks(1)
 def test_one_rank_alone_sends_nothing(world, front, collectives, step):
-    """torch 2.13 gathers and reduces with itself."""
+    """torch 2.13 lets a replica reduce with itself."""
     model = nested(world, front)
     step(model)
     traffic = front.engine.traffic(collectives)
