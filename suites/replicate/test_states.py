@@ -199,13 +199,15 @@ def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, a
     torch.testing.assert_close(model(x), reference(x))
 
 
-def test_a_model_made_on_meta_is_filled_after_it_was_taken_in_hand(world, front):
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_a_model_made_on_meta_is_filled_after_it_was_taken_in_hand(world, front, assign):
     with torch.device("meta"):
         bare = Uneven()
     model = front.apply(bare, ("first", "gate"))
-    model.to_empty(device=world.device)
+    if not assign:
+        model.to_empty(device=world.device)
     source = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
-    model.load_state_dict(source.state_dict())
+    model.load_state_dict(source.state_dict(), assign=assign)
     x = torch.ones(2, 8, device=world.device)
     for module in (model, source):
         module(x).sum().backward()
