@@ -157,8 +157,9 @@ class FSDPModule(nn.Module):
             memo.setdefault(id(entry.parameter), entry.copy().parameter)
         own = ("_composed_unit", "_composed_modules")
         vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
-        copies = tuple(memo.get(id(module)) or deepcopy(module, memo) for module in modules)
-        if not hasattr(copied, "_composed_unit"):  # the last of the modules that share the unit does it
+        copies = deepcopy(modules, memo)
+        # The last of the modules that share the unit does it, when all have been filled.
+        if "_composed_unit" not in vars(copied) and all("_modules" in vars(module) for module in copies):
             adopt(copies, copy_unit(unit, memo))
         return copied
 

@@ -1,6 +1,7 @@
 """Gradients that wait out of the user's sight until they are reduced. Runs on ranks."""
 
 from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,11 @@ class HeldGradients(Gradients):
         self.across = True
         self._held: Tensor | None = None
         self._carried: Tensor | None = None
+
+    def anew(self, shard: LocalShard) -> Self:
+        empty = super().anew(shard)
+        empty.divisor, empty.across = self.divisor, self.across
+        return empty
 
     @property
     def unreduced(self) -> bool:

@@ -177,7 +177,7 @@ class Unit:
         elif self.group:
             self.group.drop_prefetched()
             if self._ran:  # not all modules of the group came
-                self.group.keep()
+                self._give_up(self.group, hooked=False)
 
     def _prepare(self, arguments: Any) -> Any:
         mixed, is_root = self.settings.precision.now, self.tree.root is self
