@@ -220,6 +220,19 @@ def test_a_group_of_which_some_modules_ran_is_freed_where_no_backward_follows(wo
 
 
 @FRONTS
+def test_a_leaf_that_goes_through_a_module_gathers_no_hooks(world, front):
+    class Through(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    model = front(Through(4, 4).to(world.device))
+    leaf = torch.ones(2, 4, device=world.device, requires_grad=True)
+    for _ in range(2):
+        sum(output.sum() for output in model(leaf)).backward()
+    assert not leaf._backward_hooks
+
+
+@FRONTS
 def test_modules_of_one_group_may_be_called_one_by_one(world, front):
     """The last layers are called for each chunk of a batch, with a backward of its own."""
     model, reference = layers(world, number=3), layers(world, number=3)
