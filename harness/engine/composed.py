@@ -68,7 +68,8 @@ class FSDPModule(nn.Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients, or adds them up on each rank, in the reduce dtype, unseen.
 
-        The next backward that reduces, reduces the sum.
+        The next backward that reduces, reduces the sum. `zero_grad` does not see them; `reset_iter_state`
+        forgets them.
         """
         for unit in self._units(recurse):
             unit.switches.sync = requires_gradient_sync
@@ -88,7 +89,8 @@ class FSDPModule(nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether backward gives full parameters up, or leaves them to the next forward.
 
-        That finds them, unless an optimizer or anyone else has changed the parameters in place meanwhile.
+        That finds them, unless an optimizer has stepped or anyone has changed the parameters in place
+        meanwhile. Changes through ``.data`` or by ``torch._foreach_*`` leave no trace: call `reshard` after.
         """
         for unit in self._units(recurse):
             unit.switches.frees_after_backward = reshard_after_backward
@@ -157,8 +159,9 @@ class FSDPModule(nn.Module):
             memo.setdefault(id(entry.parameter), entry.copy().parameter)
         own = ("_composed_unit", "_composed_modules")
         vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
-        copies = tuple(memo.get(id(module)) or deepcopy(module, memo) for module in modules)
-        if not hasattr(copied, "_composed_unit"):  # the last of the modules that share the unit does it
+        copies = deepcopy(modules, memo)
+        # The last of the modules that share the unit does it, when all have been filled.
+        if "_composed_unit" not in vars(copied) and all("_modules" in vars(module) for module in copies):
             adopt(copies, copy_unit(unit, memo))
         return copied
 

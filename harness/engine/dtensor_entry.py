@@ -25,7 +25,7 @@ class Placing:
         """Return the `DTensor` of ``shape`` of which this rank holds ``local``; shares its memory."""
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+            _at_start(local), self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
 
 
@@ -71,6 +71,18 @@ class DTensorEntry(Entry):
     def copy(self) -> DTensorEntry:
         """Return an entry for the same modules with a parameter of its own, over the same mesh."""
         return DTensorEntry.of(self, self.piece.clone(), self.placing)
+
+
+def _at_start(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with a storage that begins where it does; shares its memory.
+
+    torch 2.13 cannot save a `DTensor` whose local tensor lies further on in its storage.
+    """
+    if tensor.is_meta or tensor.storage_offset() == 0:
+        return tensor
+    first = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.itemsize]
+    return tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -126,6 +126,8 @@ class Unit:
 
     def after_forward(self, output: Any, of: object) -> Any:
         """See to it that backward finds full parameters; free or keep them if ``of`` is the last module."""
+        if torch.is_grad_enabled():
+            output = _without_leaves(output)
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if graded and (self.group or self.tree.root is self):
             full = self.group.full if self.group else None
@@ -177,7 +179,7 @@ class Unit:
         elif self.group:
             self.group.drop_prefetched()
             if self._ran:  # not all modules of the group came
-                self.group.keep()
+                self._give_up(self.group, hooked=False)
 
     def _prepare(self, arguments: Any) -> Any:
         mixed, is_root = self.settings.precision.now, self.tree.root is self
@@ -219,8 +221,7 @@ class Unit:
             full.awaited.watch(leaf, on_gradient)
         if group.all_trainable:
             return arguments
-        # A leaf may be passed in at every step, and would gather a hook each time.
-        arguments = map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, arguments)
+        arguments = _without_leaves(arguments)
         inputs = [t for t in tensors(arguments) if t.requires_grad]
         if inputs:
             register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full), mode="all")
@@ -287,3 +288,8 @@ class Unit:
     def _forget_awaited(self) -> None:
         for full in self.group.variants if self.group else ():
             full.awaited.forget()
+
+
+def _without_leaves(tree: Any) -> Any:
+    """Return ``tree`` with views in place of leaves: these come at every step, and would gather hooks."""
+    return map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, tree)

@@ -173,15 +173,17 @@ class LocalShard:
             )
         if not self.settings.use_orig_params:
             return
+        for index in range(len(self.entries)):
+            self._read_again(index)
+        self._leave_meta()
         for index, (entry, view) in enumerate(self.views()):
-            entry = self._read_again(index)
             if any(slot.read() is not entry.parameter for slot in entry.slots):
                 raise RuntimeError(
                     f"{self.settings.unit}: parameter {entry.name!r} was exchanged for another object after "
                     "wrapping; change its values in place instead, under summon_full_params."
                 )
             piece = entry.piece
-            if piece.data_ptr() != view.data_ptr():
+            if piece.data_ptr() != view.data_ptr() and not view.is_meta:
                 self._take(index, piece, view)
                 entry.hold(view)
 
@@ -196,8 +198,14 @@ class LocalShard:
                 )
             self._take(index, value.detach(), view)
 
-    def _read_again(self, index: int) -> Entry:
-        """Return entry number ``index``, with the parameter that its module has now if that fits."""
+    def _leave_meta(self) -> None:
+        """Make memory for a shard on meta, when `load_state_dict` with ``assign=True`` gave all of it."""
+        device = self.entries[0].piece.device
+        if self.flat.is_meta and not any(entry.piece.is_meta for entry in self.entries):
+            parameters.set_data(self.flat, torch.zeros_like(self.flat, device=device))
+
+    def _read_again(self, index: int) -> None:
+        """Take the parameter that the module of entry number ``index`` has now, if it fits."""
         entry = self.entries[index]
         found = entry.slots[0].read()
         if found is not entry.parameter and (exchanged := entry.exchanged(found)):
@@ -206,8 +214,6 @@ class LocalShard:
             if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
                 exchanged.put(exchanged.parameter)
             self.entries = (*self.entries[:index], exchanged, *self.entries[index + 1 :])
-            return exchanged
-        return entry
 
     def _bind(self) -> None:
         """Let the original parameters show ``flat``, which is new; visible or not, they hold nothing else."""

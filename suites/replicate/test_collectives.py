@@ -112,7 +112,7 @@ def test_groups_that_were_freed_after_forward_are_gathered_in_backward(
 
 
 @pytest.mark.ranks(4)
-# The engine makes a process group of the few ranks, which lives as long as the model.
+# The engine makes a process group of the few ranks, which lives as long as the process.
 @pytest.mark.filterwarnings("ignore:.*left behind.*process group")
 def test_groups_may_be_cut_among_fewer_ranks_between_forward_and_backward(
     world, fully_shard, collectives, step

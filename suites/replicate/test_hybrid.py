@@ -114,6 +114,14 @@ def test_gradients_may_be_reduced_inside_a_replica_at_first_and_across_later(wor
     assert [p.grad.full_tensor().tolist() for p in model.parameters()] == [[7.0] * 4] * 4
 
 
+def test_a_copy_waits_inside_a_replica_as_it_was_told(world, fully_shard):
+    model, _ = hybrid(world, fully_shard, KnownGradients(4))
+    model.set_requires_all_reduce(False)
+    copied = copy.deepcopy(model)
+    copied(torch.tensor(1.0, device=world.device)).backward()
+    assert [p.grad for p in copied.parameters()] == [None] * 4
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_to_clip_by_is_the_unsharded_one(world, fully_shard, norm_type):
     """pytorch#88955: the norm was counted once for each replica."""

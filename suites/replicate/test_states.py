@@ -132,6 +132,15 @@ def test_a_full_state_dict_of_rank_zero_is_cut_for_all(world, front):
     torch.testing.assert_close(model(x), reference(x))
 
 
+def test_a_state_dict_is_written_and_read_by_torch_as_well(world, front, tmp_path):
+    model = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
+    expected = {name: full(value).clone() for name, value in model.state_dict().items()}
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    loaded = front.apply(Uneven().to(world.device), ("first", "gate"))
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    assert_named_close({name: full(value) for name, value in loaded.state_dict().items()}, expected, EXACT)
+
+
 @pytest.mark.parametrize("policy", [(), (torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", FRONTS)
 def test_training_goes_on_from_a_checkpoint_to_the_bit(world, engine, name, policy):
@@ -199,13 +208,15 @@ def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, a
     torch.testing.assert_close(model(x), reference(x))
 
 
-def test_a_model_made_on_meta_is_filled_after_it_was_taken_in_hand(world, front):
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_a_model_made_on_meta_is_filled_after_it_was_taken_in_hand(world, front, assign):
     with torch.device("meta"):
         bare = Uneven()
     model = front.apply(bare, ("first", "gate"))
-    model.to_empty(device=world.device)
+    if not assign:
+        model.to_empty(device=world.device)
     source = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
-    model.load_state_dict(source.state_dict())
+    model.load_state_dict(source.state_dict(), assign=assign)
     x = torch.ones(2, 8, device=world.device)
     for module in (model, source):
         module(x).sum().backward()

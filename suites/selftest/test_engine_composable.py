@@ -16,6 +16,7 @@ from harness.engine import FullyShardedDataParallel, MixedPrecisionPolicy, fully
 pytestmark = pytest.mark.ranks(2)
 
 FRONTS = pytest.mark.parametrize("front", [fully_shard, replicate])
+POLICY = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
 
 def layers(world, number=2):
@@ -175,6 +176,60 @@ def test_a_copy_computes_and_learns_apart(world, front):
     assert all(p.grad is None for p in model.parameters())
     assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in copied.parameters())
     assert {p.device_mesh for p in copied.parameters()} == {p.device_mesh for p in model.parameters()}
+
+
+@FRONTS
+def test_a_copy_divides_by_the_factor_that_was_told(world, front):
+    model = front(layers(world, number=1))
+    model.set_gradient_divide_factor(8.0)
+    copied = copy.deepcopy(model)
+    copied(torch.ones(2, 4, device=world.device)).sum().backward()
+    assert copied[0].bias.grad.full_tensor().tolist() == [2 * 2 / 8] * 4
+
+
+@FRONTS
+def test_a_module_and_one_inside_it_may_share_a_group_and_be_copied(world, front):
+    model = layers(world)
+    front([model, model[1]])
+    copied = copy.deepcopy(model)
+    x = torch.full((2, 4), float(world.rank), device=world.device)
+    for one in (model, copied):
+        one(x).sum().backward()
+    for found, expected in zip(copied.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad.full_tensor(), expected.grad.full_tensor())
+
+
+@FRONTS
+def test_a_module_that_is_named_twice_is_taken_once(world, front):
+    model = layers(world)
+    front([model[0], model[0]])
+    front(model)
+    with torch.no_grad():
+        model(torch.ones(2, 4, device=world.device))
+    assert {group.name: group.gathered_bytes for group in engine.groups(model)} == {"": 0, "0": 0}
+
+
+@FRONTS
+def test_a_group_of_which_some_modules_ran_is_freed_where_no_backward_follows(world, front):
+    model = layers(world, number=3)
+    for modules in ([model[0], model[2]], model[1]):
+        front(modules, **POLICY)
+    with torch.no_grad():
+        model[1](model[0](torch.ones(2, 4, device=world.device)))
+    assert [group.gathered_bytes for group in engine.groups(model)] == [0, 0]
+
+
+@FRONTS
+def test_a_leaf_that_goes_through_a_module_gathers_no_hooks(world, front):
+    class Through(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    model = front(Through(4, 4).to(world.device))
+    leaf = torch.ones(2, 4, device=world.device, requires_grad=True)
+    for _ in range(2):
+        sum(output.sum() for output in model(leaf)).backward()
+    assert not leaf._backward_hooks
 
 
 @FRONTS
