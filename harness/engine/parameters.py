@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _OWNER = "_lockstep_unit"
+_RETIRED = "_lockstep_retired"
 
 
 class _Claim(str):
@@ -161,14 +162,30 @@ def claim(entries: Iterable[Entry], unit: str) -> None:
             slot.module.__dict__[_OWNER] = _Claim(unit)
 
 
+def retire(entries: Iterable[Entry]) -> None:
+    """Mark parameters that others, or a flat one, have replaced: no gradient will come to them."""
+    for entry in entries:
+        setattr(entry.parameter, _RETIRED, True)
+
+
+def refuse_retired(optimized: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if an optimizer holds a parameter that was replaced: it would not move anything."""
+    for parameter in optimized:
+        if hasattr(parameter, _RETIRED):
+            raise RuntimeError(
+                f"the optimizer was made before sharding: it holds {getattr(parameter, _OWNER)} as it was, "
+                "which no module uses any more. Make the optimizer from the sharded model's parameters()."
+            )
+
+
 def refuse_claimed(modules: Iterable[tuple[str, nn.Module]], entries: Iterable[Entry], unit: str) -> None:
     """Raise ValueError for a module or parameter that another unit shards, with its name and the cure."""
     for name, module in modules:
         if owner := module.__dict__.get(_OWNER):
             place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
             raise ValueError(
-                f"{unit}: {place} is inside {owner} already; wrap a module once: put that unit in its place, "
-                "or wrap one module that contains all its users."
+                f"{unit}: {place} is inside {owner} already; wrap a module once, inner modules before outer "
+                "ones: put that unit in its place, or wrap one module that contains all its users."
             )
     for entry in entries:
         _refuse_claimed(entry, unit)
@@ -220,12 +237,12 @@ def _check_one(entry: Entry, unit: str) -> None:
     if type(parameter.data) is not Tensor:
         raise NotImplementedError(
             f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "
-            "Pass it in ignored_states."
+            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
         )
     if not parameter.is_floating_point():
         raise ValueError(
             f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. "
-            "Pass it in ignored_states."
+            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
+from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection, steps
 from harness.engine.axes import ProcessGroups
 from harness.engine.names import FLAT as _FLAT
 from harness.engine.names import INNER as _INNER
@@ -42,7 +42,7 @@ class FullyShardedDataParallel(StateFront):
     that this rank holds: 1-D, so group them for weight decay by name, not by ``ndim``.
 
     Make the optimizer after wrapping: with ``use_orig_params=False`` one made before holds parameters that
-    nobody trains any more, and nothing tells.
+    nobody trains any more, and refuses to step.
 
     Call the unit, not the module in it: only the unit gathers. Ranks compare what they wrap, and refuse when
     it differs.
@@ -127,6 +127,7 @@ class FullyShardedDataParallel(StateFront):
         tree = Tree([wrapper._unit for _, wrapper in _wrappers(self)])
         for unit in tree.units:
             unit.join(tree)
+        steps.watch(tree, outdates=False)
 
     @property
     def module(self) -> nn.Module:

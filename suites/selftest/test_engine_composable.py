@@ -46,12 +46,59 @@ def test_what_cannot_be_sharded_is_refused(world, front, module, error, message)
 
 
 @FRONTS
+def test_a_module_that_is_in_the_list_twice_is_refused(world, front):
+    model = layers(world)
+    with pytest.raises(ValueError, match="a Linear is in the list twice; name it once"):
+        front([model[0], model[1], model[0]])
+
+
+@FRONTS
+@pytest.mark.parametrize(
+    ("ignored", "message"),
+    [
+        (nn.Linear(4, 4), "got one Linear; put it into a list"),
+        (nn.Linear(4, 4).weight, "got one Parameter; put it into a list"),
+        (["0.weight"], "but number 0 is a str"),
+    ],
+    ids=["module", "parameter", "name"],
+)
+def test_only_parameters_are_ignored(world, front, ignored, message):
+    expected = rf"{front.__name__}: ignored_params: expected a set of parameters, {message}"
+    with pytest.raises(TypeError, match=expected):
+        front(layers(world), ignored_params=ignored)
+
+
+@FRONTS
+def test_an_optimizer_made_before_refuses_to_step(world, front):
+    model = layers(world)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    front(model)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds 0\.weight of .*\(Sequential\) as it was.* Make the optim"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@FRONTS
+def test_a_slice_is_a_plain_module_of_the_same_layers(world, front):
+    model = layers(world, number=3)
+    for layer in model:
+        front(layer)
+    x = torch.ones(2, 4, device=world.device)
+    part = front(model)[:2]
+    assert type(part) is nn.Sequential
+    assert torch.equal(part(x), model[1](model[0](x)))
+
+
+@FRONTS
 def test_a_module_is_taken_in_hand_once_and_from_below(world, front):
     model = layers(world)
     front(model)
     with pytest.raises(ValueError, match=r"FSDPSequential|ReplicateSequential"):
         front(model)
-    with pytest.raises(ValueError, match=r"Linear is inside \w+\(Sequential\) already"):
+    with pytest.raises(
+        ValueError, match=r"Linear is inside \w+\(Sequential\) already.* inner modules before"
+    ):
         front(model[0])
 
 

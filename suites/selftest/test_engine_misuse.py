@@ -280,6 +280,29 @@ def test_second_derivatives_are_refused(world):
         loss.backward(create_graph=True)
 
 
+def test_an_optimizer_that_holds_what_the_flat_parameter_replaced_refuses_to_step(world):
+    bare = nn.Linear(8, 8, device=world.device)
+    early = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model = FullyShardedDataParallel(bare)
+    with pytest.raises(
+        RuntimeError, match=r"holds weight of .*\(Linear\) as it was.* Make the optimizer from"
+    ):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_made_before_wrapping_trains_the_original_parameters(world):
+    bare = nn.Linear(8, 8, device=world.device)
+    early = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model = FullyShardedDataParallel(bare, use_orig_params=True)
+    with summon(model):
+        before = bare.bias.clone()
+    model(batch(world)).sum().backward()
+    early.step()
+    with summon(model):
+        torch.testing.assert_close(bare.bias, before - 0.4)
+
+
 def test_a_cast_between_forward_and_backward_is_refused(world):
     model = nested(world)
     loss = model(batch(world)).sum()
