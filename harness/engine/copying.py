@@ -35,7 +35,7 @@ def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
     ]
     settings = replace(group.settings, precision=deepcopy(group.settings.precision, memo))
     shard = LocalShard(entries, settings, flat=deepcopy(group.shard.flat, memo))
-    return ShardGroup(shard, type(group.gradients)(shard))
+    return ShardGroup(shard, group.gradients.like(shard))
 
 
 def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:

@@ -5,6 +5,7 @@ Where unreduced ones wait is for the front to say: shown_gradients.py and held_g
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ class Gradients(ABC):
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
         self._started: Callable[[], Tensor] | None = None
+
+    def like(self, shard: LocalShard) -> Self:
+        """Return what does the same for ``shard``, without gradients."""
+        return type(self)(shard)
 
     @property
     @abstractmethod

@@ -1,6 +1,7 @@
 """Gradients that wait out of the user's sight until they are reduced. Runs on ranks."""
 
 from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,11 @@ class HeldGradients(Gradients):
         self.across = True
         self._held: Tensor | None = None
         self._carried: Tensor | None = None
+
+    def like(self, shard: LocalShard) -> Self:
+        copied = super().like(shard)
+        copied.divisor, copied.across = self.divisor, self.across
+        return copied
 
     @property
     def unreduced(self) -> bool:

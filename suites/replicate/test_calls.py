@@ -193,6 +193,8 @@ def test_an_average_of_a_model_follows_its_steps(world, front, step):
         for p, q in zip(reference.parameters(), model.parameters(), strict=True):
             p.copy_(q.full_tensor())
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    x = torch.ones(2, 8, device=world.device)
+    assert torch.equal(average(x), model(x))
     expected = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
@@ -205,7 +207,6 @@ def test_an_average_of_a_model_follows_its_steps(world, front, step):
         average.update_parameters(model)
         expected.update_parameters(reference)
     assert_sharded_parity(average.module, expected.module)
-    x = torch.ones(2, 8, device=world.device)
     torch.testing.assert_close(average(x), expected(x))
     assert not any(p.grad is not None for p in average.parameters())
 

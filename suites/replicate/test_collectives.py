@@ -180,7 +180,9 @@ def test_modules_in_one_list_are_one_group(world, front, collectives):
 
 @pytest.mark.ranks(1)
 def test_one_rank_alone_sends_nothing(world, front, collectives, step):
+    """torch 2.13 lets a replica reduce with itself."""
     model = nested(world, front)
     step(model)
-    assert [e for e in collectives if e.group_size > 1] == []
+    traffic = front.engine.traffic(collectives)
+    assert (traffic.gathers, traffic.reductions, traffic.others) == ((), (), ()), collectives
     assert all(p.grad.full_tensor().any() for p in model.parameters())

@@ -1,5 +1,7 @@
 """What the reduction makes of gradients: the exact mean over ranks, or the sum by a factor that is told."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,17 @@ def test_a_factor_holds_for_the_group_that_is_told_alone(world, front):
     assert [p.grad.full_tensor().tolist() for p in model.parameters()] == [
         [mean] * 3 for mean in (3.0, 6.0, 3.0, 3.0)
     ]
+
+
+def test_a_copy_divides_as_its_original_and_leaves_that_alone(world, front):
+    """torch 2.13 refuses to copy."""
+    model = known(world, front, 3)
+    model.set_gradient_divide_factor(3.0)
+    copied = copy.deepcopy(model)
+    copied(torch.tensor(6.0 * (1 + world.rank), device=world.device)).backward()
+    torch.optim.SGD(copied.parameters(), lr=1.0).step()
+    assert copied.weight.full_tensor().tolist() == [-6.0] * 3
+    assert (model.weight.grad, model.weight.full_tensor().tolist()) == (None, [0.0] * 3)
 
 
 def test_reduce_dtype_holds_for_every_bit_of_every_gradient(world, front):
