@@ -49,11 +49,13 @@ def fully_shard(
 
     Those that no module below has in a group of its own make one group: so apply it to submodules first. A
     list of modules shares one group. Parameters become `DTensor`s with Shard(0), cut as torch.chunk does;
-    gradients are the mean over ranks. Make the optimizer afterwards.
+    gradients are the mean over ranks. All ranks must start from the same parameters; only their names, shapes
+    and dtypes are compared. Make the optimizer afterwards: one made before refuses to step.
 
     ``mesh``: of one axis, or of two (replicate, shard); None is all ranks. ``reshard_after_forward``: whether
     full parameters are given up between forward and backward; None: but for the root's; an int: over how many
-    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only.
+    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only. ``mp_policy``,
+    ``offload_policy``: of this package, not torch's. ``ignored_params``: left alone.
 
     Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
     """

@@ -77,9 +77,9 @@ class FSDPModule(nn.Module):
             unit.switches.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh of two axes, say whether gradients reduced inside a replica wait, or go on across.
+        """Say whether gradients reduced inside a replica wait, out of sight, or are also reduced across.
 
-        The next backward that goes on, reduces the sum across.
+        The next backward that goes across, reduces the sum. With one replica alone it changes nothing.
         """
         for unit in self._units(recurse):
             if gradients := _gradients(unit):

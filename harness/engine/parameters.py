@@ -195,7 +195,8 @@ def _refuse_claimed(entry: Entry, unit: str) -> None:
     if owner := getattr(entry.parameter, _OWNER, None):
         raise ValueError(
             f"{unit}: parameter {entry.name!r} is tied to {owner}, which shards it already. "
-            "Wrap one module that contains both, and neither of the two on its own."
+            "Wrap one module that contains both (or hand fully_shard or replicate a list of the two), and "
+            "neither of the two on its own."
         )
 
 
