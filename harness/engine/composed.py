@@ -115,7 +115,7 @@ class FSDPModule(nn.Module):
                 unit.group.discard()
                 unit.group.gradients.drop_unsynced()
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether forward gives full parameters up, or leaves them to backward."""
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")

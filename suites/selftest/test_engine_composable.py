@@ -261,3 +261,29 @@ def test_groups_are_shown_by_the_names_of_the_bare_model(world, front):
         "": (("1.weight", "1.bias", "3.weight", "3.bias"), "SHARDED", 40),
         "0": (("0.weight", "0.bias", "2.weight", "2.bias"), "SHARDED", 40),
     }
+
+
+@FRONTS
+def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros_if_its_group_was_used(world, front):
+    model = layers(world, number=3)
+    model.forward = model[0].forward
+    front(model[2])
+    front(model)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    assert model[1].weight.grad.full_tensor().tolist() == [[0.0] * 4] * 4
+    assert model[2].weight.grad is None
+
+
+@FRONTS
+def test_second_derivatives_are_refused(world, front):
+    loss = front(layers(world))(torch.ones(2, 4, device=world.device)).sum()
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
+def test_parameters_without_dimensions_can_be_replicated(world):
+    model = nn.PReLU().to(world.device)
+    model.weight = nn.Parameter(torch.tensor(0.5, device=world.device))
+    replicate(model)
+    model(torch.tensor([-2.0 - world.rank], device=world.device)).backward()
+    assert model.weight.grad.full_tensor().item() == -2.5
