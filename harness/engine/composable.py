@@ -206,7 +206,7 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
 def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup:
     name = settings.unit
     claim(entries, name)  # the plain parameters: another group that sees one can say whose it is
-    retire(entries)
+    retire((entry.parameter for entry in entries), f"parameters of {name} as they were before sharding")
     flat = nn.Parameter(cut(entries, settings), any(entry.parameter.requires_grad for entry in entries))
     layout, index = layout_of(entries, settings), settings.axes.index
     shown = []

@@ -162,19 +162,19 @@ def claim(entries: Iterable[Entry], unit: str) -> None:
             slot.module.__dict__[_OWNER] = _Claim(unit)
 
 
-def retire(entries: Iterable[Entry]) -> None:
-    """Mark parameters that others, or a flat one, have replaced: no gradient will come to them."""
-    for entry in entries:
-        setattr(entry.parameter, _RETIRED, True)
+def retire(replaced: Iterable[Tensor], what: str) -> None:
+    """Mark tensors that no optimizer should hold, since others get the gradients; messages say ``what``."""
+    for tensor in replaced:
+        setattr(tensor, _RETIRED, what)
 
 
 def refuse_retired(optimized: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if an optimizer holds a parameter that was replaced: it would not move anything."""
+    """Raise RuntimeError if an optimizer holds what was retired: it would never move."""
     for parameter in optimized:
-        if hasattr(parameter, _RETIRED):
+        if what := getattr(parameter, _RETIRED, None):
             raise RuntimeError(
-                f"the optimizer was made before sharding: it holds {getattr(parameter, _OWNER)} as it was, "
-                "which no module uses any more. Make the optimizer from the sharded model's parameters()."
+                f"the optimizer holds {what}, to which no gradient comes. Make it from the "
+                "model's parameters() after sharding, and not between unshard and reshard."
             )
 
 

@@ -106,7 +106,8 @@ class LocalShard:
 
     def register_flat(self, slot: Slot) -> None:
         """Let the user see ``flat`` as a parameter at ``slot`` whenever the shard is shown."""
-        parameters.retire(self.entries)
+        replaced = (entry.parameter for entry in self.entries)
+        parameters.retire(replaced, f"parameters of {self.settings.unit} as they were before sharding")
         self._flat_slot = slot
         slot.put(self.flat)
 

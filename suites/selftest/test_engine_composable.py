@@ -74,9 +74,21 @@ def test_an_optimizer_made_before_refuses_to_step(world, front):
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     front(model)
     model(torch.ones(2, 4, device=world.device)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"holds 0\.weight of .*\(Sequential\) as it was.* Make the optim"):
+    with pytest.raises(RuntimeError, match=r"holds parameters of .*\(Sequential\) as they were.* Make it"):
         early.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@FRONTS
+def test_an_optimizer_made_while_parameters_are_full_refuses_to_step(world, front):
+    model = front(layers(world))
+    model.unshard()
+    misled = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"holds full parameters of .*\(Sequential\), .* between unshard and"
+    ):
+        misled.step()
 
 
 @FRONTS
