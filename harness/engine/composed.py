@@ -217,7 +217,7 @@ def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
     tree = Tree([unit, *(below for below in units_of(modules) if below is not unit)])
     for below in tree.units:
         below.join(tree)
-    steps.watch(tree, outdates=True)
+    steps.watch(tree)
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

@@ -1,6 +1,6 @@
-"""What units do when an optimizer steps, whichever it is. Runs on ranks."""
+"""What is done when an optimizer steps, whichever it is. Runs on ranks."""
 
-from weakref import finalize, ref
+from weakref import WeakSet
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -8,24 +8,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from harness.engine.parameters import refuse_retired
 from harness.engine.tree import Tree
 
+# One hook for all trees: to remove a hook when its tree dies, which may be at any time, would change torch's
+# list of hooks while an optimizer goes through it.
+_WATCHING: WeakSet[Tree] = WeakSet()
 
-def watch(tree: Tree, outdates: bool) -> None:
-    """As long as ``tree`` lives refuse steps that mean nothing; with ``outdates`` see that others may.
 
-    The foreach and fused kernels of optimizers change `DTensor`s without a trace in their versions: so full
-    parameters of all groups are outdated after each step.
+def watch(tree: Tree) -> None:
+    """Outdate full parameters of ``tree`` whenever an optimizer steps, as long as it lives.
+
+    Their foreach and fused kernels change `DTensor`s without a trace in their versions.
     """
-    hooks = [register_optimizer_step_pre_hook(_refuse_misfits)]
-    if outdates:
-        alive = ref(tree)
+    _WATCHING.add(tree)
 
-        def outdate(*_: object) -> None:
-            if stepped := alive():
-                stepped.outdate()
 
-        hooks.append(register_optimizer_step_post_hook(outdate))
-    for hook in hooks:
-        finalize(tree, hook.remove).atexit = False
+def _outdate(*_: object) -> None:
+    for tree in list(_WATCHING):
+        tree.outdate()
 
 
 def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
@@ -36,3 +34,7 @@ def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
             "the optimizer's gradients are full, and its parameters shards: no_sync left them unreduced. Run "
             "the last backward before the step outside no_sync."
         )
+
+
+register_optimizer_step_pre_hook(_refuse_misfits)
+register_optimizer_step_post_hook(_outdate)

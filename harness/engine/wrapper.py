@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection, steps
+from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
 from harness.engine.axes import ProcessGroups
 from harness.engine.names import FLAT as _FLAT
 from harness.engine.names import INNER as _INNER
@@ -127,7 +127,6 @@ class FullyShardedDataParallel(StateFront):
         tree = Tree([wrapper._unit for _, wrapper in _wrappers(self)])
         for unit in tree.units:
             unit.join(tree)
-        steps.watch(tree, outdates=False)
 
     @property
     def module(self) -> nn.Module:

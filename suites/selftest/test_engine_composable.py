@@ -1,6 +1,7 @@
 """What the composable front refuses, with what was wrong, where and the cure; and copies of its modules."""
 
 import copy
+import gc
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness import engine
 from harness.engine import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
@@ -89,6 +91,19 @@ def test_an_optimizer_made_while_parameters_are_full_refuses_to_step(world, fron
         RuntimeError, match=r"holds full parameters of .*\(Sequential\), .* between unshard and"
     ):
         misled.step()
+
+
+@FRONTS
+def test_a_model_may_die_while_an_optimizer_steps(world, front):
+    dying = [front(layers(world))]
+    hook = register_optimizer_step_post_hook(lambda *_: (dying.clear(), gc.collect()))
+    model = front(layers(world))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    before = model[1].bias.full_tensor().clone()
+    optimizer.step()
+    hook.remove()
+    torch.testing.assert_close(model[1].bias.full_tensor(), before - 0.2)
 
 
 @FRONTS
