@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.engine import construction
+from harness.engine import construction, ignored
 from harness.engine.axes import Axes, check_neighbours
 from harness.engine.buffers import Buffers
 from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -26,7 +26,7 @@ from harness.engine.group import ShardGroup
 from harness.engine.held_gradients import HeldGradients
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.layout import RowLayout
-from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed
+from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed, retire
 from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.precision import Precision
 from harness.engine.shard import GroupSettings, LocalShard, cut, layout_of
@@ -49,11 +49,13 @@ def fully_shard(
 
     Those that no module below has in a group of its own make one group: so apply it to submodules first. A
     list of modules shares one group. Parameters become `DTensor`s with Shard(0), cut as torch.chunk does;
-    gradients are the mean over ranks. Make the optimizer afterwards.
+    gradients are the mean over ranks. All ranks must start from the same parameters; only their names, shapes
+    and dtypes are compared. Make the optimizer afterwards: one made before refuses to step.
 
     ``mesh``: of one axis, or of two (replicate, shard); None is all ranks. ``reshard_after_forward``: whether
     full parameters are given up between forward and backward; None: but for the root's; an int: over how many
-    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only.
+    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only. ``mp_policy``,
+    ``offload_policy``: of this package, not torch's. ``ignored_params``: left alone.
 
     Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
     """
@@ -66,7 +68,7 @@ def fully_shard(
         placing=Placing(mesh, (Replicate(), Shard(0)) if hybrid else (Shard(0),)),
         policy=mp_policy,
         offload=_offloads(offload_policy),
-        ignored=frozenset(ignored_params or ()),
+        ignored=ignored.parameters("fully_shard", ignored_params),
         placement=shard_placement_fn,
     )
     freed = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
@@ -100,7 +102,7 @@ def replicate(
         placing=Placing(mesh, (Replicate(),)),
         policy=mp_policy,
         offload=_offloads(offload_policy),
-        ignored=frozenset(ignored_params or ()),
+        ignored=ignored.parameters("replicate", ignored_params),
     )
     _compose(module, asked, "Replicate")
     return module
@@ -204,6 +206,7 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
 def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup:
     name = settings.unit
     claim(entries, name)  # the plain parameters: another group that sees one can say whose it is
+    retire((entry.parameter for entry in entries), f"parameters of {name} as they were before sharding")
     flat = nn.Parameter(cut(entries, settings), any(entry.parameter.requires_grad for entry in entries))
     layout, index = layout_of(entries, settings), settings.axes.index
     shown = []
@@ -218,7 +221,9 @@ def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) 
 def _refuse_modules(modules: Sequence[object], name: str) -> None:
     if not modules:
         raise ValueError(f"{name}: an empty list has nothing to shard.")
-    for module in modules:
+    for index, module in enumerate(modules):
+        if module in modules[:index]:
+            raise ValueError(f"{name}: a {type(module).__name__} is in the list twice; name it once.")
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name}: expected an nn.Module or a list of them, got {type(module).__name__}")
         if isinstance(module, FSDPModule):

@@ -7,11 +7,10 @@ from copy import deepcopy
 from functools import cache, wraps
 from types import MethodType
 from typing import Any, NoReturn
-from weakref import finalize, ref
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from harness.engine import steps
 from harness.engine.copying import copy_unit
 from harness.engine.dtensor_entry import DTensorEntry
 from harness.engine.group import ShardGroup
@@ -41,6 +40,10 @@ class FSDPModule(nn.Module):
 
     _composed_unit: Unit
     _composed_modules: tuple[FSDPModule, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a plain module of the original class, as whoever slices an `nn.Sequential` wants it."""
+        return _bare(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(super().__call__, args, kwargs)
@@ -75,9 +78,9 @@ class FSDPModule(nn.Module):
             unit.switches.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh of two axes, say whether gradients reduced inside a replica wait, or go on across.
+        """Say whether gradients reduced inside a replica wait, out of sight, or are also reduced across.
 
-        The next backward that goes on, reduces the sum across.
+        The next backward that goes across, reduces the sum. With one replica alone it changes nothing.
         """
         for unit in self._units(recurse):
             if gradients := _gradients(unit):
@@ -114,7 +117,7 @@ class FSDPModule(nn.Module):
                 unit.group.discard()
                 unit.group.gradients.drop_unsynced()
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether forward gives full parameters up, or leaves them to backward."""
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
@@ -152,7 +155,7 @@ class FSDPModule(nn.Module):
         unit, modules = self._composed_unit, self._composed_modules
         refuse_when_busy([unit], "copy.deepcopy")
         self.reshard()
-        copied = type(self).__new__(type(self))
+        copied = object.__new__(type(self))
         memo[id(self)] = copied
         for entry in unit.group.shard.entries if unit.group else ():
             assert isinstance(entry, DTensorEntry)
@@ -201,6 +204,13 @@ def class_of(cls: type[nn.Module], prefix: str) -> type[FSDPModule]:
     return type(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
+def _bare(cls: type[FSDPModule]) -> type[nn.Module]:
+    """Return the class that a module had before it took on ``cls``."""
+    bare = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    assert issubclass(bare, nn.Module)
+    return bare
+
+
 def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
     """Let ``unit`` drive ``modules`` and be the root of all units below them."""
     for module in modules:
@@ -210,23 +220,7 @@ def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
     tree = Tree([unit, *(below for below in units_of(modules) if below is not unit)])
     for below in tree.units:
         below.join(tree)
-    _watch_steps(tree)
-
-
-def _watch_steps(tree: Tree) -> None:
-    """Outdate full parameters whenever an optimizer steps.
-
-    Its foreach and fused kernels change `DTensor`s without a trace in their versions.
-    """
-    alive = ref(tree)
-
-    def on_step(*_: object) -> None:
-        if stepped := alive():
-            for unit in stepped.units:
-                if unit.group:
-                    unit.group.outdate()
-
-    finalize(tree, register_optimizer_step_post_hook(on_step).remove).atexit = False
+    steps.watch(tree)
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

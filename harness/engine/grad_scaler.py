@@ -46,6 +46,11 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: ProcessGroups | None = None,
     ) -> None:
+        if device is not None and not isinstance(device, str):
+            raise TypeError(
+                f'ShardedGradScaler: device must be a kind of device such as "cpu", got {device!r}; '
+                "pass init_scale by name."
+            )
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         super().__init__(
             device or (accelerator.type if accelerator else "cpu"),

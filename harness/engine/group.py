@@ -22,7 +22,7 @@ from harness.engine.axes import Axes
 from harness.engine.full import FullParameters, fill_with_nan, lay_out
 from harness.engine.functional import outside_transforms
 from harness.engine.gradients import Gradients
-from harness.engine.parameters import attach_gradient
+from harness.engine.parameters import attach_gradient, retire
 from harness.engine.policy import GroupState
 from harness.engine.precision import Dtypes
 from harness.engine.shard import LocalShard
@@ -221,6 +221,8 @@ class ShardGroup:
             buffer = flat if borrowed else self._empty(dtypes)
         trainable = map(shard.is_trainable, shard.entries) if self.settings.registers_full else None
         leaves = lay_out(buffer, shard.layout, trainable)
+        if trainable:
+            retire(leaves, f"full parameters of {self.settings.unit}")
         full = self._variants[dtypes] = FullParameters(buffer, leaves, dtypes, borrowed, self.settings.poison)
         full.free()
         return full

@@ -35,10 +35,17 @@ class HeldGradients(Gradients):
 
     @property
     def unreduced(self) -> bool:
-        return self._held is not None or (self._carried is not None and self.across)
+        held = self._held is not None and not self._waits
+        return held or (self._carried is not None and self.across)
 
     def visible(self) -> list[Tensor]:
         return [e.gradient for e in self._shard.entries if e.gradient is not None]
+
+    def collect(self, full: FullParameters, pool: BufferPool) -> None:
+        if self._waits:
+            self.collect_unsynced(full)
+        else:
+            super().collect(full, pool)
 
     @torch.no_grad()
     def collect_unsynced(self, full: FullParameters) -> None:
@@ -72,6 +79,12 @@ class HeldGradients(Gradients):
             return collectives.start_inside(flat, axes, pool, Sum(self.divisor))
         sum_, self._carried = Sum(self.divisor, self._carried), None
         return collectives.start_mean(flat, axes, dtype, pool, sum_)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing is to be sent: replicas are not told yet, and inside one there is one shard."""
+        axes = self._shard.settings.axes
+        return not self.across and axes.shard is None and axes.replicate is not None
 
     @property
     def _stays_inside(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -38,8 +39,9 @@ def resolve(modules: object, states: object, is_unit: Callable[[nn.Module], bool
             "ignored_modules and ignored_states are both given; put all modules and parameters into "
             "ignored_states. (Units made by auto_wrap_policy have the outer unit's ignored_states already.)"
         )
-    given = _listed("ignored_modules", modules, nn.Module)
-    given += _listed("ignored_states", states, nn.Module | nn.Parameter)
+    given = _listed("ignored_modules: expected a list of modules", modules, nn.Module)
+    either = "ignored_states: expected a list of modules or parameters"
+    given += _listed(either, states, nn.Module | nn.Parameter)
     below = frozenset(m for one in given if isinstance(one, nn.Module) for m in one.modules())
     for module in filter(is_unit, below):
         raise ValueError(
@@ -51,14 +53,18 @@ def resolve(modules: object, states: object, is_unit: Callable[[nn.Module], bool
     return Ignored(below, frozenset(parameters.union(p for m in below for p in m.parameters(recurse=False))))
 
 
-def _listed(name: str, given: object, kind: object) -> list[nn.Module | nn.Parameter]:
-    expected = f"{name}: expected a list of modules" + (" or parameters" if name == "ignored_states" else "")
+def parameters(front: str, given: object) -> frozenset[nn.Parameter]:
+    """Return what ``ignored_params`` of ``front`` names; TypeError for what is no parameter."""
+    return frozenset(_listed(f"{front}: ignored_params: expected a set of parameters", given, nn.Parameter))
+
+
+def _listed(expected: str, given: object, kind: Any) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable) or isinstance(given, nn.Parameter | str):
         raise TypeError(f"{expected}, got one {type(given).__name__}; put it into a list.")
     listed = list(given)
     for index, one in enumerate(listed):
-        if not isinstance(one, kind):  # type: ignore[arg-type]
+        if not isinstance(one, kind):
             raise TypeError(f"{expected}, but number {index} is a {type(one).__name__}.")
     return listed

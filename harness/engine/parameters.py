@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _OWNER = "_lockstep_unit"
+_RETIRED = "_lockstep_retired"
 
 
 class _Claim(str):
@@ -161,14 +162,30 @@ def claim(entries: Iterable[Entry], unit: str) -> None:
             slot.module.__dict__[_OWNER] = _Claim(unit)
 
 
+def retire(replaced: Iterable[Tensor], what: str) -> None:
+    """Mark tensors that no optimizer should hold, since others get the gradients; messages say ``what``."""
+    for tensor in replaced:
+        setattr(tensor, _RETIRED, what)
+
+
+def refuse_retired(optimized: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if an optimizer holds what was retired: it would never move."""
+    for parameter in optimized:
+        if what := getattr(parameter, _RETIRED, None):
+            raise RuntimeError(
+                f"the optimizer holds {what}, to which no gradient comes. Make it from the "
+                "model's parameters() after sharding, and not between unshard and reshard."
+            )
+
+
 def refuse_claimed(modules: Iterable[tuple[str, nn.Module]], entries: Iterable[Entry], unit: str) -> None:
     """Raise ValueError for a module or parameter that another unit shards, with its name and the cure."""
     for name, module in modules:
         if owner := module.__dict__.get(_OWNER):
             place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
             raise ValueError(
-                f"{unit}: {place} is inside {owner} already; wrap a module once: put that unit in its place, "
-                "or wrap one module that contains all its users."
+                f"{unit}: {place} is inside {owner} already; wrap a module once, inner modules before outer "
+                "ones: put that unit in its place, or wrap one module that contains all its users."
             )
     for entry in entries:
         _refuse_claimed(entry, unit)
@@ -178,7 +195,8 @@ def _refuse_claimed(entry: Entry, unit: str) -> None:
     if owner := getattr(entry.parameter, _OWNER, None):
         raise ValueError(
             f"{unit}: parameter {entry.name!r} is tied to {owner}, which shards it already. "
-            "Wrap one module that contains both, and neither of the two on its own."
+            "Wrap one module that contains both (or hand fully_shard or replicate a list of the two), and "
+            "neither of the two on its own."
         )
 
 
@@ -220,12 +238,12 @@ def _check_one(entry: Entry, unit: str) -> None:
     if type(parameter.data) is not Tensor:
         raise NotImplementedError(
             f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "
-            "Pass it in ignored_states."
+            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
         )
     if not parameter.is_floating_point():
         raise ValueError(
             f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. "
-            "Pass it in ignored_states."
+            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
         )
 
 

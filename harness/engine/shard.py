@@ -106,6 +106,8 @@ class LocalShard:
 
     def register_flat(self, slot: Slot) -> None:
         """Let the user see ``flat`` as a parameter at ``slot`` whenever the shard is shown."""
+        replaced = (entry.parameter for entry in self.entries)
+        parameters.retire(replaced, f"parameters of {self.settings.unit} as they were before sharding")
         self._flat_slot = slot
         slot.put(self.flat)
 
@@ -180,7 +182,7 @@ class LocalShard:
             if any(slot.read() is not entry.parameter for slot in entry.slots):
                 raise RuntimeError(
                     f"{self.settings.unit}: parameter {entry.name!r} was exchanged for another object after "
-                    "wrapping; change its values in place instead, under summon_full_params."
+                    "wrapping; copy the values into it instead (into a wrapper's under summon_full_params)."
                 )
             piece = entry.piece
             if piece.data_ptr() != view.data_ptr() and not view.is_meta:

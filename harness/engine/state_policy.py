@@ -102,14 +102,15 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
     def __post_init__(self) -> None:
+        _check_kind(self.state_dict_type)
         for field, wanted in zip(
             ("state_dict_config", "optim_state_dict_config"), _CONFIGS[self.state_dict_type], strict=True
         ):
             given = getattr(self, field)
             if type(given) is not wanted:
                 raise TypeError(
-                    f"{field}: {self.state_dict_type.name} goes with {wanted.__name__}, "
-                    f"got {type(given).__name__}."
+                    f"{field}: {self.state_dict_type.name} goes with {wanted.__name__} of "
+                    f"harness.engine, got {type(given).__name__} of {type(given).__module__}."
                 )
 
     @property
@@ -127,5 +128,14 @@ def settings_for(
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
     """Return settings with the kind's own configs for None."""
+    _check_kind(kind)
     default, optim_default = _CONFIGS[kind]
     return StateDictSettings(kind, config or default(), optim_config or optim_default())
+
+
+def _check_kind(kind: object) -> None:
+    if not isinstance(kind, StateDictType):
+        raise TypeError(
+            f"state_dict_type: expected a StateDictType of harness.engine, got {kind!r} of "
+            f"{type(kind).__module__}."
+        )

@@ -68,6 +68,12 @@ class Tree:
             for unit in self.units:
                 unit.end_forward(failed)
 
+    def outdate(self) -> None:
+        """Gather anew for the next forward, whatever was kept for it."""
+        for unit in self.units:
+            if unit.group:
+                unit.group.outdate()
+
     def neighbours(self, group: ShardGroup, count: int) -> dist.ProcessGroup:
         """Return the process group of the ``count`` ranks that split the parameters of ``group``."""
         ranks = neighbours(group.settings.axes, count)

@@ -42,7 +42,7 @@ class FullyShardedDataParallel(StateFront):
     that this rank holds: 1-D, so group them for weight decay by name, not by ``ndim``.
 
     Make the optimizer after wrapping: with ``use_orig_params=False`` one made before holds parameters that
-    nobody trains any more, and nothing tells.
+    nobody trains any more, and refuses to step.
 
     Call the unit, not the module in it: only the unit gathers. Ranks compare what they wrap, and refuse when
     it differs.

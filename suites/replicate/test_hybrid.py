@@ -122,6 +122,17 @@ def test_a_copy_waits_inside_a_replica_as_it_was_told(world, fully_shard):
     assert [p.grad for p in copied.parameters()] == [None] * 4
 
 
+def test_where_nothing_is_cut_gradients_wait_until_they_are_reduced_across(world, front, collectives):
+    mesh = world.mesh(world.size, 1, names=("replicate", "shard")) if front.shards else None
+    model = front.apply(KnownGradients(4).to(world.device), KnownGradients.units, mesh=mesh)
+    for index in range(3):
+        model.set_requires_all_reduce(index == 2)
+        assert {p.grad for p in model.parameters()} == {None}
+        assert front.engine.traffic(collectives).reductions == (), collectives
+        model(torch.tensor(2.0**index * (world.rank - 0.5), device=world.device)).backward()
+    assert [p.grad.full_tensor().tolist() for p in model.parameters()] == [[7.0] * 4] * 4
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_to_clip_by_is_the_unsharded_one(world, fully_shard, norm_type):
     """pytorch#88955: the norm was counted once for each replica."""

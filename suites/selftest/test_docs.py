@@ -3,15 +3,21 @@
 import ast
 import gc
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.fsdp._fully_shard import _fully_shard as composable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness import engine
 from harness.engine import FullyShardedDataParallel, MixedPrecision
 
+THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]
 PAGES = sorted((PROJECT / "docs").glob("*.md"))
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -31,7 +37,7 @@ def names_of_tests(path):
 
 
 def test_there_is_a_page():
-    assert [page.stem for page in PAGES] == ["mixed_precision"]
+    assert [page.stem for page in PAGES] == ["composable", "mixed_precision"]
 
 
 @EVERY_PAGE
@@ -50,6 +56,46 @@ def test_the_examples_of_a_page_run(world, page, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     exec(compile("\n".join(blocks), page.name, "exec"), {})
+
+
+def of_torchs_composable_fronts():
+    """Return the names of torch's functions, classes, methods and arguments."""
+    methods = [name for name in dir(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")]
+    arguments = [name for front in THEIRS for name in signature(front).parameters]
+    return {*methods, *arguments, *composable.__all__, "DataParallelMeshDims"}
+
+
+def not_built():
+    """Return which of those names a row of the page says to be not built."""
+    page = (PROJECT / "docs" / "composable.md").read_text()
+    rows = [row.split("|")[1] for row in page.splitlines() if "| not built" in row]
+    return set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
+def test_every_name_of_torchs_composable_fronts_has_its_row():
+    page = (PROJECT / "docs" / "composable.md").read_text()
+    assert {name for name in of_torchs_composable_fronts() if f"`{name}`" not in page} == set()
+
+
+def test_what_the_page_says_to_be_not_built_is_all_that_is_missing():
+    arguments = {
+        name for front in (engine.fully_shard, engine.replicate) for name in signature(front).parameters
+    }
+    here = arguments.union(dir(engine.FSDPModule), engine.__all__)
+    missing = of_torchs_composable_fronts() - here
+    assert missing <= not_built()
+    assert not_built() & here == set()
+
+
+def test_methods_of_the_composable_fronts_take_what_torchs_do():
+    shared = of_torchs_composable_fronts() & vars(engine.FSDPModule).keys()
+    assert {"unshard", "reshard"} <= shared
+    for name in shared:
+        mine, theirs = (
+            [(p.name, p.kind, p.default) for p in signature(getattr(cls, name)).parameters.values()]
+            for cls in (engine.FSDPModule, torch.distributed.fsdp.FSDPModule)
+        )
+        assert mine == theirs, name
 
 
 class Exchanges(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """What the composable front refuses, with what was wrong, where and the cure; and copies of its modules."""
 
 import copy
+import gc
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness import engine
 from harness.engine import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
@@ -47,12 +49,84 @@ def test_what_cannot_be_sharded_is_refused(world, front, module, error, message)
 
 
 @FRONTS
+def test_a_module_that_is_in_the_list_twice_is_refused(world, front):
+    model = layers(world)
+    with pytest.raises(ValueError, match="a Linear is in the list twice; name it once"):
+        front([model[0], model[1], model[0]])
+
+
+@FRONTS
+@pytest.mark.parametrize(
+    ("ignored", "message"),
+    [
+        (nn.Linear(4, 4), "got one Linear; put it into a list"),
+        (nn.Linear(4, 4).weight, "got one Parameter; put it into a list"),
+        (["0.weight"], "but number 0 is a str"),
+    ],
+    ids=["module", "parameter", "name"],
+)
+def test_only_parameters_are_ignored(world, front, ignored, message):
+    expected = rf"{front.__name__}: ignored_params: expected a set of parameters, {message}"
+    with pytest.raises(TypeError, match=expected):
+        front(layers(world), ignored_params=ignored)
+
+
+@FRONTS
+def test_an_optimizer_made_before_refuses_to_step(world, front):
+    model = layers(world)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    front(model)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds parameters of .*\(Sequential\) as they were.* Make it"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@FRONTS
+def test_an_optimizer_made_while_parameters_are_full_refuses_to_step(world, front):
+    model = front(layers(world))
+    model.unshard()
+    misled = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"holds full parameters of .*\(Sequential\), .* between unshard and"
+    ):
+        misled.step()
+
+
+@FRONTS
+def test_a_model_may_die_while_an_optimizer_steps(world, front):
+    dying = [front(layers(world))]
+    hook = register_optimizer_step_post_hook(lambda *_: (dying.clear(), gc.collect()))
+    model = front(layers(world))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    before = model[1].bias.full_tensor().clone()
+    optimizer.step()
+    hook.remove()
+    torch.testing.assert_close(model[1].bias.full_tensor(), before - 0.2)
+
+
+@FRONTS
+def test_a_slice_is_a_plain_module_of_the_same_layers(world, front):
+    model = layers(world, number=3)
+    for layer in model:
+        front(layer)
+    x = torch.ones(2, 4, device=world.device)
+    part = front(model)[:2]
+    assert type(part) is nn.Sequential
+    assert torch.equal(part(x), model[1](model[0](x)))
+
+
+@FRONTS
 def test_a_module_is_taken_in_hand_once_and_from_below(world, front):
     model = layers(world)
     front(model)
     with pytest.raises(ValueError, match=r"FSDPSequential|ReplicateSequential"):
         front(model)
-    with pytest.raises(ValueError, match=r"Linear is inside \w+\(Sequential\) already"):
+    with pytest.raises(
+        ValueError, match=r"Linear is inside \w+\(Sequential\) already.* inner modules before"
+    ):
         front(model[0])
 
 
@@ -269,3 +343,29 @@ def test_groups_are_shown_by_the_names_of_the_bare_model(world, front):
         "": (("1.weight", "1.bias", "3.weight", "3.bias"), "SHARDED", 40),
         "0": (("0.weight", "0.bias", "2.weight", "2.bias"), "SHARDED", 40),
     }
+
+
+@FRONTS
+def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros_if_its_group_was_used(world, front):
+    model = layers(world, number=3)
+    model.forward = model[0].forward
+    front(model[2])
+    front(model)
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    assert model[1].weight.grad.full_tensor().tolist() == [[0.0] * 4] * 4
+    assert model[2].weight.grad is None
+
+
+@FRONTS
+def test_second_derivatives_are_refused(world, front):
+    loss = front(layers(world))(torch.ones(2, 4, device=world.device)).sum()
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
+def test_parameters_without_dimensions_can_be_replicated(world):
+    model = nn.PReLU().to(world.device)
+    model.weight = nn.Parameter(torch.tensor(0.5, device=world.device))
+    replicate(model)
+    model(torch.tensor([-2.0 - world.rank], device=world.device)).backward()
+    assert model.weight.grad.full_tensor().item() == -2.5

@@ -45,6 +45,13 @@ def test_it_is_enabled_on_cpu_and_is_torchs_kind_of_scaler():
     assert isinstance(scaler, torch.amp.GradScaler)
 
 
+def test_a_scale_in_the_place_of_the_device_is_refused():
+    with pytest.raises(
+        TypeError, match=r"device must be a kind of device .*, got 1024.0; pass init_scale by"
+    ):
+        ShardedGradScaler(2.0**10)
+
+
 def test_an_adapters_scaler_passes_every_setting_on():
     settings = {"growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 5}
     scaler = find("lockstep").grad_scaler(nn.Linear(1, 1), init_scale=8.0, **settings)

@@ -11,6 +11,7 @@ from harness.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
+    StateDictType,
     always_wrap_policy,
 )
 from harness.zoo import NestedWrappedModule
@@ -278,6 +279,52 @@ def test_second_derivatives_are_refused(world):
     loss = nested(world)(batch(world)).sum()
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         loss.backward(create_graph=True)
+
+
+def test_an_optimizer_that_holds_what_the_flat_parameter_replaced_refuses_to_step(world):
+    bare = nn.Linear(8, 8, device=world.device)
+    early = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model = FullyShardedDataParallel(bare)
+    with pytest.raises(RuntimeError, match=r"holds parameters of .*\(Linear\) as they were.* Make it from"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_made_before_wrapping_trains_the_original_parameters(world):
+    bare = nn.Linear(8, 8, device=world.device)
+    early = torch.optim.SGD(bare.parameters(), lr=0.1)
+    model = FullyShardedDataParallel(bare, use_orig_params=True)
+    with summon(model):
+        before = bare.bias.clone()
+    model(batch(world)).sum().backward()
+    early.step()
+    with summon(model):
+        torch.testing.assert_close(bare.bias, before - 0.4)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_step_on_gradients_that_were_not_reduced_is_refused(world, use_orig_params):
+    model = nested(world, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(batch(world)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no_sync left them unreduced.* outside no_sync"):
+        optimizer.step()
+    model(batch(world)).sum().backward()
+    optimizer.step()
+
+
+def test_torchs_kinds_of_state_dicts_are_refused_by_name(world):
+    model = nested(world)
+    kind = "state_dict_type: expected a StateDictType of harness.engine, got .* of torch.distributed"
+    with pytest.raises(TypeError, match=kind):
+        FullyShardedDataParallel.set_state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT)
+    with pytest.raises(
+        TypeError, match=r"FullStateDictConfig of harness.engine, got .* of torch.distributed"
+    ):
+        FullyShardedDataParallel.set_state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, theirs.FullStateDictConfig()
+        )
 
 
 def test_a_cast_between_forward_and_backward_is_refused(world):

@@ -340,7 +340,9 @@ def test_the_kind_is_set_for_all_units_and_given_back(world, engine):
 
 def test_a_config_of_another_kind_is_refused(world, engine):
     model = shard(engine, world)
-    with pytest.raises(TypeError, match="FULL_STATE_DICT goes with FullStateDictConfig, got Sharded"):
+    with pytest.raises(
+        TypeError, match=r"FULL_STATE_DICT goes with FullStateDictConfig of harness\.engine, got Sharded"
+    ):
         FullyShardedDataParallel.set_state_dict_type(model, FULL, ShardedStateDictConfig())
     with pytest.raises(ValueError, match="Linear contains no FullyShardedDataParallel"):
         FullyShardedDataParallel.get_state_dict_type(nn.Linear(1, 1))

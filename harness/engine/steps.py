@@ -1,0 +1,40 @@
+"""What is done when an optimizer steps, whichever it is. Runs on ranks."""
+
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from harness.engine.parameters import refuse_retired
+from harness.engine.tree import Tree
+
+# One hook for all trees: to remove a hook when its tree dies, which may be at any time, would change torch's
+# list of hooks while an optimizer goes through it.
+_WATCHING: WeakSet[Tree] = WeakSet()
+
+
+def watch(tree: Tree) -> None:
+    """Outdate full parameters of ``tree`` whenever an optimizer steps, as long as it lives.
+
+    Their foreach and fused kernels change `DTensor`s without a trace in their versions.
+    """
+    _WATCHING.add(tree)
+
+
+def _outdate(*_: object) -> None:
+    for tree in list(_WATCHING):
+        tree.outdate()
+
+
+def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_retired(optimized)
+    if any(p.grad is not None and p.grad.shape != p.shape for p in optimized):
+        raise RuntimeError(
+            "the optimizer's gradients are full, and its parameters shards: no_sync left them unreduced. Run "
+            "the last backward before the step outside no_sync."
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_misfits)
+register_optimizer_step_post_hook(_outdate)
