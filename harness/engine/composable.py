@@ -150,7 +150,7 @@ def _offloads(policy: OffloadPolicy) -> bool:
 
 
 def _compose(given: nn.Module | list[nn.Module], asked: Asked, prefix: str) -> Unit:
-    modules = list(dict.fromkeys(given)) if isinstance(given, list) else [given]
+    modules = given if isinstance(given, list) else [given]
     name = f"{asked.front}({_names(modules)})"
     _refuse_modules(modules, name)
     unit = _build(modules, asked, name)

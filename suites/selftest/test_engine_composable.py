@@ -274,16 +274,6 @@ def test_a_module_and_one_inside_it_may_share_a_group_and_be_copied(world, front
 
 
 @FRONTS
-def test_a_module_that_is_named_twice_is_taken_once(world, front):
-    model = layers(world)
-    front([model[0], model[0]])
-    front(model)
-    with torch.no_grad():
-        model(torch.ones(2, 4, device=world.device))
-    assert {group.name: group.gathered_bytes for group in engine.groups(model)} == {"": 0, "0": 0}
-
-
-@FRONTS
 def test_a_group_of_which_some_modules_ran_is_freed_where_no_backward_follows(world, front):
     model = layers(world, number=3)
     for modules in ([model[0], model[2]], model[1]):
