@@ -179,7 +179,12 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
     )
     _move(owned, asked, device)
     precision = Precision(asked.mixed_precision, modules[0], full_in_eval=False)
-    settings = UnitSettings(
+    group = _group(entries, _group_settings(asked, name, precision, device), asked.placing)
+    return Unit(group, Buffers({}, goes_back=False), _unit_settings(asked, precision, device))
+
+
+def _unit_settings(asked: Asked, precision: Precision, device: torch.device) -> UnitSettings:
+    return UnitSettings(
         asked.strategy,
         precision,
         None if device.type == "cpu" else device,
@@ -188,7 +193,10 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         output_dtype=asked.policy.output_dtype,
     )
-    group_settings = GroupSettings(
+
+
+def _group_settings(asked: Asked, name: str, precision: Precision, device: torch.device) -> GroupSettings:
+    return GroupSettings(
         unit=name,
         strategy=asked.strategy,
         precision=precision,
@@ -199,11 +207,11 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
         layout=RowLayout,
         registers_full=True,
     )
-    group = _group(entries, group_settings, asked.placing) if entries else None
-    return Unit(group, Buffers({}, goes_back=False), settings)
 
 
-def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup:
+def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup | None:
+    if not entries:
+        return None
     name = settings.unit
     claim(entries, name)  # the plain parameters: another group that sees one can say whose it is
     retire((entry.parameter for entry in entries), f"parameters of {name} as they were before sharding")
