@@ -2,6 +2,7 @@
 
 from weakref import WeakSet
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,20 +15,25 @@ _WATCHING: WeakSet[Tree] = WeakSet()
 
 
 def watch(tree: Tree) -> None:
-    """Outdate full parameters of ``tree`` whenever an optimizer steps, as long as it lives.
+    """Outdate full parameters of ``tree`` whenever an optimizer steps shards of them, as long as it lives.
 
-    Their foreach and fused kernels change `DTensor`s without a trace in their versions.
+    The foreach and fused kernels of optimizers change `DTensor`s without a trace in their versions.
     """
     _WATCHING.add(tree)
 
 
-def _outdate(*_: object) -> None:
+def _optimized(optimizer: Optimizer) -> set[Tensor]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _outdate(optimizer: Optimizer, *_: object) -> None:
+    stepped = _optimized(optimizer)
     for tree in list(_WATCHING):
-        tree.outdate()
+        tree.outdate(stepped)
 
 
 def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
-    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    optimized = _optimized(optimizer)
     refuse_retired(optimized)
     if any(p.grad is not None and p.grad.shape != p.shape for p in optimized):
         raise RuntimeError(

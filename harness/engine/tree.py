@@ -5,13 +5,14 @@ Runs on ranks. `engine.hooks` has the units, which call in here; the end of a ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
 
 from harness.engine.axes import neighbours
@@ -68,10 +69,10 @@ class Tree:
             for unit in self.units:
                 unit.end_forward(failed)
 
-    def outdate(self) -> None:
-        """Gather anew for the next forward, whatever was kept for it."""
+    def outdate(self, stepped: Collection[Tensor]) -> None:
+        """Gather groups that hold any of ``stepped`` anew for the next forward, whatever was kept for it."""
         for unit in self.units:
-            if unit.group:
+            if unit.group and any(entry.parameter in stepped for entry in unit.group.shard.entries):
                 unit.group.outdate()
 
     def neighbours(self, group: ShardGroup, count: int) -> dist.ProcessGroup:
