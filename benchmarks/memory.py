@@ -1,6 +1,6 @@
 """Watch how much memory the CPU tensors of a process hold."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -42,9 +42,19 @@ class LiveMemory(TorchDispatchMode):
         """Return the bytes that are allocated now; a storage may have been resized at any time."""
         storages = {ref: UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._known}
         self._known = {ref for ref, storage in storages.items() if storage is not None}
-        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+        alive = [storage for storage in storages.values() if storage is not None]
+        return _covered((one.data_ptr(), one.data_ptr() + one.nbytes()) for one in alive if one.nbytes())
 
     def take_peak(self) -> int:
         """Return the most bytes that were live after an operation since the last call, or are now."""
         peak, self._peak = max(self._peak, self.live()), 0
         return peak
+
+
+def _covered(spans: Iterable[tuple[int, int]]) -> int:
+    """Return how many bytes lie in any of ``spans``: a storage may be a part of another one."""
+    covered = reached = 0
+    for first, last in sorted(spans):
+        covered += max(last - max(first, reached), 0)
+        reached = max(reached, last)
+    return covered
