@@ -1,8 +1,10 @@
-"""What a user decides for the composable front: frozen values, no behaviour. May import torch only."""
+"""What a user decides for the composable front: frozen values, no behaviour."""
 
 from dataclasses import dataclass
 
 import torch
+
+from harness.engine.policy import check_dtypes
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self, field)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(
-                    f"MixedPrecisionPolicy: {field} must be a floating-point torch.dtype, got {dtype!r}"
-                )
+        check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
 
 
 @dataclass(frozen=True)

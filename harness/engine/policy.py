@@ -91,12 +91,17 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            dtype = getattr(self, field)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(
-                    f"MixedPrecision: {field} must be a floating-point torch.dtype, got {dtype!r}"
-                )
+        check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+def check_dtypes(policy: object, *fields: str) -> None:
+    """Raise ValueError for a field of ``policy`` that is neither None nor a floating-point dtype."""
+    for field in fields:
+        dtype = getattr(policy, field)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"{type(policy).__name__}: {field} must be a floating-point torch.dtype, got {dtype!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,6 @@ class TestReplicateMixedPrecisionTraining:
             learner.optimizer.step()
             master.step()
 
-    @pytest.mark.ranks(2)
     def test_grad_acc_with_reduce_dtype(self, world, engine, freed):
         bare = stack_of_mlps(world)
         master, learner = Master(bare, BF16, F32), Learner(engine, bare, self.front, freed, BF16, F32)
