@@ -193,7 +193,7 @@ class ShardGroup:
 
     def hide(self) -> None:
         """Take the parameters out of their modules until ``convert``."""
-        if self.state not in (GroupState.SHARDED, GroupState.KEPT, GroupState.PREFETCHED):
+        if self.state in (GroupState.GATHERED, GroupState.SUMMONED):
             raise RuntimeError(
                 f"{self.settings.unit}: cannot convert while {self.state.name.lower()}; "
                 "convert between steps, outside forward, backward and summon_full_params."

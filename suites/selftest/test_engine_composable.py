@@ -359,3 +359,14 @@ def test_parameters_without_dimensions_can_be_replicated(world):
     replicate(model)
     model(torch.tensor([-2.0 - world.rank], device=world.device)).backward()
     assert model.weight.grad.full_tensor().item() == -2.5
+
+
+@pytest.mark.ranks(4)
+# The engine makes a process group of the few ranks, and never ends it.
+@pytest.mark.filterwarnings("ignore:.*left behind.*process group")
+def test_a_model_may_be_cast_after_a_forward_that_left_its_parameters_split(world):
+    model = fully_shard(layers(world), reshard_after_forward=2)
+    x = torch.ones(2, 4, device=world.device)
+    before = model(x)
+    assert [group.state.name for group in engine.groups(model)] == ["SPLIT"]
+    torch.testing.assert_close(model.double()(x.double()), before.double(), rtol=1e-6, atol=1e-6)
