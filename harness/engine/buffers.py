@@ -23,6 +23,8 @@ class Buffers:
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         """Let modules see floating-point buffers in ``dtype``, or as they were; all of them on ``device``."""
+        if not self._slots:
+            return
         # A tensor made in inference mode could not be written to in training.
         with torch.inference_mode(False), torch.no_grad():
             for name, slot in self._slots.items():

@@ -46,7 +46,7 @@ class FSDPModule(nn.Module):
         return _bare(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._composed_unit.run(super().__call__, args, kwargs)
+        return self._composed_unit.run(self, super().__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather full parameters, until `reshard` or as long as the next forward keeps them.
@@ -193,7 +193,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @wraps(method)
     def gathering(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return self._composed_unit.run(MethodType(method, self), args, kwargs)
+        return self._composed_unit.run(self, MethodType(method, self), args, kwargs)
 
     setattr(module, method_name, MethodType(gathering, module))
 

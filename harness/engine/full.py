@@ -25,8 +25,9 @@ class FullParameters:
     ``poison``: instead of giving memory back, fill it with NaN, so that a late reader is noticed.
     """
 
-    buffer: Tensor
-    leaves: tuple[Tensor, ...]
+    # Not shown: a traceback shows what functions were given, and may find the memory gone.
+    buffer: Tensor = field(repr=False)
+    leaves: tuple[Tensor, ...] = field(repr=False)
     dtypes: Dtypes
     borrowed: bool
     poison: bool

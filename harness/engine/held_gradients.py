@@ -83,13 +83,15 @@ class HeldGradients(Gradients):
     @property
     def _waits(self) -> bool:
         """Whether nothing is to be sent: replicas are not told yet, and inside one there is one shard."""
-        axes = self._shard.settings.axes
-        return not self.across and axes.shard is None and axes.replicate is not None
+        return self._holds_back and self._shard.settings.axes.shard is None
 
     @property
     def _stays_inside(self) -> bool:
-        axes = self._shard.settings.axes
-        return not self.across and axes.shard is not None and axes.replicate is not None
+        return self._holds_back and self._shard.settings.axes.shard is not None
+
+    @property
+    def _holds_back(self) -> bool:
+        return not self.across and self._shard.settings.axes.replicate is not None
 
     def _add_shard(self, reduced: Tensor) -> None:
         if self._stays_inside:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from harness.engine.awaited import weakly
@@ -62,17 +62,17 @@ class Unit:
         """How many modules share the group: it is given up when all have had their forwards."""
         self.tree = Tree([self])
         self.buffers = buffers
-        self._ran: set[object] = set()
+        self._ran: set[nn.Module] = set()
         self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what ``forward``, of the unit's module or one of them, makes of the arguments."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what ``forward`` of ``module``, the unit's or one of them, makes of the arguments."""
         tree = self.tree
         tree.enter_forward()
         try:
             args, kwargs = self.before_forward(args, kwargs)
-            output = self.after_forward(forward(*args, **kwargs), of=forward)
+            output = self.after_forward(forward(*args, **kwargs), module)
         except BaseException:
             self.abort_forward()
             tree.leave_forward(failed=True)
@@ -124,8 +124,8 @@ class Unit:
                 args, kwargs = self._watch(self.group, (args, kwargs))
         return args, kwargs
 
-    def after_forward(self, output: Any, of: object) -> Any:
-        """See to it that backward finds full parameters; free or keep them if ``of`` is the last module."""
+    def after_forward(self, output: Any, module: nn.Module) -> Any:
+        """See to it that backward finds full parameters; free or keep them if ``module`` is the last."""
         if torch.is_grad_enabled():
             output = _without_leaves(output)
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
@@ -134,7 +134,7 @@ class Unit:
             register_multi_grad_hook(graded, lambda _: self._before_backward(full), mode="any")
             if self.group and not self.tree.in_backward:
                 self.tree.prefetcher.after_forward(self.group)
-        self._ran.add(of)
+        self._ran.add(module)
         complete = len(self._ran) >= self.num_modules
         # What is recomputed in backward is needed there next.
         if self.group and complete and not self.tree.in_backward:

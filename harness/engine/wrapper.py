@@ -136,7 +136,7 @@ class FullyShardedDataParallel(StateFront):
         return inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._unit.run(self.module, args, kwargs)
+        return self._unit.run(self.module, self.module, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

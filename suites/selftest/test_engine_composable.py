@@ -369,4 +369,24 @@ def test_a_model_may_be_cast_after_a_forward_that_left_its_parameters_split(worl
     x = torch.ones(2, 4, device=world.device)
     before = model(x)
     assert [group.state.name for group in engine.groups(model)] == ["SPLIT"]
+    # fp32 against fp64: off by roundings of fp32, 6e-8 of sums near 1.
     torch.testing.assert_close(model.double()(x.double()), before.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_methods_of_one_module_do_not_stand_for_the_other_modules_of_its_group(world):
+    class Two(nn.Linear):
+        def also(self, x):
+            return self(x)
+
+    first, second = Two(4, 4).to(world.device), nn.Linear(4, 4).to(world.device)
+    model = nn.Sequential(fully_shard([first, second])[0], second)
+    engine.register_fsdp_forward_method(first, "also")
+
+    def forward(x):
+        hidden = first.also(x)
+        assert [group.state.name for group in engine.groups(model) if group.name == "0"] == ["GATHERED"]
+        return second(hidden)
+
+    outer = nn.Module()
+    outer.model, outer.forward = model, forward
+    fully_shard(outer)(torch.ones(2, 4, device=world.device))
