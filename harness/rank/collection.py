@@ -6,6 +6,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from _pytest._code.code import filter_traceback
+
+_NOT_THE_USERS = (str(Path(__file__).parent), "<frozen")
 
 
 class RankCollection:
@@ -27,8 +30,10 @@ class RankCollection:
             self._errors[path] = ""
             try:
                 items = session.perform_collect([path])
-            except pytest.UsageError as error:
-                self._errors[path] = str(error)
+            except BaseException as error:
+                # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
+                # may be the file of the next item: this one must not suffer from it.
+                self._errors[path] = self._errors[path] or _describe(error)
             else:
                 self._items.update({str(item.nodeid): item for item in items})
         return self._items.get(nodeid)
@@ -48,10 +53,15 @@ class RankCollection:
         return self._directories.setdefault((path, parent), (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note why the file in hand yields fewer items than elsewhere: it, or a conftest, may be broken."""
+        path = next(reversed(self._errors), None)
+        if path is None or self._errors[path]:
+            return
         if report.failed:
-            for path, error in self._errors.items():
-                if not error and path.endswith(str(report.nodeid).split("::")[0]):
-                    self._errors[path] = report.longreprtext
+            self._errors[path] = report.longreprtext
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self._errors[path] = f"this rank skips {path} as it imports it, and others did not ({reason})"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
@@ -60,3 +70,14 @@ class RankCollection:
         kept = dict(waiting)
         yield
         waiting.update(kept)
+
+
+def _describe(error: BaseException) -> str:
+    """Return a traceback as pytest shows those of collection, without its own frames and ours."""
+    if isinstance(error, pytest.UsageError):
+        return str(error)
+    excinfo = pytest.ExceptionInfo.from_exception(error)
+    excinfo.traceback = excinfo.traceback.filter(
+        lambda entry: filter_traceback(entry) and not str(entry.path).startswith(_NOT_THE_USERS)
+    )
+    return str(excinfo.getrepr(style="short") if excinfo.traceback else excinfo.exconly())

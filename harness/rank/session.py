@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import random
+import traceback
 import warnings
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 import pytest
 import torch
+from _pytest.reports import pytest_report_to_serializable
 
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank.collection import RankCollection
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.xfail import is_xfail_call
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
+
+PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
 # early, distributing, debugging, writing reports. An option that a missing plugin would add is left out.
@@ -68,6 +73,7 @@ class RankSession:
         self._baseline: RankState | None = None
         self._baselines_below: dict[object, RankState] = {}
         self._collection = RankCollection()
+        self._phases_over = 0
 
     # The session
 
@@ -106,6 +112,7 @@ class RankSession:
         item, next_item = self._collect(session, order)
         if item is None:
             self._send_report(_missing(order, self._collection.error_of(order.path)))
+            self._rank.group.sever()
         else:
             self.world.enter_test(order.shared_tmp_path)
             self._rank.reseed()
@@ -126,12 +133,16 @@ class RankSession:
         return found if order.next_item else [*found, None]
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
+        __tracebackhide__ = True
+        self._phases_over = 0
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
-        except (KeyboardInterrupt, pytest.exit.Exception) as error:
-            # Raised inside one rank they are that test's failure; stopping the run is the controller's.
+        except BaseException as error:
+            # KeyboardInterrupt, pytest.exit, or whatever a hook raises. Inside one rank it is that test's
+            # failure; stopping the run is the controller's.
             longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
-            self.pytest_runtest_logreport(_failure(item.nodeid, item.location, longrepr, "call"))
+            phase = PHASES[min(self._phases_over, 2)]
+            self.pytest_runtest_logreport(_failure(item.nodeid, item.location, longrepr, phase))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -148,20 +159,27 @@ class RankSession:
         self._send_report(report)
         if type(report) is not pytest.TestReport:
             return  # of a subtest: the test goes on
-        self._rank.note_phases_over(("setup", "call", "teardown").index(report.when) + 1)
+        self._phases_over = PHASES.index(report.when) + 1
+        self._rank.note_phases_over(self._phases_over)
         if report.when != "teardown" and _raised(report):
             self._rank.group.sever()
 
     def _send_report(self, report: pytest.TestReport) -> None:
-        config = self._config
-        data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        if data is None:
-            why = (
-                f"a report of the class {type(report).__name__} cannot leave a rank: no plugin serialises it"
-            )
-            report = _failure(report.nodeid, report.location, why, report.when)
-            data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        data = self._serialise(report)
         (self._rank.send if _raised(report) else self._rank.post)(Reported(_plain(data)))
+
+    def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
+        """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
+        why = f"a report of the class {type(report).__name__} cannot leave a rank: no plugin serialises it"
+        data: dict[str, Any] | None
+        try:
+            data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        except BaseException:  # of a hook of the user's, which would end the rank
+            data, why = None, f"a report cannot leave a rank: a hook raised\n{traceback.format_exc()}"
+        if data is None:
+            data = pytest_report_to_serializable(_failure(report.nodeid, report.location, why, report.when))
+        assert data is not None
+        return data
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
@@ -175,6 +193,7 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         result = yield
         assert self._baseline is not None
         now = RankState.capture()
@@ -189,6 +208,7 @@ class RankSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         """Let what a fixture of wider scope than a function changes stand until that fixture ends."""
+        __tracebackhide__ = True
         if fixturedef.scope == "function" or self._baseline is None:
             return (yield)
         before = RankState.capture()
@@ -225,8 +245,8 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def _raised(report: pytest.TestReport) -> bool:
-    """Whether something was raised that is no skip, expected or not."""
-    return report.failed or (report.skipped and hasattr(report, "wasxfail"))
+    """Whether something was raised, expected or not, that is no skip and no `pytest.xfail()`."""
+    return report.failed or (report.skipped and hasattr(report, "wasxfail") and not is_xfail_call(report))
 
 
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
@@ -235,7 +255,8 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
         "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
         "choice?"
     )
-    return _failure(order.nodeid, (order.path, None, order.nodeid), text, "setup")
+    path, *names = order.nodeid.split("::")
+    return _failure(order.nodeid, (path, None, ".".join(names)), text, "setup")
 
 
 def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
