@@ -15,6 +15,7 @@ from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLo
 
 from harness.protocol import Finished
 from harness.world import Died, RankOutcome, Stuck
+from harness.xfail import is_xfail_call
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
@@ -41,10 +42,18 @@ class RankReports:
 
     def skip(self) -> tuple[Phase, str] | None:
         """The phase and reason of the rank's skip, if it skipped."""
-        for phase in PHASES[:2]:
+        for phase in PHASES:
             report = self.phases.get(phase)
             if report is not None and report.skipped and not hasattr(report, "wasxfail"):
                 return phase, _skip_reason(report)
+        return None
+
+    def xfail_call(self) -> tuple[Phase, str] | None:
+        """The phase and reason of the rank's call of `pytest.xfail()`, if it left the test that way."""
+        for phase in PHASES:
+            report = self.phases.get(phase)
+            if report is not None and is_xfail_call(report):
+                return phase, report.wasxfail
         return None
 
     def word(self) -> str:
@@ -55,7 +64,11 @@ class RankReports:
             return f"was in {where(self.fate)}"
         if skip := self.skip():
             return f"skipped ({skip[1]})"
+        if xfail := self.xfail_call():
+            return f"xfailed ({xfail[1]})"
         failed = [phase for phase, report in self.phases.items() if report.failed]
+        if any(report.skipped for report in self.phases.values()):
+            return "failed as expected"
         return f"failed in {failed[0]}" if failed else "passed"
 
 
