@@ -6,9 +6,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from _pytest._code.code import filter_traceback
 
-_NOT_THE_USERS = (str(Path(__file__).parent), "<frozen")
+from harness.rank.raised import describe_raised
 
 
 class RankCollection:
@@ -33,7 +32,7 @@ class RankCollection:
             except BaseException as error:
                 # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
                 # may be the file of the next item: this one must not suffer from it.
-                self._errors[path] = self._errors[path] or _describe(error)
+                self._errors[path] = self._errors[path] or describe_raised(error)
             else:
                 self._items.update({str(item.nodeid): item for item in items})
         return self._items.get(nodeid)
@@ -70,14 +69,3 @@ class RankCollection:
         kept = dict(waiting)
         yield
         waiting.update(kept)
-
-
-def _describe(error: BaseException) -> str:
-    """Return a traceback as pytest shows those of collection, without its own frames and ours."""
-    if isinstance(error, pytest.UsageError):
-        return str(error)
-    excinfo = pytest.ExceptionInfo.from_exception(error)
-    excinfo.traceback = excinfo.traceback.filter(
-        lambda entry: filter_traceback(entry) and not str(entry.path).startswith(_NOT_THE_USERS)
-    )
-    return str(excinfo.getrepr(style="short") if excinfo.traceback else excinfo.exconly())

@@ -30,6 +30,7 @@ from harness.protocol import (
 )
 from harness.rank.doing import WIRE_THREAD, describe_rank
 from harness.rank.process_group import DefaultGroup
+from harness.rank.raised import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
 
@@ -61,7 +62,12 @@ class Rank:
             # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
             logging.getLogger("c10d-NullHandler-default").disabled = True
             session = RankSession(self)
-            status = pytest.main(list(self.spec.session.args), plugins=[session])
+            try:
+                status = pytest.main(list(self.spec.session.args), plugins=[session])
+            except BaseException as error:
+                if not session.started:  # sys.exit in a conftest: the process would end without a word
+                    self.send(Broken(f"it raised before it ran a test\n{describe_raised(error)}"))
+                raise
             if not session.started:
                 self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
             self.group.leave()

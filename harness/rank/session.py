@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import traceback
 import warnings
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank.collection import RankCollection
+from harness.rank.raised import describe_raised
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
 from harness.xfail import is_xfail_call
 
@@ -174,8 +174,8 @@ class RankSession:
         data: dict[str, Any] | None
         try:
             data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        except BaseException:  # of a hook of the user's, which would end the rank
-            data, why = None, f"a report cannot leave a rank: a hook raised\n{traceback.format_exc()}"
+        except BaseException as error:  # of a hook of the user's, which would end the rank
+            data, why = None, f"a report cannot leave a rank: a hook raised\n{describe_raised(error)}"
         if data is None:
             data = pytest_report_to_serializable(_failure(report.nodeid, report.location, why, report.when))
         assert data is not None
