@@ -140,9 +140,10 @@ class RankSession:
         except BaseException as error:
             # KeyboardInterrupt, pytest.exit, or whatever a hook raises. Inside one rank it is that test's
             # failure; stopping the run is the controller's.
-            longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
             phase = PHASES[min(self._phases_over, 2)]
-            self.pytest_runtest_logreport(_failure(item.nodeid, item.location, longrepr, phase))
+            self.pytest_runtest_logreport(
+                _failure(item.nodeid, item.location, _represent(item, error), phase)
+            )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -247,6 +248,14 @@ def seed_everything(seed: int, device: torch.device) -> None:
 def _raised(report: pytest.TestReport) -> bool:
     """Whether something was raised, expected or not, that is no skip and no `pytest.xfail()`."""
     return report.failed or (report.skipped and hasattr(report, "wasxfail") and not is_xfail_call(report))
+
+
+def _represent(item: pytest.Item, error: BaseException) -> object:
+    """Return pytest's representation of a failure; as text where a repr in it raises what pytest lets out."""
+    try:
+        return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+    except BaseException:
+        return describe_raised(error)
 
 
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
