@@ -9,21 +9,15 @@ import pytest
 from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
 
+PLACE = "test_a.py:7 in test_a"
+
 
 def issued(op: str, number: int, shape: tuple[int, ...] = (3,), **changes: Any) -> Issued:
-    values = {
-        "group": DEFAULT_GROUP,
-        "ranks": (),
-        "dtypes": ("float",),
-        "shapes": (shape,),
-        "in_flight": True,
-    }
-    return Issued(op=op, number=number, **(values | changes))
+    usual = {"group": DEFAULT_GROUP, "ranks": (), "dtypes": ("float",), "shapes": (shape,), "in_flight": True}
+    return Issued(op=op, number=number, **(usual | changes))
 
 
-def doing(
-    *collectives: Issued, state: State = "runs", where: str = "test_a.py:7 in test_a", **rest: Any
-) -> Doing:
+def doing(*collectives: Issued, state: State = "runs", where: str = PLACE, **rest: Any) -> Doing:
     return Doing("", where, issued=collectives, state=state, **rest)
 
 
@@ -81,9 +75,7 @@ def test_the_first_of_several_mismatches_is_told() -> None:
         ("scatter", {"shapes": (), "dtypes": ()}, False),  # only the source hands something in
     ],
 )
-def test_what_has_to_be_equal_depends_on_the_operation(
-    op: str, changes: dict[str, Any], differs: bool
-) -> None:
+def test_what_must_be_equal_depends_on_the_operation(op: str, changes: dict[str, Any], differs: bool) -> None:
     ranks = {0: doing(issued(op, 1)), 1: doing(issued(op, 1, **{"shape": (3,), **changes}))}
     found = find_mismatch(ranks, 2)
     assert (found is not None) is differs
