@@ -20,9 +20,10 @@ import pytest
 from harness import reporting
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
+from harness.outcome import ItemOutcome
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.requests import Refusal, Request, request_of
-from harness.world import ItemOutcome, World
+from harness.world import World
 from harness.worlds import Worlds
 
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.
@@ -33,6 +34,7 @@ OUR_OPTIONS = {
     "world_seed": 0,
     "world_timeout": 60.0,
     "fresh_worlds": False,
+    "check_collectives": False,
 }
 
 _request_key = pytest.StashKey[Request | Refusal]()

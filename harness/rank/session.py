@@ -117,7 +117,9 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._rank.reseed()
             self._run_protocol(item, next_item)
-        self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+        doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
+        usable = torch.distributed.is_initialized()
+        self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Find the item and its next one. What a file changes when it is imported stands from then on."""
@@ -125,7 +127,7 @@ class RankSession:
         news = not all(self._collection.knows(path) for _, path in wanted)
         before = RankState.capture() if news else None
         if news:
-            self._rank.send(Collecting())
+            self._rank.send(Collecting(next(p for _, p in wanted if not self._collection.knows(p))))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None and self._baseline is not None:
             self._baseline = self._baseline.with_changes(before, RankState.capture())
@@ -166,8 +168,12 @@ class RankSession:
             self._rank.group.sever()
 
     def _send_report(self, report: pytest.TestReport) -> None:
-        data = self._serialise(report)
-        (self._rank.send if _raised(report) else self._rank.post)(Reported(_plain(data)))
+        data = _plain(self._serialise(report))
+        if not _raised(report):
+            self._rank.post(Reported(data))
+        else:
+            ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
+            self._rank.send(Reported(data, self._rank.collectives() if ends_phase else None))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
         """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
