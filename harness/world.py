@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import time
@@ -18,6 +17,8 @@ from typing import Any, assert_never
 
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProcess
+from harness.output import RankOutput, Sections
+from harness.output_directory import OutputDirectory
 from harness.protocol import (
     Agreed,
     Began,
@@ -47,7 +48,7 @@ PROBE_EVERY = 0.5
 ANSWER_WITHIN = 0.5
 """Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
 MOST_OUTPUT = 6000
-"""Characters of a dead rank's last output that are shown."""
+"""Bytes of a dead rank's last output that are shown, of each stream."""
 COLLECT_WITHIN = 60.0
 """Seconds, at least, that importing a test file may take; it counts for no test."""
 CLOSE_WITHIN = 10.0
@@ -84,6 +85,8 @@ class Stuck:
     doing: Doing
     at: float
     phases_over: int = 0
+    output: Sections = ()
+    """What it had printed in the phase it was in."""
 
 
 Fate = Finished | Died | Stuck
@@ -305,7 +308,9 @@ class World:
         pending = {rank for rank in ranks if outcomes[rank].fate is None}
         for rank, doing in self._ask(pending, outcomes).items():
             if outcomes[rank].fate is None:
-                outcomes[rank].fate = Stuck(doing, time.time(), self._phases_over(rank))
+                outcomes[rank].fate = Stuck(
+                    doing, time.time(), self._phases_over(rank), self._output(rank).sections()
+                )
 
     def _ask(self, ranks: set[int], outcomes: list[RankOutcome]) -> dict[int, Doing]:
         """Ask ranks what they are doing; what else they say meanwhile goes into `outcomes`."""
@@ -371,7 +376,9 @@ class World:
                 messages.extend(wire.recv())
         except (EOFError, OSError):
             process.join(5.0)  # its exit status follows the end of the wire
-        died = Died(process.exitcode, self._log(rank), time.time(), self._phases_over(rank))
+        died = Died(
+            process.exitcode, self._output(rank).read(MOST_OUTPUT), time.time(), self._phases_over(rank)
+        )
         self._died[rank] = died
         return [*messages, died]
 
@@ -382,19 +389,23 @@ class World:
             return 0
 
     def _log(self, rank: int) -> str:
-        """Read what a rank wrote outside of pytest's capture since its item began: its start and its end."""
-        try:
-            with open(self._specs[rank].log_path, errors="replace") as log:
-                log.seek(self._log_starts.get(rank, 0))
-                text = log.read()
-        except OSError:
-            return ""
-        text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
-        return (
-            text
-            if len(text) < MOST_OUTPUT
-            else f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
-        )
+        return self._output(rank).logged(MOST_OUTPUT)
+
+    def _output(self, rank: int) -> RankOutput:
+        spec = self._specs[rank]
+        return RankOutput(Path(spec.captured_path), Path(spec.log_path), self._log_starts.get(rank, 0))
+
+    def keep_output(self, outcome: ItemOutcome, nodeid: str) -> None:
+        """Add what ranks that died or were ended had printed to the folder of `--rank-output-dir`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if directory := self._session.output_directory:
+            folder = OutputDirectory(directory).of_test(nodeid)
+            for rank in outcome.ranks:
+                if not isinstance(rank.fate, Finished):
+                    self._output(rank.rank).append_to(folder, rank.rank)
 
     # The end
 
@@ -435,6 +446,10 @@ class World:
             if started.process.pid is not None:
                 self._launcher.forget(started.process.pid)
         self._ranks = []
+        if directory := self._session.output_directory:
+            controller = self._session.workerinput["workerid"]
+            for spec in self._specs:
+                OutputDirectory(directory).keep_log(controller, self.name, Path(spec.log_path))
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

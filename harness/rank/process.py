@@ -28,6 +28,7 @@ from harness.protocol import (
     Vote,
     Voted,
 )
+from harness.rank.capture import capture_into
 from harness.rank.doing import WIRE_THREAD, describe_rank
 from harness.rank.process_group import DefaultGroup
 from harness.rank.session import RankSession, seed_everything
@@ -60,6 +61,7 @@ class Rank:
             self.group.join()
             # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
             logging.getLogger("c10d-NullHandler-default").disabled = True
+            capture_into(self.spec.captured_path)
             session = RankSession(self)
             status = pytest.main(list(self.spec.session.args), plugins=[session])
             if not session.started:
