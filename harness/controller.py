@@ -20,8 +20,9 @@ import pytest
 from harness import reporting
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
+from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.requests import Refusal, Request, request_of
+from harness.requests import Refusal, Request, output_directory_of, request_of
 from harness.world import ItemOutcome, World
 from harness.worlds import Worlds
 
@@ -50,6 +51,10 @@ class Controller:
         self._worlds = Worlds(self._start_world, self._complain)
         self._preload = tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
+        self._output_directory = output_directory_of(config)
+        if self._output_directory:
+            worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
+            OutputDirectory(self._output_directory).clear_logs(worker)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -124,6 +129,7 @@ class Controller:
             return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
         order = self._order(item, request, nextitem)
         try:
+            self._clear_output(order.nodeid)
             outcome = world.run(order, request.timeout)
         except WorldError as error:
             world.kill()
@@ -132,6 +138,7 @@ class Controller:
             world.kill()
             raise
         if len(outcome.finished()) < len(outcome.ranks):
+            self._keep_output(order.nodeid, world, outcome)
             world.kill()
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
@@ -204,6 +211,22 @@ class Controller:
         report = _report(item, "teardown", "failed", text)
         item.ihook.pytest_runtest_logreport(report=report)
 
+    def _clear_output(self, nodeid: str) -> None:
+        if directory := self._output_directory:
+            try:
+                OutputDirectory(directory).clear(nodeid)
+            except OSError as error:
+                raise WorldError(
+                    f"--rank-output-dir: what an earlier run left cannot be removed: {error}"
+                ) from None
+
+    def _keep_output(self, nodeid: str, world: World, outcome: ItemOutcome) -> None:
+        try:
+            world.keep_output(outcome, nodeid)
+        except OSError as error:
+            text = f"--rank-output-dir: output is missing: {error}"
+            self._record(warnings.WarningMessage(text, pytest.PytestWarning, __file__, 0), nodeid)
+
     def _record(self, message: warnings.WarningMessage, nodeid: str) -> None:
         self._config.hook.pytest_warning_recorded.call_historic(
             kwargs={"warning_message": message, "when": "runtest", "nodeid": nodeid, "location": None}
@@ -244,7 +267,8 @@ class Controller:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=workerinput,
-            captures=config.getoption("capture") != "no",
+            captures=config.getoption("capture") in ("fd", "sys"),
+            output_directory=self._output_directory,
         )
 
     def _basetemp(self) -> Path:

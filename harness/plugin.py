@@ -46,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="whose captured output a failure shows: of the ranks to blame, of all, of none",
     )
     group.addoption(
+        "--rank-output-dir",
+        metavar="DIR",
+        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log",
+    )
+    group.addoption(
         "--subtest",
         action="append",
         default=[],

@@ -15,7 +15,10 @@ import torch
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
+from harness.rank.capture import tee_where_captured_in_memory
 from harness.rank.collection import RankCollection
+from harness.rank.output import TestOutput
+from harness.rank.plain import plain
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
 
 if TYPE_CHECKING:
@@ -68,8 +71,14 @@ class RankSession:
         self._baseline: RankState | None = None
         self._baselines_below: dict[object, RankState] = {}
         self._collection = RankCollection()
+        self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
 
     # The session
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
+        tee_where_captured_in_memory(early_config)
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
@@ -108,6 +117,7 @@ class RankSession:
             self._send_report(_missing(order, self._collection.error_of(order.path)))
         else:
             self.world.enter_test(order.shared_tmp_path)
+            self._output.begin(item)
             self._rank.reseed()
             self._run_protocol(item, next_item)
         self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
@@ -144,10 +154,18 @@ class RankSession:
 
     # Reporting
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._output.settle(item)
+        return (yield)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_of_subtest = type(report) is not pytest.TestReport
+        if is_of_subtest:
+            self._output.settle_subtest(report)
         self._send_report(report)
-        if type(report) is not pytest.TestReport:
-            return  # of a subtest: the test goes on
+        if is_of_subtest:
+            return  # the test goes on
         self._rank.note_phases_over(("setup", "call", "teardown").index(report.when) + 1)
         if report.when != "teardown" and _raised(report):
             self._rank.group.sever()
@@ -161,7 +179,12 @@ class RankSession:
             )
             report = _failure(report.nodeid, report.location, why, report.when)
             data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        (self._rank.send if _raised(report) else self._rank.post)(Reported(_plain(data)))
+        # Posted reports are lost if the process dies: no loss, unless there is something to show.
+        urgent = _raised(report) or _printed(report)
+        (self._rank.send if urgent else self._rank.post)(Reported(plain(data)))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._output.keep_of_file(report)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
@@ -229,6 +252,11 @@ def _raised(report: pytest.TestReport) -> bool:
     return report.failed or (report.skipped and hasattr(report, "wasxfail"))
 
 
+def _printed(report: pytest.TestReport) -> bool:
+    """Whether the phase has captured output, and another phase will follow."""
+    return report.when != "teardown" and any(title.endswith(report.when) for title, _ in report.sections)
+
+
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
@@ -240,17 +268,3 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
 
 def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
-
-
-def _plain(value: Any) -> Any:
-    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
-
-    Reports hold anything: recorded properties, and what users' hooks set as attributes.
-    """
-    match value:
-        case dict():
-            return {str(name): _plain(item) for name, item in value.items()}
-        case list() | tuple():
-            return (list if isinstance(value, list) else tuple)(map(_plain, value))
-        case _:
-            return value if value is None or type(value) in (bool, int, float, str) else str(value)

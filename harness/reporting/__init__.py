@@ -16,7 +16,7 @@ import pytest
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
-from harness.world import ItemOutcome
+from harness.world import Died, ItemOutcome, Stuck
 
 __all__ = ["merge"]
 
@@ -77,7 +77,8 @@ def _merge_phase(
         merged.start = min(report.start for report in reports.values())
         merged.stop = max(report.stop for report in reports.values())
         merged.duration = max(report.duration for report in reports.values())
-    merged.sections = _sections(context, reports, {problem.rank for problem in causes})
+    printed = {rank.rank: sections for rank in ranks if (sections := _printed(rank, phase, reports))}
+    merged.sections = _sections(context, printed, {problem.rank for problem in causes})
     merged.user_properties = _unique(prop for report in reports.values() for prop in report.user_properties)
     if any(cause.report is None for cause in causes):  # ranks that were cut short have no duration of it
         merged.duration = max(merged.duration, context.seconds)
@@ -106,18 +107,29 @@ def _template(
     return pytest.TestReport(context.item.nodeid, context.item.location, keywords, "passed", None, phase)
 
 
+def _printed(rank: RankReports, phase: Phase, reports: dict[int, pytest.TestReport]) -> list[tuple[str, str]]:
+    """What a rank had printed by the end of a phase; of one that ended without a word, what is known."""
+    if rank.rank in reports:
+        return reports[rank.rank].sections
+    if not isinstance(rank.fate, Died | Stuck) or PHASES.index(phase) < PHASES.index(rank.reached()):
+        return []
+    before = next((report.sections for report in reversed(rank.phases.values())), [])
+    output = rank.fate.output if isinstance(rank.fate, Stuck) else ()  # a death tells its last output itself
+    return [*before, *((f"Captured {kind} {rank.reached()}", text) for kind, text in output)]
+
+
 def _sections(
-    context: Context, reports: dict[int, pytest.TestReport], to_blame: set[int]
+    context: Context, printed: dict[int, list[tuple[str, str]]], to_blame: set[int]
 ) -> list[tuple[str, str]]:
     shown = context.config.getoption("rank_output")
     if shown == "none":
         return []
-    ranks = sorted(reports, key=lambda rank: (rank not in to_blame, rank))
+    ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
     return [
         (f"{title} (rank {rank})", text)
         for rank in ranks
         if shown == "all" or not to_blame or rank in to_blame
-        for title, text in reports[rank].sections
+        for title, text in printed[rank]
     ]
 
 
