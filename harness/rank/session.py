@@ -20,6 +20,7 @@ from harness.rank.collection import RankCollection
 from harness.rank.output import TestOutput
 from harness.rank.plain import plain
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.rank.xml_notes import XmlNotes
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -71,6 +72,7 @@ class RankSession:
         self._baseline: RankState | None = None
         self._baselines_below: dict[object, RankState] = {}
         self._collection = RankCollection()
+        self._xml = XmlNotes()
         self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
 
     # The session
@@ -94,6 +96,7 @@ class RankSession:
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
+        self._xml.attach(config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -179,6 +182,8 @@ class RankSession:
             )
             report = _failure(report.nodeid, report.location, why, report.when)
             data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        if notes := self._xml.take():
+            data["xml_notes"] = notes
         # Posted reports are lost if the process dies: no loss, unless there is something to show.
         urgent = _raised(report) or _printed(report)
         (self._rank.send if urgent else self._rank.post)(Reported(plain(data)))

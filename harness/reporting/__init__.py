@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -15,6 +14,12 @@ import pytest
 
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
+from harness.reporting.properties import (
+    hand_down,
+    merge_properties,
+    pass_on_xml_notes,
+    properties_of_failure,
+)
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
 from harness.world import Died, ItemOutcome, Stuck
 
@@ -26,6 +31,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
     context = Context(item.config, item, *timing, rerun, seed)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
+    pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
     merged = []
@@ -37,6 +43,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
             merged.extend(_merge_subtests(context, ranks))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
+    hand_down(merged)
     return merged
 
 
@@ -79,11 +86,12 @@ def _merge_phase(
         merged.duration = max(report.duration for report in reports.values())
     printed = {rank.rank: sections for rank in ranks if (sections := _printed(rank, phase, reports))}
     merged.sections = _sections(context, printed, {problem.rank for problem in causes})
-    merged.user_properties = _unique(prop for report in reports.values() for prop in report.user_properties)
+    merged.user_properties = merge_properties(reports.values())
     if any(cause.report is None for cause in causes):  # ranks that were cut short have no duration of it
         merged.duration = max(merged.duration, context.seconds)
     if causes:
         merged.outcome = "failed"
+        merged.user_properties += properties_of_failure(context, causes)
         merged.longrepr = explain(context, causes, ranks, reports)
     return merged
 
@@ -125,17 +133,11 @@ def _sections(
     if shown == "none":
         return []
     ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
+    # pytest's XML report strings texts together and leaves out their titles.
+    titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
     return [
-        (f"{title} (rank {rank})", text)
+        (f"{title} (rank {rank})", f"rank {rank}:\n{text}" if titled else text)
         for rank in ranks
         if shown == "all" or not to_blame or rank in to_blame
         for title, text in printed[rank]
     ]
-
-
-def _unique(values: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
-    return found
