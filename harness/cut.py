@@ -25,7 +25,7 @@ def cut(text: str, most: int = MOST_OF_A_TEXT, remedy: str = "") -> str:
         return text
     half = (most - len(_note(len(text), "characters", remedy))) // 2
     head, tail = _head(text[:half]), _tail(text[-half:])
-    return f"{head}{_note(len(text) - len(head) - len(tail), 'characters', remedy)}{tail}"
+    return _join(head, _note(len(text) - len(head) - len(tail), "characters", remedy), tail)
 
 
 def cut_lines(lines: list[str], most: int = MOST_OF_A_TEXT) -> list[str]:
@@ -64,7 +64,11 @@ def read_cut(path: str | Path, start: int = 0, most: int = MOST_OF_A_TEXT, remed
     except OSError:
         return ""
     left_out = size - len(head.encode()) - len(tail.encode())
-    return f"{head}{_note(left_out, 'bytes', remedy)}{tail}"
+    return _join(head, _note(left_out, "bytes", remedy), tail)
+
+
+def _join(head: str, note: str, tail: str) -> str:
+    return head + (note.lstrip("\n") if head.endswith("\n") else note) + tail
 
 
 def _note(count: int, unit: str, remedy: str) -> str:
@@ -74,7 +78,7 @@ def _note(count: int, unit: str, remedy: str) -> str:
 def _head(text: str) -> str:
     """Leave out a line that is not whole, unless it is most of the text."""
     end = text.rfind("\n", len(text) // 2)
-    return text if end < 0 else text[:end]
+    return text if end < 0 else text[: end + 1]
 
 
 def _tail(text: str) -> str:
