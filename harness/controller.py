@@ -20,10 +20,11 @@ import pytest
 from harness import reporting
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
+from harness.outcome import ItemOutcome
 from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.requests import Refusal, Request, output_directory_of, request_of
-from harness.world import ItemOutcome, World
+from harness.world import World
 from harness.worlds import Worlds
 
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.
@@ -216,9 +217,7 @@ class Controller:
             try:
                 OutputDirectory(directory).clear(nodeid)
             except OSError as error:
-                raise WorldError(
-                    f"--rank-output-dir: what an earlier run left cannot be removed: {error}"
-                ) from None
+                raise WorldError(f"--rank-output-dir: an earlier run's output cannot go: {error}") from None
 
     def _keep_output(self, nodeid: str, world: World, outcome: ItemOutcome) -> None:
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.cut import KEEP_ALL, MOST_OF_A_TEXT, cut, read_cut
 
 Sections = tuple[tuple[str, str], ...]
-"""Pairs of a kind, "stdout", "stderr" or "output", and a text."""
+"""Pairs of a stream's name, "stdout" or "stderr", and a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,21 @@ class RankOutput:
     the rank's memory and not here.
     """
 
-    captured: Path
+    directory: Path
     """The directory of the files that pytest captures in, as `harness.rank.capture` names them."""
     log: Path
     start: int
     """Where in the log the test begins, in bytes."""
 
-    def sections(self, most: int = MOST_OF_A_TEXT) -> Sections:
-        """Return what there is, each kind cut to `most` bytes: stdout, stderr, and "output", the log's."""
-        found = [(stream, self._text(stream, most)) for stream in ("stdout", "stderr")]
-        return tuple((kind, text) for kind, text in [*found, ("output", self.logged(most))] if text)
+    def captured(self, most: int = MOST_OF_A_TEXT) -> Sections:
+        """Return what there is of stdout and stderr, each cut to `most` bytes."""
+        texts = ((stream, self._text(stream, most)) for stream in ("stdout", "stderr"))
+        return tuple((stream, text) for stream, text in texts if text)
 
     def read(self, most: int = MOST_OF_A_TEXT) -> str:
-        """Return the sections' texts one after the other."""
-        return "\n".join(text.strip("\n") for _, text in self.sections(most))
+        """Return all there is, each part cut to `most` bytes: stdout, stderr, the log."""
+        texts = [*(text for _, text in self.captured(most)), self.logged(most)]
+        return "\n".join(text.strip("\n") for text in texts if text)
 
     def logged(self, most: int = MOST_OF_A_TEXT) -> str:
         """Return what was written outside of pytest's capture since the test began."""
@@ -46,7 +47,7 @@ class RankOutput:
         return cut(text, most, KEEP_ALL)
 
     def append_to(self, folder: Path, rank: int) -> None:
-        """Append all of it to files `rank-<rank>.<kind>` of a folder.
+        """Append all of it to files `rank-<rank>.stdout`, `.stderr` and, of the log, `.output` in a folder.
 
         Raises:
             OSError: a file cannot be written.
@@ -62,7 +63,7 @@ class RankOutput:
         return "".join(read_cut(path, most=most, remedy=KEEP_ALL) for path in self._files(stream))
 
     def _files(self, stream: str) -> list[Path]:
-        return sorted(self.captured.glob(f"*.{stream}"))
+        return sorted(self.directory.glob(f"*.{stream}"))
 
 
 def _append(path: Path, start: int, to: Path) -> None:

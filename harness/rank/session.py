@@ -123,7 +123,7 @@ class RankSession:
             self._output.begin(item)
             self._rank.reseed()
             self._run_protocol(item, next_item)
-        self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+        self._rank.finish(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Find the item and its next one. What a file changes when it is imported stands from then on."""
@@ -184,9 +184,11 @@ class RankSession:
             data = config.hook.pytest_report_to_serializable(config=config, report=report)
         if notes := self._xml.take():
             data["xml_notes"] = notes
-        # Posted reports are lost if the process dies: no loss, unless there is something to show.
-        urgent = _raised(report) or _printed(report)
-        (self._rank.send if urgent else self._rank.post)(Reported(plain(data)))
+        if _raised(report):
+            ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
+            self._rank.send(Reported(plain(data), self._rank.collectives() if ends_phase else None))
+        else:  # posted reports are lost if the process dies: no loss, unless there is something to show
+            (self._rank.send if _printed(report) else self._rank.post)(Reported(plain(data)))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._output.keep_of_file(report)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 import pytest
 
+from harness.diagnosis import Diagnosis
+from harness.outcome import Died, ItemOutcome, Stuck
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
 from harness.reporting.properties import (
@@ -21,7 +24,6 @@ from harness.reporting.properties import (
     properties_of_failure,
 )
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
-from harness.world import Died, ItemOutcome, Stuck
 
 __all__ = ["merge"]
 
@@ -29,7 +31,7 @@ __all__ = ["merge"]
 def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> list[pytest.TestReport]:
     """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each."""
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
-    context = Context(item.config, item, *timing, rerun, seed)
+    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, outcome.diagnosis)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
@@ -40,24 +42,36 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
         if phase == "call":
             if bad == "setup" or not (reports or problems[phase]):
                 continue
-            merged.extend(_merge_subtests(context, ranks))
+            merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
     hand_down(merged)
     return merged
 
 
-def _merge_subtests(context: Context, ranks: list[RankReports]) -> list[pytest.TestReport]:
+def _rerun_of_hang(rerun: str, outcome: ItemOutcome) -> str:
+    """Let the command run only the point of `run_subtests` that a rank was stuck in."""
+    points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    return _with_point(rerun, points.pop()) if len(points) == 1 else rerun
+
+
+def _with_point(rerun: str, point: str) -> str:
+    return f"{rerun} --subtest {shlex.quote(point.replace(', ', ','))}"
+
+
+def _merge_subtests(
+    context: Context, ranks: list[RankReports], diagnoses: Mapping[str, Diagnosis]
+) -> list[pytest.TestReport]:
     names = dict.fromkeys(name for rank in ranks for name in rank.subtests)
     merged = []
     for name in names:
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
         problems = subtest_problems(context, ranks, name, reports)
         point = reports[min(reports)].context.msg
-        rerun = context.rerun
-        if point and "run_subtests" in getattr(context.item, "fixturenames", ()):
-            rerun += f" --subtest {shlex.quote(point.replace(', ', ','))}"
-        merged.append(_merge_phase(replace(context, rerun=rerun), "call", reports, problems, ranks))
+        is_point = point and "run_subtests" in getattr(context.item, "fixturenames", ())
+        rerun = _with_point(context.rerun, point) if is_point else context.rerun
+        of_point = replace(context, rerun=rerun, diagnosis=diagnoses.get(point))
+        merged.append(_merge_phase(of_point, "call", reports, problems, ranks))
     return merged
 
 
@@ -122,8 +136,10 @@ def _printed(rank: RankReports, phase: Phase, reports: dict[int, pytest.TestRepo
     if not isinstance(rank.fate, Died | Stuck) or PHASES.index(phase) < PHASES.index(rank.reached()):
         return []
     before = next((report.sections for report in reversed(rank.phases.values())), [])
-    output = rank.fate.output if isinstance(rank.fate, Stuck) else ()  # a death tells its last output itself
-    return [*before, *((f"Captured {kind} {rank.reached()}", text) for kind, text in output)]
+    captured = (
+        rank.fate.captured if isinstance(rank.fate, Stuck) else ()
+    )  # a death tells its last output itself
+    return [*before, *((f"Captured {stream} {rank.reached()}", text) for stream, text in captured)]
 
 
 def _sections(
