@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"
     )
+    group.addoption(
+        "--check-collectives",
+        action="store_true",
+        help="after each test compare the collectives of all ranks: a mismatch that nobody noticed fails it",
+    )
     group.addoption("--fresh-worlds", action="store_true", help="new processes for every test on ranks")
     group.addoption(
         "--rank-output",
