@@ -131,7 +131,6 @@ class Controller:
             return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
         order = self._order(item, request, nextitem)
         try:
-            self._clear_output(order.nodeid)
             outcome = world.run(order, request.timeout)
         except WorldError as error:
             world.kill()
@@ -140,7 +139,6 @@ class Controller:
             world.kill()
             raise
         if len(outcome.finished()) < len(outcome.ranks):
-            self._keep_output(order.nodeid, world, outcome)
             world.kill()
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
@@ -212,20 +210,6 @@ class Controller:
         item = self._last_items[world.name]
         report = _report(item, "teardown", "failed", text)
         item.ihook.pytest_runtest_logreport(report=report)
-
-    def _clear_output(self, nodeid: str) -> None:
-        if directory := self._output_directory:
-            try:
-                OutputDirectory(directory).clear(nodeid)
-            except OSError as error:
-                raise WorldError(f"--rank-output-dir: an earlier run's output cannot go: {error}") from None
-
-    def _keep_output(self, nodeid: str, world: World, outcome: ItemOutcome) -> None:
-        try:
-            world.keep_output(outcome, nodeid)
-        except OSError as error:
-            text = f"--rank-output-dir: output is missing: {error}"
-            self._record(warnings.WarningMessage(text, pytest.PytestWarning, __file__, 0), nodeid)
 
     def _record(self, message: warnings.WarningMessage, nodeid: str) -> None:
         self._config.hook.pytest_warning_recorded.call_historic(

@@ -11,6 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
+from harness.exceptions import WorldError
+
 OUTSIDE = "outside-of-tests"
 """The folder of what ranks print before, between and after tests, a folder for each controller and world."""
 MOST_OF_A_NAME = 120
@@ -35,9 +37,16 @@ class OutputDirectory:
         return self._path.joinpath(*map(_safe, (*file.split("/"), *classes, name + bracket + parameters)))
 
     def clear(self, nodeid: str) -> None:
-        """Remove what ranks have written for this test before."""
+        """Remove what ranks have written for this test before.
+
+        Raises:
+            WorldError: it cannot be removed.
+        """
         for path in self.of_test(nodeid).glob("rank-*.*"):
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:
+                raise WorldError(f"--rank-output-dir: an earlier run's output cannot go: {error}") from None
 
     def add(self, nodeid: str, rank: int, kind: str, text: str) -> Path:
         """Append `text` to the test's file `rank-<rank>.<kind>`, and return that file.

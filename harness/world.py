@@ -26,6 +26,7 @@ from harness.protocol import (
     Ready,
     RunItem,
     SessionSpec,
+    Warned,
     WorldKey,
 )
 
@@ -43,6 +44,7 @@ class World:
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
         self._handles: list[RankHandle] = []
+        self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
@@ -91,21 +93,24 @@ class World:
         """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
 
         Raises:
-            WorldError: a rank has left its session.
+            WorldError: a rank has left its session, or what `--rank-output-dir` holds cannot be replaced.
         """
-        return ItemRun(self._handles, timeout).run(order)
+        if self._kept is None:
+            return ItemRun(self._handles, timeout).run(order)
+        self._kept.clear(order.nodeid)
+        outcome = ItemRun(self._handles, timeout).run(order)
+        self._keep_output(self._kept, order.nodeid, outcome)
+        return outcome
 
-    def keep_output(self, outcome: ItemOutcome, nodeid: str) -> None:
-        """Add what ranks that died or were ended had printed to the folder of `--rank-output-dir`.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        if directory := self._session.output_directory:
-            folder = OutputDirectory(directory).of_test(nodeid)
-            for handle, rank in zip(self._handles, outcome.ranks, strict=True):
-                if not isinstance(rank.fate, Finished):
-                    handle.output().append_to(folder, rank.rank)
+    def _keep_output(self, kept: OutputDirectory, nodeid: str, outcome: ItemOutcome) -> None:
+        """Keep what ranks that died or were ended had printed; the others have done so themselves."""
+        for handle, rank in zip(self._handles, outcome.ranks, strict=True):
+            if not isinstance(rank.fate, Finished):
+                try:
+                    handle.output().append_to(kept.of_test(nodeid), rank.rank)
+                except OSError as error:
+                    text = f"--rank-output-dir: output of rank {rank.rank} is missing: {error}"
+                    rank.warnings.append(Warned("pytest", "PytestWarning", text, __file__, 0))
 
     # The end
 
@@ -141,11 +146,7 @@ class World:
         for handle in self._handles:
             handle.reap()
             self._launcher.forget(handle.pid)
-            self._keep_log(handle)
+            if self._kept is not None:
+                self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)
         self._handles = []
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _keep_log(self, handle: RankHandle) -> None:
-        if directory := self._session.output_directory:
-            controller = self._session.workerinput["workerid"]
-            OutputDirectory(directory).keep_log(controller, self.name, handle.output().log)

@@ -105,8 +105,8 @@ def _merge_phase(
         merged.duration = max(merged.duration, context.seconds)
     if causes:
         merged.outcome = "failed"
-        merged.user_properties += properties_of_failure(context, causes)
-        merged.longrepr = explain(context, causes, ranks, reports)
+        merged.longrepr = told = explain(context, causes, ranks, reports)
+        merged.user_properties += properties_of_failure(context, causes, told)
     return merged
 
 

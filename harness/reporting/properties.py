@@ -8,27 +8,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from _pytest._code.code import ExceptionChainRepr
 from _pytest.junitxml import bin_xml_escape, xml_key
 
+from harness.cut import cut
 from harness.reporting.problems import Problem
-from harness.reporting.words import Context, RankReports, messages
+from harness.reporting.words import Context, RankReports
 
+MOST_OF_A_CAUSE = 500
+"""Characters."""
 Property = tuple[str, object]
 
 
-def properties_of_failure(context: Context, causes: list[Problem]) -> list[Property]:
-    """Return `rank` (of those to blame), `cause` and `rerun` (a command)."""
+def properties_of_failure(
+    context: Context, causes: list[Problem], told: ExceptionChainRepr
+) -> list[Property]:
+    """Return `rank` (of those to blame), `cause` (a line) and `rerun` (a command).
+
+    Args:
+        told: how the failure is shown.
+    """
+    message = (
+        "" if told.reprcrash is None else told.reprcrash.message.removeprefix(f"rank {causes[0].rank}: ")
+    )
     return [
         ("rank", ", ".join(map(str, sorted({cause.rank for cause in causes})))),
-        ("cause", _in_a_line(causes[0])),
+        ("cause", cut(next(iter(message.splitlines()), causes[0].title), MOST_OF_A_CAUSE)),
         ("rerun", context.rerun),
     ]
-
-
-def _in_a_line(cause: Problem) -> str:
-    if cause.report is None:
-        return cause.title
-    return next(iter(messages(cause.report)[-1].splitlines()), cause.title)
 
 
 def merge_properties(reports: Iterable[pytest.TestReport]) -> list[Property]:
