@@ -21,8 +21,9 @@ from harness import reporting
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
 from harness.outcome import ItemOutcome
+from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.requests import Refusal, Request, request_of
+from harness.requests import Refusal, Request, output_directory_of, request_of
 from harness.world import World
 from harness.worlds import Worlds
 
@@ -52,6 +53,10 @@ class Controller:
         self._worlds = Worlds(self._start_world, self._complain)
         self._preload = tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
+        self._output_directory = output_directory_of(config)
+        if self._output_directory:
+            worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
+            OutputDirectory(self._output_directory).clear_logs(worker)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -246,7 +251,8 @@ class Controller:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=workerinput,
-            captures=config.getoption("capture") != "no",
+            captures=config.getoption("capture") in ("fd", "sys"),
+            output_directory=self._output_directory,
         )
 
     def _basetemp(self) -> Path:

@@ -43,7 +43,9 @@ class SessionSpec:
     environ: dict[str, str]
     workerinput: dict[str, Any]
     captures: bool
-    """False under ``-s``: the ranks write where the controller writes."""
+    """False under ``-s`` and ``--capture=tee-sys``: the ranks write where the controller writes."""
+    output_directory: str = ""
+    """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class RankSpec:
     def log_path(self) -> str:
         """What the rank writes to its standard streams outside of pytest's capture."""
         return self.path(f"rank-{self.rank}.log")
+
+    @property
+    def captured_path(self) -> str:
+        """The directory of the files that pytest captures output in."""
+        return self.path(f"rank-{self.rank}.captured")
 
     @property
     def phases_path(self) -> str:

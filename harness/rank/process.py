@@ -34,6 +34,7 @@ from harness.protocol import (
     Vote,
     Voted,
 )
+from harness.rank.capture import capture_into
 from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, position
 from harness.rank.process_group import DefaultGroup
 from harness.rank.raised import describe_raised
@@ -71,6 +72,7 @@ class Rank:
             self.group.join()
             # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
             logging.getLogger("c10d-NullHandler-default").disabled = True
+            capture_into(self.spec.captured_path)
             session = RankSession(self)
             try:
                 status = pytest.main(list(self.spec.session.args), plugins=[session])

@@ -16,9 +16,13 @@ from _pytest.reports import pytest_report_to_serializable
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
+from harness.rank.capture import tee_where_captured_in_memory
 from harness.rank.collection import RankCollection
+from harness.rank.output import TestOutput
+from harness.rank.plain import plain
 from harness.rank.raised import describe_raised
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.rank.xml_notes import XmlNotes
 from harness.xfail import is_xfail_call
 
 if TYPE_CHECKING:
@@ -74,8 +78,15 @@ class RankSession:
         self._baselines_below: dict[object, RankState] = {}
         self._collection = RankCollection()
         self._phases_over = 0
+        self._xml = XmlNotes()
+        self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
 
     # The session
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
+        tee_where_captured_in_memory(early_config)
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
@@ -91,6 +102,7 @@ class RankSession:
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
+        self._xml.attach(config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -115,6 +127,7 @@ class RankSession:
             self._rank.group.sever()
         else:
             self.world.enter_test(order.shared_tmp_path)
+            self._output.begin(item)
             self._rank.reseed()
             self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
@@ -158,22 +171,32 @@ class RankSession:
 
     # Reporting
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._output.settle(item)
+        return (yield)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_of_subtest = type(report) is not pytest.TestReport
+        if is_of_subtest:
+            self._output.settle_subtest(report)
         self._send_report(report)
-        if type(report) is not pytest.TestReport:
-            return  # of a subtest: the test goes on
+        if is_of_subtest:
+            return  # the test goes on
         self._phases_over = PHASES.index(report.when) + 1
         self._rank.note_phases_over(self._phases_over)
         if report.when != "teardown" and _raised(report):
             self._rank.group.sever()
 
     def _send_report(self, report: pytest.TestReport) -> None:
-        data = _plain(self._serialise(report))
-        if not _raised(report):
-            self._rank.post(Reported(data))
-        else:
+        data = self._serialise(report)
+        if notes := self._xml.take():
+            data["xml_notes"] = notes
+        if _raised(report):
             ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
-            self._rank.send(Reported(data, self._rank.collectives() if ends_phase else None))
+            self._rank.send(Reported(plain(data), self._rank.collectives() if ends_phase else None))
+        else:  # posted reports are lost if the process dies: no loss, unless there is something to show
+            (self._rank.send if _printed(report) else self._rank.post)(Reported(plain(data)))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
         """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
@@ -187,6 +210,9 @@ class RankSession:
             data = pytest_report_to_serializable(_failure(report.nodeid, report.location, why, report.when))
         assert data is not None
         return data
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._output.keep_of_file(report)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
@@ -264,6 +290,11 @@ def _represent(item: pytest.Item, error: BaseException) -> object:
         return describe_raised(error)
 
 
+def _printed(report: pytest.TestReport) -> bool:
+    """Whether the phase has captured output, and another phase will follow."""
+    return report.when != "teardown" and any(title.endswith(report.when) for title, _ in report.sections)
+
+
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
@@ -276,17 +307,3 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
 
 def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
-
-
-def _plain(value: Any) -> Any:
-    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
-
-    Reports hold anything: recorded properties, and what users' hooks set as attributes.
-    """
-    match value:
-        case dict():
-            return {str(name): _plain(item) for name, item in value.items()}
-        case list() | tuple():
-            return (list if isinstance(value, list) else tuple)(map(_plain, value))
-        case _:
-            return value if value is None or type(value) in (bool, int, float, str) else str(value)
