@@ -13,6 +13,7 @@ import pytest
 import torch
 from _pytest.reports import pytest_report_to_serializable
 
+from harness.cut import MOST_OF_A_MESSAGE, cut
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
@@ -171,10 +172,9 @@ class RankSession:
 
     # Reporting
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, object, object]:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> None:
         self._output.settle(item)
-        return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         is_of_subtest = type(report) is not pytest.TestReport
@@ -217,7 +217,7 @@ class RankSession:
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
             category = warning_message.category
-            text, filename = str(warning_message.message), warning_message.filename
+            text, filename = cut(str(warning_message.message), MOST_OF_A_MESSAGE), warning_message.filename
             self._rank.post(
                 Warned(category.__module__, category.__qualname__, text, filename, warning_message.lineno)
             )

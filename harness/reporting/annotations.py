@@ -17,13 +17,13 @@ from harness.cut import cut
 
 MOST_OF_A_MESSAGE = 4000
 """Characters. GitHub shows the beginning of a longer one."""
-SAME_WORK = ("pytest_github_actions_annotate_failures", "github_actions_annotate_failures")
-"""Plugins that write annotations too; if one of them is loaded, this one keeps silent."""
+SAME_WORK = "pytest_github_actions_annotate_failures"
+"""A plugin that writes annotations too; where it is loaded, this one keeps silent."""
 
 
 def wanted(config: pytest.Config, environ: Mapping[str, str]) -> bool:
     """Whether this process runs in GitHub Actions and is the one to write annotations."""
-    return environ.get("GITHUB_ACTIONS") == "true" and not any(map(config.pluginmanager.hasplugin, SAME_WORK))
+    return environ.get("GITHUB_ACTIONS") == "true" and not config.pluginmanager.hasplugin(SAME_WORK)
 
 
 class Annotations:

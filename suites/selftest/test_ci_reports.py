@@ -268,6 +268,23 @@ def test_a_long_message_does_not_flood_the_annotation(faults: Session) -> None:
     assert max(map(len, faults.annotations())) < 12_000
 
 
+@pytest.mark.parametrize(
+    ("environ", "plugin", "count"),
+    [("true", "none", 1), ("false", "none", 0), ("true", "pytest_github_actions_annotate_failures", 0)],
+)
+def test_annotations_are_written_in_github_actions_and_by_one_plugin(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environ: str, plugin: str, count: int
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", environ)
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    pytester.makepyfile(none="", pytest_github_actions_annotate_failures="")
+    pytester.makepyfile(test_it="def test_x(): assert 0")
+    result = pytester.runpytest_subprocess("-p", plugin, timeout=60)
+    result.assert_outcomes(failed=1)
+    annotations = [line for line in result.outlines if line.startswith("::error")]
+    assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"] * count
+
+
 # Other readers
 
 
