@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import gc
 import logging
 import os
@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
@@ -28,6 +27,8 @@ from harness.protocol import (
     Vote,
     Voted,
 )
+from harness.rank.copies import Copies
+from harness.rank.crash_reports import CrashReports
 from harness.rank.doing import WIRE_THREAD, describe_rank
 from harness.rank.process_group import DefaultGroup
 from harness.rank.session import RankSession, seed_everything
@@ -50,24 +51,33 @@ class Rank:
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
+        self.crash_reports = CrashReports(spec.stacks_path)
+        self.copies = Copies(spec.rank, self._let_go)
 
     def run(self) -> None:
         """Live until told to close."""
         gc.enable()  # the server has it off
-        with Path(self.spec.stacks_path).open("w") as stacks:
-            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
-            self.group.join()
-            # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
-            logging.getLogger("c10d-NullHandler-default").disabled = True
-            session = RankSession(self)
-            status = pytest.main(list(self.spec.session.args), plugins=[session])
-            if not session.started:
-                self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
-            self.group.leave()
-            for stream in (sys.stdout, sys.stderr):
+        self.crash_reports.enable()
+        threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
+        self.group.join()
+        # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
+        logging.getLogger("c10d-NullHandler-default").disabled = True
+        session = RankSession(self)
+        status = pytest.main(list(self.spec.session.args), plugins=[session])
+        if not session.started:
+            self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
+        self.group.leave()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError):  # a test has closed it
                 stream.flush()
-            os._exit(0)  # threads that tests have left would keep the process
+        os._exit(0)  # threads that tests have left would keep the process
+
+    def _let_go(self) -> None:
+        """In a copy of this process that a test has forked: leave to the rank what is the rank's."""
+        if not self._wire.closed:  # else a copy of a copy
+            self._wire.close()  # the controller must notice the rank's end, though the copy lives
+            os.close(self._phases)
+        self.group.let_go()
 
     def ready(self) -> None:
         """Tell the controller that items may come."""
@@ -75,11 +85,13 @@ class Rank:
 
     def post(self, message: FromRank) -> None:
         """Send a message with the next one that cannot wait: each write wakes the controller."""
+        self.copies.end_copy()
         with self._sending:
             self._outbox.append(message)
 
     def send(self, message: FromRank) -> None:
         """Send a message, after those that were posted."""
+        self.copies.end_copy()
         with self._sending:
             self._outbox.append(message)
             self._wire.send(tuple(self._outbox))

@@ -16,7 +16,9 @@ from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank.collection import RankCollection
+from harness.rank.leaks import Leaks
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.rank.streams import Streams
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -66,8 +68,12 @@ class RankSession:
         self.lockstep = rank
         self.started = False
         self._baseline: RankState | None = None
-        self._baselines_below: dict[object, RankState] = {}
+        self._is_in_order = True
+        self._last: RankState | None = None
+        self._of_fixtures: dict[object, tuple[RankState, RankState]] = {}
+        """What fixtures of wider scope have changed: the state before and after."""
         self._collection = RankCollection()
+        self._streams = Streams()
 
     # The session
 
@@ -85,6 +91,10 @@ class RankSession:
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
+        config.pluginmanager.register(self._rank.copies)
+        config.pluginmanager.register(self._streams)
+        self._leaks = Leaks(self._spec.rank, config.getini("ranks_leaks"))
+        config.pluginmanager.register(self._leaks)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -93,7 +103,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
-        self._baseline = RankState.capture()
+        self._baseline = self._last = RankState.capture()
         self._rank.ready()
         while True:
             match self._rank.next_order():
@@ -110,7 +120,8 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._rank.reseed()
             self._run_protocol(item, next_item)
-        self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+        usable = torch.distributed.is_initialized() and self._is_in_order
+        self._rank.send(Finished(usable, count_collectives(), count_groups()))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Find the item and its next one. What a file changes when it is imported stands from then on."""
@@ -138,8 +149,13 @@ class RankSession:
         """Tear down what was kept up for another item.
 
         Under pytest-xdist a controller knows its next item, but not whether the next one of this world will
-        be its own.
+        be its own. What has changed since the last test was no test's doing: plugins that run around tests,
+        pytest-timeout say, may set a timer.
         """
+        assert self._baseline is not None
+        assert self._last is not None
+        if (now := RankState.capture()) != self._last:
+            self._baseline = self._baseline.with_changes(self._last, now)
         item.session._setupstate.teardown_exact(item)
 
     # Reporting
@@ -177,14 +193,20 @@ class RankSession:
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         result = yield
         assert self._baseline is not None
-        now = RankState.capture()
-        if now != self._baseline:
-            self._baseline.restore()
-        forget_meshes()
-        if left := self._baseline.changes(now):
-            message = f"rank {self._spec.rank}: the test left behind {'; '.join(left)}"
-            warnings.warn(RankStateWarning(message), stacklevel=1)
+        self._put_back(self._baseline)
         return result
+
+    def _put_back(self, baseline: RankState) -> None:
+        now = self._last = RankState.capture()
+        left = [*baseline.changes(now), *self._streams.take_notes()]
+        if now != baseline:
+            baseline.restore()
+            self._last = RankState.capture()
+            self._is_in_order = not baseline.changes(self._last)
+        self._rank.crash_reports.enable()
+        forget_meshes()
+        if left:
+            self._leaks.tell(RankStateWarning, "; ".join(left))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
@@ -195,7 +217,7 @@ class RankSession:
         result = yield
         now = RankState.capture()
         if now != before:
-            self._baselines_below[fixturedef] = self._baseline
+            self._of_fixtures[fixturedef] = before, now
             self._baseline = self._baseline.with_changes(before, now)
         return result
 
@@ -208,7 +230,10 @@ class RankSession:
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        self._baseline = self._baselines_below.pop(fixturedef, self._baseline)
+        changes = self._of_fixtures.pop(fixturedef, None)
+        if changes is not None and self._baseline is not None:
+            before, after = changes
+            self._baseline = self._baseline.with_changes(after, before)
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from harness.rank.changes import State
+from harness.rank.interpreter import InterpreterState
 
 # Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler.
 _NOT_STATE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
-    """The state of a process that tests change in passing. The names of the fields are read by people."""
+class RankState(State):
+    """The state of a process that tests change in passing."""
 
     default_dtype: torch.dtype
     default_device: torch.device
@@ -28,6 +30,7 @@ class RankState:
     cwd: str
     environ: dict[str, str]
     process_groups: frozenset[str]
+    interpreter: InterpreterState
 
     @classmethod
     def capture(cls) -> RankState:
@@ -44,25 +47,8 @@ class RankState:
             cwd=_cwd(),
             environ={name: value for name, value in os.environ.items() if name not in _NOT_STATE},
             process_groups=frozenset(_groups()),
+            interpreter=InterpreterState.capture(),
         )
-
-    def changes(self, now: RankState) -> list[str]:
-        """Describe how `now` differs from this state, one line for each difference."""
-        lines = []
-        for field in fields(self):
-            before, after = getattr(self, field.name), getattr(now, field.name)
-            if before != after:
-                lines.append(_describe(field.name.replace("_", " "), before, after))
-        return [line for line in lines if line]
-
-    def with_changes(self, before: RankState, now: RankState) -> RankState:
-        """Return this state with what differs between the two others."""
-        changes: dict[str, Any] = {}
-        for field in fields(self):
-            old, new = getattr(before, field.name), getattr(now, field.name)
-            if old != new:
-                changes[field.name] = _fold(getattr(self, field.name), old, new)
-        return replace(self, **changes)
 
     def restore(self) -> None:
         """Put the process back into this state. Groups that were destroyed stay so."""
@@ -80,34 +66,11 @@ class RankState:
         if now.cwd != self.cwd:
             os.chdir(self.cwd)
         _restore_environ(self.environ)
+        if now.interpreter != self.interpreter:
+            self.interpreter.restore()
         for name, group in _groups().items():
             if name not in self.process_groups:
                 dist.destroy_process_group(group)
-
-
-def _describe(name: str, before: Any, after: Any) -> str:
-    match before:
-        case dict():
-            changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-            return f"{name}: {', '.join(changed)}"
-        case frozenset():
-            # A mesh makes groups and offers no way to destroy them: those go without a word.
-            left = sorted(group for group in after - before if not group.startswith("mesh"))
-            return f"{len(left)} process group(s)" if left else ""
-        case _:
-            return f"{name}: {after} (was {before})"
-
-
-def _fold(value: Any, old: Any, new: Any) -> Any:
-    """Apply to a value what differs between two others: item by item where it is a collection."""
-    match value:
-        case dict():
-            kept = {key: item for key, item in value.items() if key not in old or key in new}
-            return kept | {key: item for key, item in new.items() if old.get(key) != item}
-        case frozenset():
-            return (value - (old - new)) | (new - old)
-        case _:
-            return new
 
 
 def _groups() -> dict[str, dist.ProcessGroup]:
