@@ -94,6 +94,11 @@ class Belongings:
             frozenset(name for name in self.segments if _is_ours(name, made)),
         )
 
+    def _files_to_tell(self) -> list[str]:
+        """Leave out pipes where processes were left too: they lead there."""
+        files = sorted(self.files, key=int)
+        return [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
+
     def describe(self) -> list[str]:
         """Name each of them; processes with all that are below them."""
         children = sorted(with_descendants(set(self.children)))
@@ -101,7 +106,7 @@ class Belongings:
         return [
             *(f"process {pid} ({_command_of(pid)}), which was ended" for pid in children),
             *(f"thread {_describe_thread(thread)}" for thread in threads),
-            *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in sorted(self.files, key=int)),
+            *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in self._files_to_tell()),
             *(f"shared memory {_SEGMENTS}/{name}" for name in sorted(self.segments)),
         ]
 
@@ -116,12 +121,17 @@ def _children() -> frozenset[int]:
     except ChildProcessError:  # there is none: the usual case costs one system call
         return frozenset()
     found = children_of(os.getpid())
-    tracker: Any = resource_tracker
-    server: Any = forkserver
-    # Both are started once for a process, live to its end, and are ended by it.
-    servers = {tracker._resource_tracker._pid, server._forkserver._forkserver_pid}
+    servers = {pid for pid, _ in _servers() if pid is not None}
     forked = (children_of(pid) for pid in servers & found)
     return frozenset(found.union(*forked) - servers)
+
+
+def _servers() -> list[tuple[int | None, int | None]]:
+    """Return the processes that multiprocessing starts once for all, each with the pipe that keeps it."""
+    tracker: Any = resource_tracker
+    server: Any = forkserver
+    tracker, server = tracker._resource_tracker, server._forkserver
+    return [(tracker._pid, tracker._fd), (server._forkserver_pid, server._forkserver_alive_fd)]
 
 
 def reap(pids: frozenset[int]) -> None:
@@ -204,13 +214,16 @@ def _name_of_file(number: str) -> str:
         mode, flags = os.fstat(int(number)).st_mode, fcntl.fcntl(int(number), fcntl.F_GETFD)
     except OSError:
         return ""
+    if any(str(pipe) == number for _, pipe in _servers()):
+        return ""
     # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are told elsewhere.
     native = not (stat.S_ISREG(mode) or flags & fcntl.FD_CLOEXEC)
     device = path.startswith("/dev/") and not path.startswith(_SEGMENTS)
     if native or device or path.startswith("anon_inode:"):
         return ""
     name = _name_of_socket(int(number)) if stat.S_ISSOCK(mode) else f"file {path}"
-    return "" if "/pymp-" in name else name  # of multiprocessing: memory and sockets that serve a process
+    # Of multiprocessing: sockets and memory that serve a process to its end.
+    return "" if "/pymp-" in name or "/pym-" in name else name
 
 
 def _name_of_socket(number: int) -> str:

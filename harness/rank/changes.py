@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -34,14 +35,16 @@ class State:
 def _describe(name: str, before: Any, after: Any) -> str:
     match before:
         case dict():
-            changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-            return f"{name}: {', '.join(changed)}"
+            changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+            return f"{name}: {', '.join(sorted(map(os.fsdecode, changed)))}"
         case frozenset():
             return _describe_groups(before, after)
         case tuple() if name == "sys path":
             new, gone = [p for p in after if p not in before], [p for p in before if p not in after]
             words = [*(f"{path} added" for path in new), *(f"{path} removed" for path in gone)]
             return f"{name}: {', '.join(words) or 'another order'}"
+        case str() if name == "locale":
+            return f"{name}: {'; '.join(sorted({*after.split(';')} - {*before.split(';')}))}"
         case _:
             return f"{name}: {after} (was {before})"
 

@@ -62,6 +62,10 @@ class Copies:
         return (yield from self._guard())  # of unittest, whose methods are no functions of pytest's
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        self.end_copy(call.excinfo and call.excinfo.value)  # of a subtest, above all
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_post_finalizer(self) -> None:
         self.end_copy()
 

@@ -29,7 +29,7 @@ class InterpreterState(State):
     """The state of an interpreter and its process."""
 
     signal_handlers: dict[str, Any]
-    blocked_signals: tuple[int, ...]
+    blocked_signals: dict[str, int]
     pending_alarm: bool
     """Whether SIGALRM will come: it would kill some later test."""
     faulthandler: bool
@@ -47,7 +47,7 @@ class InterpreterState(State):
         os.umask(umask)
         return cls(
             signal_handlers={number.name: signal.getsignal(number) for number in _SIGNALS},
-            blocked_signals=tuple(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+            blocked_signals={str(number): number for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())},
             pending_alarm=signal.getitimer(signal.ITIMER_REAL)[0] > 0,
             faulthandler=faulthandler.is_enabled(),
             garbage_collection=gc.isenabled(),
@@ -65,7 +65,7 @@ class InterpreterState(State):
         for name, handler in self.signal_handlers.items():
             if handler is not None and signal.getsignal(signal.Signals[name]) != handler:
                 signal.signal(signal.Signals[name], handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals.values())
         (gc.enable if self.garbage_collection else gc.disable)()
         sys.setrecursionlimit(self.recursion_limit)
         sys.path[:] = [*self.sys_path, *filter(_is_vendored, sys.path)]

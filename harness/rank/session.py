@@ -198,8 +198,9 @@ class RankSession:
 
     def _put_back(self, baseline: RankState) -> None:
         now = self._last = RankState.capture()
-        left = [*baseline.changes(now), *self._streams.take_notes()]
+        left = self._streams.take_notes()
         if now != baseline:
+            left = [*baseline.changes(now), *left]
             baseline.restore()
             self._last = RankState.capture()
             self._is_in_order = not baseline.changes(self._last)

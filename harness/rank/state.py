@@ -14,7 +14,7 @@ from harness.rank.changes import State
 from harness.rank.interpreter import InterpreterState
 
 # Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler.
-_NOT_STATE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+_NOT_STATE = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RankState(State):
     cudnn_flags: tuple[bool, bool]
     num_threads: int
     cwd: str
-    environ: dict[str, str]
+    environ: dict[bytes, bytes]
     process_groups: frozenset[str]
     interpreter: InterpreterState
 
@@ -45,7 +45,7 @@ class RankState(State):
             cudnn_flags=(torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
             num_threads=torch.get_num_threads(),
             cwd=_cwd(),
-            environ={name: value for name, value in os.environ.items() if name not in _NOT_STATE},
+            environ=_environ(),
             process_groups=frozenset(_groups()),
             interpreter=InterpreterState.capture(),
         )
@@ -102,10 +102,18 @@ def _cwd() -> str:
         return "(removed)"
 
 
-def _restore_environ(environ: dict[str, str]) -> None:
-    for name in os.environ.keys() - environ.keys() - _NOT_STATE:
-        del os.environ[name]
-    os.environ.update(environ)
+def _environ() -> dict[bytes, bytes]:
+    """Copy what is below `os.environ`: twice a test, and its own copy takes 20 times as long."""
+    environ: dict[bytes, bytes] = dict(os.environ._data)  # type: ignore[attr-defined]
+    for name in _NOT_STATE:
+        environ.pop(name, None)
+    return environ
+
+
+def _restore_environ(environ: dict[bytes, bytes]) -> None:
+    for name in os.environb.keys() - environ.keys() - _NOT_STATE:
+        del os.environb[name]
+    os.environb.update(environ)
 
 
 def count_collectives() -> int:
