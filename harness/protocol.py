@@ -6,7 +6,7 @@ Both sides import this; standard library only. Pytest reports travel in pytest's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
@@ -181,6 +181,13 @@ class Doing:
 
 
 @dataclass(frozen=True, slots=True)
+class Debugger:
+    """The debugger of this rank waits at its prompt, runs the test on, is left, or ends the whole run."""
+
+    state: Literal["prompts", "runs", "left", "quits"]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The item's protocol is over."""
 
@@ -193,4 +200,4 @@ class Finished:
 
 
 # A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
-FromRank = Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Finished
+FromRank = Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Debugger | Finished

@@ -24,6 +24,7 @@ from harness.protocol import (
     Broken,
     Close,
     Collecting,
+    Debugger,
     Doing,
     Finished,
     FromRank,
@@ -158,6 +159,9 @@ class World:
         self._collecting: set[int] = set()
         self._died: dict[int, Died] = {}
         self._log_starts: dict[int, int] = {}
+        self._debugged: int | None = None
+        self.debugger = "left"
+        """The state of the debugger in the current item, or at its end; see `protocol.Debugger`."""
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
@@ -206,6 +210,7 @@ class World:
         """
         begun = time.monotonic()
         self._timeout, self._deadline = timeout, begun + timeout
+        self.debugger = "left"
         outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
         for rank in range(self.key.size):
             self._begin(rank, order)
@@ -218,6 +223,9 @@ class World:
             for rank, message in self._receive(pending, until - time.monotonic()):
                 self._note(outcomes, rank, message)
             now = time.monotonic()
+            if self._debugged in pending and self.debugger in ("prompts", "runs"):
+                grace = probe = float("inf")
+                continue
             if any(outcome.has_failed() for outcome in outcomes):
                 grace = min(grace, now + GRACE)
             if now >= probe:
@@ -262,6 +270,8 @@ class World:
                 self._collecting.discard(rank)
                 if not self._collecting:
                     self._deadline = time.monotonic() + self._timeout
+            case Debugger(state):
+                self._debugged, self.debugger = rank, state
             case Doing() | Ready():
                 pass  # the answer to a question that is no longer asked
             case Broken(text):
@@ -416,6 +426,13 @@ class World:
                 complaints.append(f"rank {rank} of {self.key} {died.how} as it closed\n{died.output}")
         self.kill()
         return complaints
+
+    def interrupt_debugger(self) -> bool:
+        """Send Ctrl-C to the rank whose debugger waits at its prompt; return False if there is none."""
+        if self._debugged is None or self._debugged in self._died or self.debugger != "prompts":
+            return False
+        os.kill(self._pid(self._debugged), signal.SIGINT)
+        return True
 
     def is_whole(self) -> bool:
         """Whether every rank lives."""
