@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness import reporting
+from harness.debugging import Debugging
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
@@ -50,6 +51,7 @@ class Controller:
         self._worlds = Worlds(self._start_world, self._complain)
         self._preload = tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
+        self._debugging = Debugging(config)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -73,7 +75,7 @@ class Controller:
 
     def _launch(self) -> ProcessLauncher:
         if self._launcher is None:
-            self._launcher = ProcessLauncher(self._start_method, self._preload)
+            self._launcher = ProcessLauncher(self._start_method, self._preload, self._debugging.terminal)
         return self._launcher
 
     @pytest.hookimpl(trylast=True)
@@ -81,16 +83,13 @@ class Controller:
         for item in items:
             if request := request_of(item):
                 item.stash[_request_key] = request
-        asking = [item for item in items if isinstance(item.stash.get(_request_key, None), Request)]
+        found = {str(item.nodeid): item.stash.get(_request_key, None) for item in items}
+        asking = {nodeid: request.key for nodeid, request in found.items() if isinstance(request, Request)}
+        if items:
+            self._debugging.check(asking)
         if not asking:
             self._stop_server()  # the word stood in a file, but no test needs it
             return
-        if self._config.option.usepdb or self._config.option.trace:
-            option = "--pdb" if self._config.option.usepdb else "--trace"
-            raise pytest.UsageError(
-                f"{option} cannot reach into ranks, which have no terminal, and {asking[0].nodeid} "
-                f"runs on ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
-            )
         # What stands now stands to the end, torch's modules above all. Collections of garbage, and the end of
         # the interpreter, need not walk through it: 0.4 s of a run.
         gc.freeze()
@@ -112,6 +111,9 @@ class Controller:
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self._debugging.has_quit():
+            self._worlds.close()  # a rank's wider fixtures are torn down, as where pytest quits
+            pytest.exit("Quitting debugger")
         return True
 
     def _run(
@@ -124,7 +126,8 @@ class Controller:
             return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
         order = self._order(item, request, nextitem)
         try:
-            outcome = world.run(order, request.timeout)
+            with self._debugging.attending(world):
+                outcome = world.run(order, request.timeout)
         except WorldError as error:
             world.kill()
             return _refuse(item, Refusal("failed", str(error)))
@@ -264,6 +267,7 @@ class Controller:
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()
         self._stop_server()
+        self._debugging.close()
 
     def _stop_server(self) -> None:
         if self._launcher is not None:

@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"
     )
+    group.addoption(
+        "--rank-pdb",
+        type=int,
+        metavar="RANK",
+        help="debug rank RANK: at its failures and breakpoints; the others wait, without a deadline",
+    )
     group.addoption("--fresh-worlds", action="store_true", help="new processes for every test on ranks")
     group.addoption(
         "--rank-output",

@@ -15,6 +15,7 @@ import torch
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
+from harness.rank import debugger
 from harness.rank.collection import RankCollection
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
 
@@ -77,6 +78,7 @@ class RankSession:
         options = vars(config.option)
         options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
+        debugger.plug_in(config, self._rank)
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
