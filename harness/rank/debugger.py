@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,7 @@ def plug_in(config: pytest.Config, rank: Rank) -> None:
     """Let pytest debug in this rank, or let its breakpoints say why it does not stop there."""
     chosen: int | None = config.option.rank_pdb
     if chosen != rank.spec.rank:
+        config.option.usepdb = config.option.trace = False
         exists = chosen is not None and chosen < rank.spec.key.size
         config.pluginmanager.register(NoDebugger(rank, chosen if exists else None))
         return
@@ -100,13 +102,17 @@ class NoDebugger:
         self._debugged = debugged
 
     def pytest_enter_pdb(self, config: pytest.Config, pdb: Any) -> None:
-        here = f"breakpoint in rank {self._world.rank} of {self._world.size}"
         if capture := config.pluginmanager.getplugin("capturemanager"):
             capture.resume()  # pytest has suspended it for the debugger
+        pdb.set_trace = self._pass_by
+
+    def _pass_by(self, frame: FrameType) -> None:
+        place = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+        here = f"{place}: breakpoint in rank {self._world.rank} of {self._world.size}"
         if self._debugged is None:
-            pytest.fail(f"{here}: ranks have no terminal. Run the test with --rank-pdb {self._world.rank}")
+            run = f"run the test with --rank-pdb {self._world.rank}"
+            pytest.fail(f"{here}: ranks have no terminal of their own; {run}", pytrace=False)
         sys.stderr.write(f"{here}: passed by, as the debugger is in rank {self._debugged}\n")
-        pdb.set_trace = lambda *args: None
 
 
 def _is_worth_a_look(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.rank.process import Rank
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
-# early, distributing, debugging, writing reports. An option that a missing plugin would add is left out.
+# early, distributing, writing reports. An option that a missing plugin would add is left out.
 _CONTROLLERS_OPTIONS: dict[str, Any] = {
     "keyword": "",
     "markexpr": "",
@@ -36,8 +36,6 @@ _CONTROLLERS_OPTIONS: dict[str, Any] = {
     "stepwise_skip": False,
     "cacheclear": False,
     "cacheshow": None,
-    "usepdb": False,
-    "trace": False,
     "setupshow": False,
     "durations": None,
     "xmlpath": None,
