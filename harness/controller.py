@@ -21,9 +21,10 @@ from harness import reporting
 from harness.debugging import Debugging
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
+from harness.outcome import ItemOutcome
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.requests import Refusal, Request, request_of
-from harness.world import ItemOutcome, World
+from harness.world import World
 from harness.worlds import Worlds
 
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.

@@ -57,7 +57,7 @@ class Debugging:
             return
         with _passing_on_interrupts(world):
             yield
-        self._quits = world.debugger == "quits"
+        self._quits = world.has_quit_debugger()
 
     def has_quit(self) -> bool:
         """Whether the user has quit the debugger, and with it the run."""

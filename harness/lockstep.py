@@ -19,7 +19,7 @@ class Lockstep(Protocol):
     """What subtests need of a rank."""
 
     def agree(self, vote: Vote) -> tuple[Vote, ...]: ...
-    def reseed(self) -> None: ...
+    def begin_point(self, name: str) -> None: ...
     def sever(self) -> None: ...
     def repair(self) -> None: ...
 
@@ -81,7 +81,7 @@ class RunSubtests:
         with self._subtests.test(name):
             skip: BaseException | None = None
             try:
-                self._rank.reseed()
+                self._rank.begin_point(name)
                 call()
                 outcome = "passed"
             except pytest.skip.Exception as error:

@@ -5,7 +5,7 @@ Both sides import this; standard library only. Pytest reports travel in pytest's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RANK_PLUGIN = "harness-rank"
@@ -13,6 +13,10 @@ RANK_PLUGIN = "harness-rank"
 
 VICTIM_OF_A_POINT = "this point failed elsewhere: "
 """How a rank's subtest failure begins when the rank itself had no quarrel with the point."""
+
+
+DEFAULT_GROUP = "the default group"
+"""What messages call the default process group; others go by torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,16 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
-class ShowStacks:
-    """Say what you are doing."""
+class Probe:
+    """Say what you are doing (`Doing`), or just that you get on (`Moves`) if that is so."""
+
+    thoroughly: bool = False
+    """Whether to say it in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sever:
+    """Break the default group's connections: what waits in a collective shall fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +125,7 @@ class Close:
     """End the session: tear down what is up, leave."""
 
 
-ToRank = RunItem | Agreed | ShowStacks | Close
+ToRank = RunItem | Agreed | Probe | Sever | Close
 
 
 # Rank -> controller
@@ -146,6 +158,8 @@ class Reported:
     """One report of a phase or a subtest, serialised by `pytest_report_to_serializable`."""
 
     data: dict[str, Any]
+    doing: Doing | None = None
+    """What the rank was doing, where the report tells of a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +179,27 @@ class Voted:
 
 
 @dataclass(frozen=True, slots=True)
+class Issued:
+    """A collective that a rank has begun in this test."""
+
+    group: str
+    """The name of its process group, the same on every rank."""
+    ranks: tuple[int, ...]
+    """The group's members; empty if the rank cannot tell."""
+    number: int
+    """Its number among the group's collectives, from 1; sends do not count."""
+    op: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    in_flight: bool
+
+
+State = Literal["runs", "votes", "idle", "stopped", "silent"]
+"""Of a rank: it runs the test; it has come to the end of a subtest and waits for the others; it has ended the
+test. And what only the controller sees: its process is stopped; it does not answer, as it holds the GIL."""
+
+
+@dataclass(frozen=True, slots=True)
 class Doing:
     """What a rank does at the moment."""
 
@@ -172,19 +207,31 @@ class Doing:
     """Python stacks of all threads."""
     where: str
     """`file:line in function` of the innermost frame that belongs to the user."""
-    collective: str | None = None
-    """The collective in flight: operation, sequence number, dtype, shape."""
-    on_world: bool = False
-    """Whether that collective is one of the default group, which needs every rank."""
-    sequence: int = 0
-    """The collective's number in its group, from 1."""
+    call: str = ""
+    """The function of an installed package that was called there, "recv" say."""
+    issued: tuple[Issued, ...] = ()
+    """The latest collectives of this test, in the order in which they were begun."""
+    before: dict[str, int] = field(default_factory=dict)
+    """By group, how many collectives it had seen when the test began, where that is known."""
+    state: State = "runs"
+    point: str = ""
+    """The subtest it is in, if it is in one of `run_subtests`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The rank's main thread has moved since it was last asked."""
+
+
+DebuggerState = Literal["prompts", "runs", "left", "quits"]
+"""It waits for the user; it runs the test on, line by line; it is closed; it was quit, and with it the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Debugger:
-    """The debugger of this rank waits at its prompt, runs the test on, is left, or ends the whole run."""
+    """The rank's debugger has changed its state."""
 
-    state: Literal["prompts", "runs", "left", "quits"]
+    state: DebuggerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +247,6 @@ class Finished:
 
 
 # A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
-FromRank = Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Debugger | Finished
+FromRank = (
+    Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Moves | Debugger | Finished
+)

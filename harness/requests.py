@@ -17,9 +17,6 @@ from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
 from harness.protocol import WorldKey
 
-WITHOUT_DEADLINE = 86400.0
-"""Seconds that a test may take in which the user debugs a rank: a day, after which torch gives up, too."""
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -62,7 +59,7 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         return Refusal("skipped", lack)
     timeout = mark.timeout or config.getoption("world_timeout")
     if debugging.is_debugged(key, config):
-        timeout = WITHOUT_DEADLINE
+        timeout = float("inf")
     return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout)
 
 

@@ -1,33 +1,41 @@
-"""What a rank is doing: Python stacks of its threads, and the collective in flight."""
+"""What a rank is doing: Python stacks of its threads, and the collectives it has begun."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
+import os
 import sys
 import threading
 import traceback
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pluggy
-import pytest
 import torch
 import torch.distributed as dist
 
-from harness.protocol import Doing
+from harness.places import is_installed
+from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
 
 WIRE_THREAD = "lockstep-wire"
+MOST_RECORDED = 256
+"""Collectives that torch's flight recorder keeps: those of most tests. All are looked through on request."""
+_DEFAULT_DESCRIPTION = "default_pg"
 
 
-def describe_rank(main_thread: int, base: str) -> Doing:
+def describe_rank(main_thread: int, base: str, begun: int, state: State, point: str = "") -> Doing:
     """Describe all threads of this process but the one that asks, the main thread first.
 
     Args:
         main_thread: its ident.
         base: directory that the user's files are named from.
+        begun: when the item began, nanoseconds since the epoch.
+        state: "runs", "votes" or "idle".
+        point: the subtest under way.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -36,9 +44,27 @@ def describe_rank(main_thread: int, base: str) -> Doing:
     for ident, frame in frames.items():
         if names.get(ident) != WIRE_THREAD:
             texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(frame))}")
-    return replace(
-        collective_in_flight(), stacks="\n".join(texts), where=_users_line(main).removeprefix(f"{base}/")
-    )
+    issued, before = issued_since(begun)
+    where, call = _users_line(main)
+    return Doing("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, point)
+
+
+def position(main_thread: int) -> object:
+    """Return what stays equal exactly while the main thread stands still: its frames, and how often it slept.
+
+    A loop that polls may be met at the same instruction again and again; but each turn it goes to sleep anew.
+    """
+    frame = sys._current_frames().get(main_thread)
+    frames = tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(frame))
+    return frames, _times_slept()
+
+
+def _times_slept() -> str:
+    with contextlib.suppress(OSError):  # no such file outside of Linux
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                return line
+    return ""
 
 
 def _frames(innermost: FrameType | None) -> list[traceback.FrameSummary]:
@@ -58,43 +84,71 @@ def _is_pytests(filename: str) -> bool:
     return "/_pytest/" in filename or filename.startswith(str(pluggy.__path__[0]))
 
 
-def _users_line(frames: list[traceback.FrameSummary]) -> str:
-    """Name the innermost line that belongs neither to an installed package nor to Python."""
+def _users_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
+    """Name the innermost line that is neither an installed package's nor Python's, and what it has called."""
+    called = ""
     for frame in reversed(frames):
-        if not _is_installed(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "?"
+        if not is_installed(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}", called
+        called = frame.name if frame.name != "wrapper" else called  # torch wraps its collectives
+    return (f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "?"), ""
 
 
-def _is_installed(filename: str) -> bool:
-    harness = str(Path(__file__).parents[1])
-    roots = ("<", harness, sys.prefix, sys.base_prefix, *pluggy.__path__, *pytest.__path__, *torch.__path__)
-    return filename.startswith(roots)
+def issued_since(begun: int) -> tuple[tuple[Issued, ...], dict[str, int]]:
+    """Return the collectives that this rank has begun since then, and each group's number of them before.
 
-
-def collective_in_flight() -> Doing:
-    """Return the oldest collective that has not ended, if there is one; stacks and place are left empty.
-
-    Read from torch's flight recorder, which costs nothing per collective. Each backend has one of its own.
+    Read from torch's flight recorder, which keeps the latest of all groups. A group whose last collective
+    before `begun` it has forgotten is missing from the second value.
     """
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    entries = _recorded()
+    may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MOST_RECORDED))
+    generation = {_name(entry): entry["pg_id"] for entry in entries}  # a repaired group takes over a name
+    entries = [entry for entry in entries if entry["pg_id"] == generation[_name(entry)]]
+    news = [entry for entry in entries if entry["time_created_ns"] >= begun]
+    before = {} if may_have_forgotten else dict.fromkeys(generation, 0)
+    before |= {
+        _name(entry): entry["collective_seq_id"] for entry in entries if entry["time_created_ns"] < begun
+    }
+    members = _members()
+    return tuple(_issued(entry, members) for entry in news if not entry["is_p2p"]), before
+
+
+def _recorded() -> list[dict[str, Any]]:
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"  # each backend has a recorder of its own
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
     try:
         entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-        for entry in entries:
-            if not entry["retired"]:
-                on_world = entry["process_group"][1] == "default_pg" and not entry["is_p2p"]
-                return Doing("", "", _describe(entry), on_world, entry["collective_seq_id"])
-    except (KeyError, IndexError, ValueError) as error:  # a private format: say so, but do answer
-        return Doing("", "", f"a collective it cannot tell ({type(error).__name__}: {error})")
-    return Doing("", "")
+    except ValueError:  # a private format; without it a report tells stacks alone
+        return []
+    keys = {"pg_id", "process_group", "time_created_ns", "collective_seq_id", "is_p2p", "retired"}
+    return [entry for entry in entries if entry.keys() >= keys]
 
 
-def _describe(entry: dict[str, Any]) -> str:
-    operation = entry["profiling_name"].split(":")[-1]
-    tensors = ", ".join(
-        f"{dtype.lower()} {size}"
-        for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issued:
+    name = _name(entry)
+    return Issued(
+        group=name,
+        ranks=members.get(name, ()),
+        number=entry["collective_seq_id"],
+        op=str(entry.get("profiling_name", "?")).split(":")[-1],
+        dtypes=tuple(str(dtype).lower() for dtype in entry.get("input_dtypes", ())),
+        shapes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),
+        in_flight=not entry["retired"],
     )
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    return f"{operation} #{number}" + (f" ({tensors})" if tensors else "")
+
+
+def _name(entry: dict[str, Any]) -> str:
+    name, description = entry["process_group"]
+    return DEFAULT_GROUP if description == _DEFAULT_DESCRIPTION else str(name)
+
+
+def _members() -> dict[str, tuple[int, ...]]:
+    # torch keeps no public list of groups.
+    groups: Iterable[tuple[dist.ProcessGroup, dict[int, int]]] = list(
+        dist.distributed_c10d._world.pg_group_ranks.items()
+    )
+    default = dist.group.WORLD
+    return {
+        DEFAULT_GROUP if group is default else group.group_name: tuple(sorted(ranks))
+        for group, ranks in groups
+    }

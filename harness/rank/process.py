@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,16 +20,21 @@ from harness.protocol import (
     Agreed,
     Broken,
     Close,
+    Doing,
+    Finished,
     FromRank,
+    Moves,
+    Probe,
     RankSpec,
     Ready,
     RunItem,
-    ShowStacks,
+    Sever,
+    State,
     ToRank,
     Vote,
     Voted,
 )
-from harness.rank.doing import WIRE_THREAD, describe_rank
+from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, position
 from harness.rank.process_group import DefaultGroup
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
@@ -51,6 +57,10 @@ class Rank:
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._state: State = "idle"
+        self._point = ""
+        self._item_began = 0
+        self._position: object = None
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -102,10 +112,27 @@ class Rank:
 
         A rank that has ended the test counts as a vote with the outcome "ended".
         """
+        self._state = "votes"
         self.send(Voted(vote))
         answer = self.next_order()
+        self._state = "runs"
         assert isinstance(answer, Agreed)
         return answer.votes
+
+    def begin_point(self, name: str) -> None:
+        """Note which subtest the test has come to, and give every generator the seed of the world."""
+        self._point = name
+        self.reseed()
+
+    def finish(self, message: Finished) -> None:
+        """Tell the controller that the item is over."""
+        self._state, self._point = "idle", ""
+        self.send(message)
+
+    def collectives(self) -> Doing:
+        """Say which collectives this rank has begun in this test, and no more."""
+        issued, before = issued_since(self._item_began)
+        return Doing("", "", "", issued, before, self._state, self._point)
 
     def sever(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
@@ -130,7 +157,21 @@ class Rank:
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:
-                case ShowStacks():
-                    self.send(describe_rank(main, self.spec.session.cwd))
-                case RunItem() | Agreed() | Close():
+                case Probe(thoroughly):
+                    self._answer(main, thoroughly)
+                case Sever():
+                    self.group.sever()
+                case RunItem():
+                    self._state, self._item_began = "runs", time.time_ns()
                     self._inbox.put(message)
+                case Agreed() | Close():
+                    self._inbox.put(message)
+
+    def _answer(self, main: int, thoroughly: bool) -> None:
+        """Say what the main thread is doing, or only that it has moved since the last time."""
+        before, self._position = self._position, position(main)
+        if thoroughly or before == self._position:
+            base = self.spec.session.cwd
+            self.send(describe_rank(main, base, self._item_began, self._state, self._point))
+        else:
+            self.send(Moves())

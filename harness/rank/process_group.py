@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from harness.protocol import RankSpec
+from harness.rank.doing import MOST_RECORDED
 
 # The controller's deadline ends what hangs, and says more about it than torch's own would.
 _NO_TIMEOUT = datetime.timedelta(days=1)
@@ -33,8 +34,8 @@ class DefaultGroup:
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         # The flight recorder, for collectives in flight; the second name is nccl's of old.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MOST_RECORDED))
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MOST_RECORDED))
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":

@@ -110,7 +110,7 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._rank.reseed()
             self._run_protocol(item, next_item)
-        self._rank.send(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+        self._rank.finish(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Find the item and its next one. What a file changes when it is imported stands from then on."""
@@ -161,7 +161,11 @@ class RankSession:
             )
             report = _failure(report.nodeid, report.location, why, report.when)
             data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        (self._rank.send if _raised(report) else self._rank.post)(Reported(_plain(data)))
+        if not _raised(report):
+            self._rank.post(Reported(_plain(data)))
+        else:
+            ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
+            self._rank.send(Reported(_plain(data), self._rank.collectives() if ends_phase else None))
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
 import pytest
 
+from harness.diagnosis import Diagnosis
+from harness.outcome import ItemOutcome, Stuck
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
-from harness.world import ItemOutcome
 
 __all__ = ["merge"]
 
@@ -24,7 +25,7 @@ __all__ = ["merge"]
 def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> list[pytest.TestReport]:
     """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each."""
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
-    context = Context(item.config, item, *timing, rerun, seed)
+    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, outcome.diagnosis)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
@@ -34,23 +35,35 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
         if phase == "call":
             if bad == "setup" or not (reports or problems[phase]):
                 continue
-            merged.extend(_merge_subtests(context, ranks))
+            merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
     return merged
 
 
-def _merge_subtests(context: Context, ranks: list[RankReports]) -> list[pytest.TestReport]:
+def _rerun_of_hang(rerun: str, outcome: ItemOutcome) -> str:
+    """Let the command run only the point of `run_subtests` that a rank was stuck in."""
+    points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    return _with_point(rerun, points.pop()) if len(points) == 1 else rerun
+
+
+def _with_point(rerun: str, point: str) -> str:
+    return f"{rerun} --subtest {shlex.quote(point.replace(', ', ','))}"
+
+
+def _merge_subtests(
+    context: Context, ranks: list[RankReports], diagnoses: Mapping[str, Diagnosis]
+) -> list[pytest.TestReport]:
     names = dict.fromkeys(name for rank in ranks for name in rank.subtests)
     merged = []
     for name in names:
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
         problems = subtest_problems(context, ranks, name, reports)
         point = reports[min(reports)].context.msg
-        rerun = context.rerun
-        if point and "run_subtests" in getattr(context.item, "fixturenames", ()):
-            rerun += f" --subtest {shlex.quote(point.replace(', ', ','))}"
-        merged.append(_merge_phase(replace(context, rerun=rerun), "call", reports, problems, ranks))
+        is_point = point and "run_subtests" in getattr(context.item, "fixturenames", ())
+        rerun = _with_point(context.rerun, point) if is_point else context.rerun
+        of_point = replace(context, rerun=rerun, diagnosis=diagnoses.get(point))
+        merged.append(_merge_phase(of_point, "call", reports, problems, ranks))
     return merged
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
+from harness.outcome import Stuck
 from harness.reporting.problems import BROKEN_CONNECTION, Problem
 from harness.reporting.words import Context, Link, RankReports, lines, links, messages
 
@@ -17,12 +18,14 @@ def explain(
 ) -> ExceptionChainRepr:
     """Compose the representation of a failed phase: head, first cause, other causes, the line to re-run."""
     first, *others = _group(causes)
-    head = _head(first, len(ranks), others)
+    sentence = _diagnosis(context, first[0], ranks)
+    head = [sentence] if sentence else []
+    head += _head(first, len(ranks), others)
     in_groups = {problem.rank for group in (first, *others) for problem in group}
     for rank in ranks:
         if rank.rank not in in_groups:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank))}")
-    longrepr = ExceptionChainRepr([(_native("\n".join(head)), None, None), *_chain(first[0])])
+    longrepr = ExceptionChainRepr([(_native("\n".join(head)), None, None), *_chain(first[0], sentence)])
     for group in others:
         names = _names(group)
         longrepr.addsection(f"{names} {group[0].title}", _text(group[0]), "-")
@@ -48,6 +51,13 @@ def _head(first: list[Problem], size: int, others: list[list[Problem]]) -> list[
     return head
 
 
+def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> str:
+    """Say what was wrong between the ranks, unless what one of them did by itself tells what happened."""
+    stuck = {rank.rank for rank in ranks if isinstance(rank.fate, Stuck)}
+    told = first.rank in stuck or first.is_victim()
+    return context.diagnosis.sentence if context.diagnosis is not None and told else ""
+
+
 def _names(problems: list[Problem]) -> str:
     numbers = ", ".join(str(problem.rank) for problem in problems)
     return f"rank {numbers}" if len(problems) == 1 else f"ranks {numbers}"
@@ -65,7 +75,7 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None) -> str:
     return rank.word()
 
 
-def _chain(problem: Problem) -> list[Link]:
+def _chain(problem: Problem, sentence: str) -> list[Link]:
     report = problem.report
     chain: list[Link]
     if report is None:
@@ -77,7 +87,8 @@ def _chain(problem: Problem) -> list[Link]:
     if crash is None and report is not None:
         crash = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
     if crash is not None:
-        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {problem.rank}: {crash.message}")
+        message = sentence or f"rank {problem.rank}: {crash.message}"
+        crash = ReprFileLocation(crash.path, crash.lineno, message)
     return [*chain[:-1], (entry, crash, description)]
 
 

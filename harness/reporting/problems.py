@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import pytest
 from _pytest._code.code import ReprFileLocation
 
+from harness.outcome import Died, Stuck
+from harness.places import users_line_of_dump
 from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location, where
-from harness.world import Died, Stuck
 
 # What a rank says when another one broke off: never the cause, if there is another.
 BROKEN_CONNECTION = re.compile(
@@ -22,6 +23,7 @@ BROKEN_CONNECTION = re.compile(
     r"|NCCL.*(aborted|remote process exited|socket)",
     re.DOTALL | re.IGNORECASE,
 )
+_GLOO_GOT_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _STRICT_XPASS = "[XPASS(strict)]"
 
 
@@ -87,31 +89,47 @@ def _all(found: dict[Phase, list[Problem]]) -> Iterable[Problem]:
 
 
 def death_of(context: Context, rank: int, died: Died) -> Problem:
-    path, lineno, _ = context.item.location
-    crash = ReprFileLocation(path, (lineno or 0) + 1, died.how)
+    why = died.how + _meaning_of_gloos_words(died.output)
+    where = users_line_of_dump(died.output, str(context.config.invocation_params.dir))
     text = f"its last output:\n{died.output}" if died.output else ""
-    return Problem(rank, died.at, died.how, text=text, crash=crash)
+    title = f"{why}, at {where}" if where else why
+    return Problem(rank, died.at, title, text=text, crash=_crash(context, where, why))
+
+
+def _meaning_of_gloos_words(output: str) -> str:
+    """Explain the check by which gloo aborts a process that is sent more than it has room for."""
+    if match := _GLOO_GOT_TOO_MUCH.search(output):
+        got, room = match.groups()
+        return f" (gloo was sent {got} bytes where it expected {room}: shapes or dtypes differ between ranks)"
+    return ""
+
+
+def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
+    """Point to a `file:line in function`, or to the test where that is not known."""
+    if match := re.match(r"(.*):(\d+) in ", where):
+        return ReprFileLocation(match[1], int(match[2]), message)
+    path, lineno, _ = context.item.location
+    return ReprFileLocation(path, (lineno or 0) + 1, message)
 
 
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """A rank that was ended while it ran is to blame if nothing else explains it, or if it failed before."""
-    ended = [str(rank.rank) for rank in ranks if isinstance(rank.fate, Finished)]
     explained = any(not problem.is_victim() for problem in _all(found))
     for rank in ranks:
         failed_before = any(report.failed for report in rank.phases.values())
         if isinstance(rank.fate, Stuck) and (failed_before or not explained):
-            if context.timed_out or not ended or failed_before:
-                title = f"still ran at the deadline of {context.timeout:g} s, in {where(rank.fate)}"
-            else:
-                names = ", ".join(ended)
-                title = f"waits in {where(rank.fate)} for rank {names}, which has ended the test"
+            when = (
+                f"still ran at the deadline of {context.timeout:g} s"
+                if context.timed_out
+                else f"given up after {context.seconds:.1f} s"
+            )
+            title = f"{when}, in {where(rank.fate)}"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
 
 
 def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """A rank that reached the end of an item must have said how each phase went: silence is no success."""
     calls = not (context.config.getoption("setuponly", False) or context.config.getoption("setupplan", False))
-    path, lineno, _ = context.item.location
     for rank in ranks:
         setup = rank.phases.get("setup")
         if not isinstance(rank.fate, Finished) or any(report.failed for report in rank.phases.values()):
@@ -122,8 +140,7 @@ def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, 
         for phase in due:
             if phase not in rank.phases:
                 title = f"said nothing of the {phase}; does a plugin run items by itself?"
-                crash = ReprFileLocation(path, (lineno or 0) + 1, title)
-                found[phase].append(Problem(rank.rank, 0.0, title, crash=crash))
+                found[phase].append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
 
 
 def subtest_problems(
@@ -138,7 +155,6 @@ def subtest_problems(
         if problems and isinstance(rank.fate, Died) and name not in rank.subtests:
             problems.append(death_of(context, rank.rank, rank.fate))  # it died in it, without a word
     if not problems:
-        path, lineno, _ = context.item.location
         outcomes = [report.outcome for report in reports.values()]
         most = max(outcomes, key=outcomes.count)
         for rank in ranks:
@@ -146,30 +162,23 @@ def subtest_problems(
             word = "never came to it" if report is None else f"{report.outcome} it"
             if isinstance(rank.fate, Finished) and (report is None or report.outcome != most):
                 title = f"{word} and others did not: ranks disagree"
-                crash = ReprFileLocation(path, (lineno or 0) + 1, title)
-                problems.append(Problem(rank.rank, 0.0, title, crash=crash))
+                problems.append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
     return problems
 
 
 def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """A collective that not all ranks have begun when the test is over is a failure, though nobody waited."""
-    path, lineno, _ = context.item.location
     for rank in ranks:
         if rank.left_in_flight is not None:
             title = f"left {rank.left_in_flight} in flight, which not every rank has joined"
-            crash = ReprFileLocation(path, (lineno or 0) + 1, title)
-            found["call"].append(Problem(rank.rank, 0.0, title, crash=crash))
+            found["call"].append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
 
 
 def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
-    match = re.match(r"(.*):(\d+) in ", stuck.doing.where)
-    path, lineno, _ = context.item.location
-    crash = (
-        ReprFileLocation(match[1], int(match[2]), title)
-        if match
-        else ReprFileLocation(path, lineno or 0, title)
-    )
-    return Problem(rank, stuck.at, title, text=stuck.doing.stacks, crash=crash)
+    crash = _crash(context, stuck.doing.where, title)
+    blamed = context.diagnosis is not None and rank in context.diagnosis.blame
+    text = stuck.doing.stacks + (f"\nits last output:\n{stuck.output}" if stuck.output else "")
+    return Problem(rank, 0.0 if blamed else stuck.at, title, text=text, crash=crash)
 
 
 def _add_disagreement(ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:

@@ -13,8 +13,9 @@ from typing import Literal
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
+from harness.diagnosis import Diagnosis, describe, in_flight
+from harness.outcome import Died, RankOutcome, Stuck
 from harness.protocol import Finished
-from harness.world import Died, RankOutcome, Stuck
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
@@ -72,6 +73,8 @@ class Context:
     rerun: str
     """The command that runs this item again."""
     seed: int
+    diagnosis: Diagnosis | None
+    """What was wrong between the ranks, if that can be told."""
 
 
 def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:
@@ -88,8 +91,11 @@ def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:
 
 
 def where(stuck: Stuck) -> str:
-    place = stuck.doing.where
-    return f"{stuck.doing.collective} at {place}" if stuck.doing.collective else place
+    doing = stuck.doing
+    point = f" [{doing.point}]" if doing.point else ""
+    issued = in_flight(doing)
+    call = describe(issued) if issued is not None else doing.call
+    return f"{call}{' at ' if call else ''}{doing.where}{point}"
 
 
 def links(report: pytest.TestReport) -> list[Link]:

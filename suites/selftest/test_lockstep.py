@@ -34,7 +34,7 @@ class AloneInTheWorld:
         self.votes.append(vote)
         return (vote,)
 
-    def reseed(self) -> None:
+    def begin_point(self, name: str) -> None:
         self.seeded += 1
 
     def sever(self) -> None: ...

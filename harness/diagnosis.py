@@ -1,0 +1,208 @@
+"""Why a world does not get on, told from what each of its ranks is doing: one sentence, and who is to blame.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from harness.protocol import DEFAULT_GROUP, Doing, Issued
+
+# In these every rank hands in as many elements as the others.
+_EQUAL_SIZES = frozenset(
+    {"all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "allgather_base"}
+    | {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather_into_tensor"}
+)
+_EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
+
+_Key = tuple[str, int]
+"""A collective: its group, and its number in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong between ranks."""
+
+    sentence: str
+    blame: frozenset[int]
+    """The ranks that did not do as the others, as far as that can be told."""
+    is_hopeless: bool
+    """Whether no rank can get on by itself any more."""
+
+
+def diagnose(doing: Mapping[int, Doing], size: int) -> Diagnosis | None:
+    """Return what is wrong between the ranks, None if nothing can be told.
+
+    Args:
+        doing: what ranks are doing that stand still, or did when they failed or were ended; a rank that gets
+            on is missing, or the answer may be wrong.
+        size: how many ranks the world has.
+    """
+    ranks = _Ranks(_renumber(doing), size)
+    return ranks.mismatch() or ranks.standstill()
+
+
+def find_mismatch(doing: Mapping[int, Doing], size: int) -> Diagnosis | None:
+    """Return in which collective ranks have not done the same, None if there is none. Arguments as above."""
+    return _Ranks(_renumber(doing), size).mismatch()
+
+
+def in_flight(doing: Doing) -> Issued | None:
+    """Return the oldest collective of a rank that has not ended, with its number in the test."""
+    (renumbered,) = _renumber({0: doing}).values()
+    return next((issued for issued in renumbered.issued if issued.in_flight), None)
+
+
+def describe(issued: Issued) -> str:
+    """Name a collective: `all_reduce #3 (float [4])`, and the group unless it is the default one."""
+    tensors = ", ".join(
+        f"{dtype} {list(shape)}" for dtype, shape in zip(issued.dtypes, issued.shapes, strict=False)
+    )
+    text = f"{issued.op} #{issued.number}" + (f" ({tensors})" if tensors else "")
+    if issued.group == DEFAULT_GROUP:
+        return text
+    members = f" (ranks {', '.join(map(str, issued.ranks))})" if issued.ranks else ""
+    return f"{text} of group {issued.group}{members}"
+
+
+class _Ranks:
+    """What all ranks of a world are doing, compared."""
+
+    def __init__(self, doing: Mapping[int, Doing], size: int) -> None:
+        self._doing = doing
+        self._size = size
+        self._issued: dict[int, dict[_Key, Issued]] = {
+            rank: {(issued.group, issued.number): issued for issued in each.issued}
+            for rank, each in doing.items()
+        }
+
+    def mismatch(self) -> Diagnosis | None:
+        """Find a collective that ranks have begun as different ones."""
+        for issued in (each for rank in self._issued.values() for each in rank.values()):
+            begun = self._begun((issued.group, issued.number))
+            kinds: dict[object, list[int]] = defaultdict(list)
+            for rank, each in begun.items():
+                kinds[_kind(each, begun.values())].append(rank)
+            if len(kinds) > 1 and any(each.in_flight for each in begun.values()):
+                return self._tell_mismatch(begun, sorted(kinds.values(), key=len))
+        return None
+
+    def _tell_mismatch(self, begun: Mapping[int, Issued], kinds: list[list[int]]) -> Diagnosis:
+        told = " while ".join(
+            f"{_names(ranks)} {_verb(ranks, begun)} in {describe(begun[ranks[0]])}" for ranks in kinds
+        )
+        few = frozenset(kinds[0]) if len(kinds[0]) < len(kinds[-1]) else frozenset[int]()
+        return Diagnosis(f"mismatch: {told}", few, is_hopeless=True)
+
+    def _begun(self, key: _Key) -> dict[int, Issued]:
+        return {rank: issued[key] for rank, issued in self._issued.items() if key in issued}
+
+    def standstill(self) -> Diagnosis | None:
+        """Find ranks that wait in a collective which others have not begun."""
+        waiting = {rank: issued for rank in self._doing if (issued := self._waits_in(rank)) is not None}
+        stopped = [rank for rank, each in self._doing.items() if each.state == "stopped"]
+        if not waiting and not stopped:
+            return None
+        missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
+        culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
+        stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
+        sentence = self._tell_waiting(waiting, missing) if waiting else f"{_names(stopped)} is stopped"
+        return Diagnosis(sentence, frozenset(culprits or stopped), len(stuck) == self._size)
+
+    def _in_state(self, state: str) -> list[int]:
+        return [rank for rank, each in self._doing.items() if each.state == state]
+
+    def _waits_in(self, rank: int) -> Issued | None:
+        """Return the oldest collective that a rank has in flight and not every member has begun."""
+        return next(
+            (each for each in self._issued[rank].values() if each.in_flight and self._missing(each)), None
+        )
+
+    def _missing(self, issued: Issued) -> list[int]:
+        members = issued.ranks or range(self._size)
+        key = (issued.group, issued.number)
+        return [rank for rank in members if rank in self._doing and not self._has_begun(rank, key)]
+
+    def _has_begun(self, rank: int, key: _Key) -> bool:
+        group, number = key
+        latest = max((each.number for each in self._doing[rank].issued if each.group == group), default=0)
+        return number <= latest
+
+    def _tell_waiting(self, waiting: Mapping[int, Issued], missing: Mapping[int, list[int]]) -> str:
+        """Say who keeps the others waiting, and where that rank is instead."""
+        rank = min(waiting, key=lambda rank: (any(other in waiting for other in missing[rank]), rank))
+        absent = missing[rank]
+        alike = [r for r in waiting if describe(waiting[r]) == describe(waiting[rank])]
+        if any(other in waiting for other in absent):
+            told = "; ".join(
+                f"rank {r} waits in {describe(waiting[r])} for {_names(missing[r])}" for r in sorted(waiting)
+            )
+            return f"deadlock: {told}"
+        where = "; ".join(self._place(other) for other in absent)
+        waits = "waits" if len(alike) == 1 else "wait"
+        return f"{_names(alike)} {waits} in {describe(waiting[rank])}, which {where}"
+
+    def _place(self, rank: int) -> str:
+        doing = self._doing[rank]
+        match doing.state:
+            case "idle":
+                return f"rank {rank} never reached: it has ended the test"
+            case "votes":
+                return f"rank {rank} never reached: it has ended the subtest [{doing.point}]"
+            case "stopped":
+                return f"rank {rank} did not reach: it is stopped"
+            case "silent":
+                return f"rank {rank} did not reach: it does not answer, at {doing.where}"
+            case "runs":
+                call = f"in {doing.call} " if doing.call else ""
+                return f"rank {rank} never reached: it is {call}at {doing.where}"
+
+
+def _kind(issued: Issued, others: Iterable[Issued]) -> object:
+    """What has to be equal in one collective on all ranks."""
+    ops = {each.op for each in others}
+    if len(ops) > 1:
+        return issued.op
+    return (
+        issued.dtypes if issued.op in _EQUAL_DTYPES else (),
+        tuple(map(_numel, issued.shapes)) if issued.op in _EQUAL_SIZES else (),
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _verb(ranks: list[int], begun: Mapping[int, Issued]) -> str:
+    waits = any(begun[rank].in_flight for rank in ranks)
+    return ("is" if waits else "was") if len(ranks) == 1 else ("are" if waits else "were")
+
+
+def _names(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _renumber(doing: Mapping[int, Doing]) -> dict[int, Doing]:
+    """Count the collectives of each group from the test's beginning, where any rank knows when that was.
+
+    All ranks had seen equally many then, or they would not have been given the test.
+    """
+    before: dict[str, int] = {}
+    for each in doing.values():
+        before |= each.before
+    return {
+        rank: replace(
+            each,
+            issued=tuple(
+                replace(issued, number=issued.number - before.get(issued.group, 0)) for issued in each.issued
+            ),
+        )
+        for rank, each in doing.items()
+    }

@@ -1,0 +1,195 @@
+"""The controller's handle on one rank: its process, its end of the wire, and what it leaves in files.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Collection
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from harness.launch.processes import RankProcess
+from harness.outcome import Died
+from harness.places import users_line_of_dump
+from harness.protocol import DebuggerState, Doing, FromRank, RankSpec, RunItem, ToRank
+
+MOST_OUTPUT = 6000
+"""Characters of a rank's last output that are shown."""
+_DUMP_WITHIN = 0.3
+"""Seconds that faulthandler gets to write stacks."""
+
+
+class RankHandle:
+    """One started rank.
+
+    Attributes:
+        rank: Its number.
+        died: How its process ended, once that was noticed.
+        debugger: The state of its debugger in the current item, or at the end of the last one.
+    """
+
+    def __init__(self, spec: RankSpec, started: RankProcess) -> None:
+        self.rank = spec.rank
+        self.died: Died | None = None
+        self._spec = spec
+        self._process = started.process
+        self._wire = started.wire
+        self._log_start = 0
+        self.debugger: DebuggerState = "left"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    # The wire
+
+    def begin(self, order: RunItem) -> None:
+        """Let the rank run an item, and note what its log and its counter of phases say before."""
+        with open(self._spec.phases_path, "r+b") as phases:
+            phases.write(b"0")  # not truncated first: some file systems then wait for the disk
+        with contextlib.suppress(OSError):  # there is no log under -s
+            self._log_start = os.path.getsize(self._spec.log_path)
+        self.debugger = "left"
+        self.send(order)
+
+    def send(self, message: ToRank) -> None:
+        with contextlib.suppress(OSError):  # a rank that has died is noticed where its end is awaited
+            self._wire.send(message)
+
+    def sources(self) -> tuple[Any, ...]:
+        """Return what to wait for: both become ready when the rank has something to say, or has ended."""
+        return () if self.died else (self._wire, self._process.sentinel)
+
+    def read(self, source: Any) -> list[FromRank | Died]:
+        """Read what came from one source: a batch of messages, or the end of the rank's wire or process."""
+        if self.died:
+            return []
+        messages: list[FromRank | Died] = []
+        try:
+            if source is self._wire:
+                return [*self._wire.recv()]
+            while self._wire.poll():  # its last words
+                messages.extend(self._wire.recv())
+        except (EOFError, OSError):
+            self._process.join(5.0)  # its exit status follows the end of the wire
+        self.died = Died(self._process.exitcode, self.log(), time.time(), self.phases_over())
+        return [*messages, self.died]
+
+    # What can be seen from outside
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, as Ctrl-Z does."""
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+            return status.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def describe_silent(self) -> Doing:
+        """Describe a rank that does not answer; its faulthandler needs no GIL to write stacks."""
+        if self.is_stopped():
+            return Doing("(its process is stopped)", "a place unknown, for it is stopped", state="stopped")
+        if text := self._dump():
+            where = users_line_of_dump(text, self._spec.session.cwd)
+            return Doing(text, f"{where or 'code'}, which holds the GIL", state="silent")
+        return Doing("(it does not answer)", "a blocking system call", state="silent")
+
+    def _dump(self) -> str:
+        path = Path(self._spec.stacks_path)
+        with contextlib.suppress(OSError):
+            before = path.stat().st_size
+            os.kill(self.pid, signal.SIGUSR1)
+            size, until = before, time.monotonic() + _DUMP_WITHIN
+            while time.monotonic() < until:  # the handler gives no sign when it is done
+                time.sleep(0.03)
+                size, last = path.stat().st_size, size
+                if size == last != before:
+                    break
+            return path.read_text(errors="replace")[before:]
+        return ""
+
+    def phases_over(self) -> int:
+        """Return how many phases of the item the rank has ended."""
+        try:
+            return int(Path(self._spec.phases_path).read_text())
+        except (OSError, ValueError):  # it died before it ran an item
+            return 0
+
+    def log(self) -> str:
+        """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""
+        try:
+            with open(self._spec.log_path, errors="replace") as log:
+                log.seek(self._log_start)
+                text = log.read()
+        except OSError:
+            return ""
+        text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
+        if len(text) < MOST_OUTPUT:
+            return text
+        return f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
+
+    # Its debugger
+
+    def is_debugged(self) -> bool:
+        """Whether the user looks at the rank, or runs it line by line."""
+        return self.debugger in ("prompts", "runs") and self.died is None
+
+    def interrupt_debugger(self) -> bool:
+        """Pass Ctrl-C on to the debugger if it waits at its prompt; return whether it does."""
+        waits = self.debugger == "prompts" and self.died is None
+        if waits:
+            os.kill(self.pid, signal.SIGINT)
+        return waits
+
+    # The end
+
+    def await_end(self, until: float) -> bool:
+        """Wait until the process has ended, or the moment `until` (monotonic); return whether it has."""
+        self._process.join(max(0.0, until - time.monotonic()))
+        return not self._process.is_alive()
+
+    def how_it_closed(self) -> Died | None:
+        """Return how the process ended if that was an accident nobody has been told of."""
+        if self._process.exitcode == 0 or self.died:
+            return None
+        return Died(self._process.exitcode, self.log(), 0.0)
+
+    def kill(self) -> None:
+        """End the rank at once, with what its tests have started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.is_alive():  # it may not lead a group of its own yet
+            self._process.kill()
+
+    def reap(self) -> None:
+        """Wait for the end of a killed rank, and close the wire."""
+        self._process.join(2.0)
+        self._wire.close()
+
+
+def receive(handles: Collection[RankHandle], timeout: float) -> list[tuple[int, FromRank | Died]]:
+    """Wait for messages or ends of ranks; return those of one moment, a rank's words before its end.
+
+    Args:
+        timeout: seconds; what has come already is returned in any case.
+    """
+    sources = {source: handle for handle in handles for source in handle.sources()}
+    received: list[tuple[int, FromRank | Died]] = []
+    for source in wait(list(sources), max(timeout, 0.0)):
+        handle = sources[source]
+        received.extend((handle.rank, message) for message in handle.read(source))
+    return received

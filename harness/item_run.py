@@ -1,0 +1,254 @@
+"""One item on the ranks of a world: from the order to the last rank's end, its deadline, or a standstill.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import assert_never
+
+from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
+from harness.exceptions import WorldError
+from harness.handle import RankHandle, receive
+from harness.outcome import Died, ItemOutcome, RankOutcome, Stuck
+from harness.protocol import (
+    DEFAULT_GROUP,
+    Agreed,
+    Began,
+    Broken,
+    Collecting,
+    Debugger,
+    Doing,
+    Finished,
+    FromRank,
+    Moves,
+    Probe,
+    Ready,
+    Reported,
+    RunItem,
+    Sever,
+    Vote,
+    Voted,
+    Warned,
+)
+
+GRACE = 0.4
+"""Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
+PROBE_EVERY = 0.3
+"""Seconds between looks at ranks that have nothing to say."""
+ANSWER_WITHIN = 0.5
+"""Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
+COLLECT_WITHIN = 60.0
+"""Seconds, at least, that importing a test file may take; it counts for no test."""
+
+
+class ItemRun:
+    """Runs one item on all ranks.
+
+    Once a rank has failed or died the others get a moment to notice. Whoever still runs then, or when time is
+    over, or when no rank can get on any more, is asked what it is doing and counts as stuck.
+
+    Args:
+        handles: the ranks, in rank order.
+        timeout: seconds for the item, collection not counted; infinity is for a user who debugs.
+    """
+
+    def __init__(self, handles: Sequence[RankHandle], timeout: float) -> None:
+        self._handles = handles
+        self._timeout = timeout
+        self._begun = time.monotonic()
+        self._deadline = self._begun + timeout
+        self._grace = float("inf")
+        self._collecting: set[int] = set()
+        self._outcomes = [RankOutcome(handle.rank) for handle in handles]
+        self._answers: dict[int, Doing] = {}
+        self._next_probe = self._begun + PROBE_EVERY
+        self._suspicion: Diagnosis | None = None
+        self._diagnosis: Diagnosis | None = None
+        self._diagnoses: dict[str, Diagnosis] = {}
+
+    def run(self, order: RunItem) -> ItemOutcome:
+        """Run the item; return what each rank said of it.
+
+        Raises:
+            WorldError: a rank has left its session.
+        """
+        for handle in self._handles:
+            handle.begin(order)
+        while pending := self._pending():
+            until = min(self._deadline, self._next_probe, self._end_of_grace(pending))
+            self._listen(until - time.monotonic())
+            self._end_what_is_over(self._pending())
+        now = time.monotonic()
+        timed_out = now >= self._deadline
+        if self._are_out_of_step():
+            self._look_for_work_in_flight()
+        seconds = now - self._begun
+        diagnosis = self._find_diagnosis()
+        return ItemOutcome(
+            tuple(self._outcomes), self._timeout, timed_out, seconds, diagnosis, self._diagnoses
+        )
+
+    def _pending(self) -> set[int]:
+        return {outcome.rank for outcome in self._outcomes if outcome.fate is None}
+
+    def _end_of_grace(self, pending: set[int]) -> float:
+        return self._grace if self._without_failure(pending) else float("inf")
+
+    def _without_failure(self, ranks: set[int]) -> set[int]:
+        return {rank for rank in ranks if not self._outcomes[rank].has_failed()}
+
+    def _end_what_is_over(self, pending: set[int]) -> None:
+        now = time.monotonic()
+        if any(self._handles[rank].is_debugged() for rank in pending):
+            self._wait_for_the_user()
+            return
+        if any(outcome.has_failed() for outcome in self._outcomes):
+            self._grace = min(self._grace, now + GRACE)
+        if now >= self._deadline:
+            self._give_up(pending)
+        elif now >= self._grace:
+            # What has come meanwhile counts: a rank that has failed itself may tear down in peace.
+            self._give_up(self._without_failure(pending))
+        elif now >= self._next_probe:
+            self._probe(pending)
+
+    def _wait_for_the_user(self) -> None:
+        """Forget what would end a rank early: whatever waits, waits for the debugger."""
+        self._grace, self._next_probe = float("inf"), time.monotonic() + PROBE_EVERY
+        self._suspicion = None
+        self._answers.clear()
+
+    # What ranks say
+
+    def _listen(self, timeout: float) -> None:
+        for rank, message in receive(self._handles, timeout):
+            self._note(rank, message)
+
+    def _note(self, rank: int, message: FromRank | Died) -> None:
+        outcome = self._outcomes[rank]
+        match message:
+            case Reported(data, doing):
+                outcome.reports.append(data)
+                outcome.doing = outcome.doing or doing
+            case Warned():
+                outcome.warnings.append(message)
+            case Voted(vote):
+                outcome.vote = vote
+                self._count_votes()
+            case Finished() | Died():
+                outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
+                self._count_votes()
+            case Collecting():
+                self._collecting.add(rank)
+                self._deadline = time.monotonic() + max(self._timeout, COLLECT_WITHIN)
+            case Began():
+                self._collecting.discard(rank)
+                if not self._collecting:
+                    self._deadline = time.monotonic() + self._timeout
+            case Doing():
+                self._answers[rank] = message
+            case Debugger(state):
+                self._handles[rank].debugger = state
+            case Moves() | Ready():
+                pass
+            case Broken(text):
+                raise WorldError(f"rank {rank} left its session: {text}\n{self._handles[rank].log()}")
+            case _:
+                assert_never(message)
+
+    def _count_votes(self) -> None:
+        """Once no rank is under way to the point, tell those that wait there how all fared."""
+        voters = [outcome for outcome in self._outcomes if outcome.vote is not None]
+        if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
+            return
+        votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
+        for outcome in voters:
+            outcome.vote = None
+            self._handles[outcome.rank].send(Agreed(votes))
+
+    # Standstill
+
+    def _probe(self, pending: set[int]) -> None:
+        """Look at what came of the last probe, and send the next one.
+
+        A standstill must be seen twice: a rank may have been met on its way.
+        """
+        self._next_probe = time.monotonic() + PROBE_EVERY
+        for rank in pending - self._answers.keys():
+            if self._handles[rank].is_stopped():
+                self._answers[rank] = self._handles[rank].describe_silent()
+        found = diagnose(self._answers, len(self._handles)) if pending & self._answers.keys() else None
+        if found is not None and found.is_hopeless and found == self._suspicion:
+            self._end_standstill(found, pending)
+        self._suspicion = found
+        self._answers.clear()
+        for handle in self._handles:
+            handle.send(Probe())
+
+    def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
+        """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
+        points = {self._answers[rank].point for rank in pending if rank in self._answers}
+        point = points.pop() if len(points) == 1 else ""
+        if not point or point in self._diagnoses:
+            self._diagnosis = found
+            self._give_up(pending)
+            return
+        self._diagnoses[point] = found
+        for rank in pending:
+            self._handles[rank].send(Sever())
+
+    def _give_up(self, ranks: set[int]) -> None:
+        phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank
+        answers = self._ask(ranks)
+        for rank in ranks & self._pending():
+            outcome = self._outcomes[rank]
+            outcome.doing = outcome.doing or answers[rank]
+            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], self._handles[rank].log())
+
+    def _ask(self, ranks: set[int]) -> dict[int, Doing]:
+        """Ask ranks what they are doing; return the answers of those that have not died meanwhile."""
+        self._answers.clear()
+        for rank in ranks:
+            self._handles[rank].send(Probe(thoroughly=True))
+        until = time.monotonic() + ANSWER_WITHIN
+        while (silent := self._silent(ranks)) and time.monotonic() < until:
+            self._listen(until - time.monotonic())
+        for rank in silent:
+            self._answers[rank] = self._handles[rank].describe_silent()
+        return dict(self._answers)
+
+    def _silent(self, ranks: set[int]) -> set[int]:
+        return {rank for rank in ranks - self._answers.keys() if self._handles[rank].died is None}
+
+    def _find_diagnosis(self) -> Diagnosis | None:
+        """What was wrong between ranks that were ended or that failed, as far as it can be told."""
+        if self._diagnosis is not None:
+            return self._diagnosis
+        told = {outcome.rank: outcome.doing for outcome in self._outcomes if outcome.doing is not None}
+        if not told:
+            return None
+        stuck = [outcome for outcome in self._outcomes if isinstance(outcome.fate, Stuck)]
+        if stuck and not any(outcome.has_failed() for outcome in self._outcomes):
+            told |= self._ask({handle.rank for handle in self._handles} - told.keys())
+            return diagnose(told, len(self._handles))
+        return find_mismatch(told, len(self._handles))
+
+    # Ranks out of step at the end
+
+    def _are_out_of_step(self) -> bool:
+        fates = [outcome.fate for outcome in self._outcomes]
+        return len({fate.collectives for fate in fates if isinstance(fate, Finished)}) > 1
+
+    def _look_for_work_in_flight(self) -> None:
+        """Ask ranks that ended after unequal numbers of collectives what is still under way.
+
+        The number alone tells nothing certain: it counts sends and receives too.
+        """
+        finished = {outcome.rank for outcome in self._outcomes if isinstance(outcome.fate, Finished)}
+        for rank, doing in self._ask(finished).items():
+            issued = in_flight(doing)
+            if issued is not None and issued.group == DEFAULT_GROUP:
+                self._outcomes[rank].left_in_flight = describe(issued)
