@@ -248,6 +248,7 @@ class Controller:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=workerinput,
+            debugged_rank=config.getoption("rank_pdb"),
             captures=config.getoption("capture") != "no",
         )
 

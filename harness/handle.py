@@ -32,6 +32,7 @@ class RankHandle:
     Attributes:
         rank: Its number.
         died: How its process ended, once that was noticed.
+        can_debug: Whether it is the rank of `--rank-pdb`.
         debugger: The state of its debugger in the current item, or at the end of the last one.
     """
 
@@ -42,6 +43,7 @@ class RankHandle:
         self._process = started.process
         self._wire = started.wire
         self._log_start = 0
+        self.can_debug = spec.rank == spec.session.debugged_rank
         self.debugger: DebuggerState = "left"
 
     def __str__(self) -> str:

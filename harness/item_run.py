@@ -105,7 +105,7 @@ class ItemRun:
         if any(self._handles[rank].is_debugged() for rank in pending):
             self._wait_for_the_user()
             return
-        if any(outcome.has_failed() for outcome in self._outcomes):
+        if any(outcome.has_failed() for outcome in self._outcomes) and not self._may_stop(pending):
             self._grace = min(self._grace, now + GRACE)
         if now >= self._deadline:
             self._give_up(pending)
@@ -114,6 +114,10 @@ class ItemRun:
             self._give_up(self._without_failure(pending))
         elif now >= self._next_probe:
             self._probe(pending)
+
+    def _may_stop(self, pending: set[int]) -> bool:
+        """Whether the rank of `--rank-pdb` may still come to a breakpoint, or fail."""
+        return any(self._handles[rank].can_debug for rank in self._without_failure(pending))
 
     def _wait_for_the_user(self) -> None:
         """Forget what would end a rank early: whatever waits, waits for the debugger."""

@@ -42,6 +42,8 @@ class SessionSpec:
     sys_path: tuple[str, ...]
     environ: dict[str, str]
     workerinput: dict[str, Any]
+    debugged_rank: int | None
+    """Of `--rank-pdb`."""
     captures: bool
     """False under ``-s``: the ranks write where the controller writes."""
 
@@ -224,7 +226,7 @@ class Moves:
 
 
 DebuggerState = Literal["prompts", "runs", "left", "quits"]
-"""It waits for the user; it runs the test on, line by line; it is closed; it was quit, and with it the run."""
+"""It waits for the user; it runs the test on by lines; it is closed; it was quit, and with it the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ HOLD = 0.8
 """Seconds at a prompt: more than the deadline of the tests, and than other ranks get after a failure."""
 
 TESTS = """
-import sys, pytest, torch, torch.distributed as dist
+import time, pytest, torch, torch.distributed as dist
 pytestmark = pytest.mark.ranks(2, timeout=0.5)
 
 def meet():
@@ -81,6 +81,7 @@ def test_world_without_that_rank(world):
 
 def test_quit(world):
     assert world.rank == 1, "the other rank failed long ago"
+    time.sleep(0.6)
     pytest.set_trace()
     meet()
 
