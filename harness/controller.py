@@ -50,7 +50,9 @@ class Controller:
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = Worlds(self._start_world, self._complain)
-        self._preload = tuple(config.getini("ranks_preload"))
+        self._measures = config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
+        # What the server runs as it imports, no rank runs: nobody would measure it.
+        self._preload = () if self._measures else tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
         self._debugging = Debugging(config)
 
@@ -233,7 +235,7 @@ class Controller:
         # Every rank would open --debug's file anew, as soon as it reads its arguments.
         args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
         if hasattr(config.option, "no_cov"):
-            args.append("--no-cov")  # pytest-cov in a rank would erase what the controller has measured
+            args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         workerinput = getattr(config, "workerinput", None) or {
             "workerid": "master",
@@ -248,6 +250,7 @@ class Controller:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=workerinput,
+            measures=self._measures,
             debugged_rank=config.getoption("rank_pdb"),
             captures=config.getoption("capture") != "no",
         )
@@ -257,7 +260,7 @@ class Controller:
         factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
         return factory.getbasetemp()
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks leave
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         result = yield
         self._worlds.close()  # while what goes wrong can still fail the run

@@ -42,6 +42,8 @@ class SessionSpec:
     sys_path: tuple[str, ...]
     environ: dict[str, str]
     workerinput: dict[str, Any]
+    measures: bool
+    """Whether pytest-cov does in the controller."""
     debugged_rank: int | None
     """Of `--rank-pdb`."""
     captures: bool

@@ -17,6 +17,7 @@ from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank import debugger
 from harness.rank.collection import RankCollection
+from harness.rank.measuring import Measuring
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class RankSession:
         options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
         debugger.plug_in(config, self._rank)
+        if self._spec.session.measures:
+            config.pluginmanager.register(Measuring(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
