@@ -128,10 +128,10 @@ def _take_hold(config: pytest.Config) -> Terminal | None:
 @contextlib.contextmanager
 def _passing_on_interrupts(world: World) -> Iterator[None]:
     """Let Ctrl-C, which the terminal sends to the controller alone, reach a prompt; else it ends the run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python has signals in the main thread only
-        return
     before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield  # Python has signals in the main thread only; a run in the background has Ctrl-C ignored
+        return
     ends = before if callable(before) else signal.default_int_handler
     signal.signal(signal.SIGINT, lambda number, frame: world.interrupt_debugger() or ends(number, frame))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Generator
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ class RankDebugger:
         try:
             PdbInvoke().pytest_exception_interact(item, call, report)
             self._tell("left")
+        except Exception:  # of another debugger than pdb; it must not cost the report of the test
+            self._tell("left")
+            report.sections.append(("The debugger failed itself", traceback.format_exc()))
         except pytest.fail.Exception:
             item.session.shouldfail = "Quitting debugger"  # no further point of a test's subtests
         finally:

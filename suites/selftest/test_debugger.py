@@ -125,14 +125,25 @@ class Conversation:
             self.text += said.decode(errors="replace")
 
 
+STARTER = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored in what a shell runs in the background
+if terminal := sys.argv[1]:
+    # A session's leader gets a terminal by opening it, and with it the signals of its keys.
+    opened = os.open(terminal, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(opened, stream)
+os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[2:]])
+"""
+
+
 def start(path: Path, *args: str) -> Conversation:
     """Run pytest as the leader of a session whose terminal is a new one."""
     master, slave = os.openpty()
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *args]
+    command = [sys.executable, "-c", STARTER, os.ttyname(slave), "-p", "no:cacheprovider", "--color=no"]
     clean = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    # A session's leader gets a terminal by opening it, and with it the signals of its keys.
     process = subprocess.Popen(
-        ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(slave), *command],
+        [*command, *args],
         cwd=path,
         env={**clean, "TERM": "dumb", "TMPDIR": str(path / "tmp")},
         stdin=slave,
@@ -293,17 +304,27 @@ def test_c(world):
 """
 
 
+CLUMSY = """
+import pdb
+
+class Clumsy(pdb.Pdb):
+    def do_slip(self, arg):
+        1 / 0
+"""
+
+
 def test_commands_come_from_a_pipe_and_ctrl_c_ends_a_test_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "clumsy.py").write_text(CLUMSY)
     (tmp_path / "test_it.py").write_text(PIPED)
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "--rank-pdb", "1", "--pdbcls", "pdb:Pdb"],
+        [sys.executable, "-c", STARTER, "", "--rank-pdb", "1", "--pdbcls", "clumsy:Clumsy"],
         cwd=tmp_path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdin
-    process.stdin.write("p 'first'\nc\np 'second'\nc\nn\nn\n")  # each world has to leave the others theirs
+    process.stdin.write("p 'first'\nslip\np 'second'\nc\nn\nn\n")  # each world has to leave the others theirs
     process.stdin.flush()
     until = time.monotonic() + 40
     while not (tmp_path / "runs-1.txt").exists() and time.monotonic() < until:
@@ -314,6 +335,8 @@ def test_commands_come_from_a_pipe_and_ctrl_c_ends_a_test_that_runs(tmp_path: Pa
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert output.index("(Pdb) 'first'") < output.index("(Pdb) 'second'") < output.index("-> time.sleep(60)")
     assert "KeyboardInterrupt" in output.splitlines()[-2]
+    slip = output.partition("- The debugger failed itself (rank 1) -")[2]
+    assert "ZeroDivisionError: division by zero" in slip
 
 
 # Where there is no debugger
