@@ -35,6 +35,7 @@ OUR_OPTIONS = {
     "world_seed": 0,
     "world_timeout": 60.0,
     "fresh_worlds": False,
+    "check_collectives": False,
 }
 
 _request_key = pytest.StashKey[Request | Refusal]()

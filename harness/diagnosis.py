@@ -45,9 +45,14 @@ def diagnose(doing: Mapping[int, Doing], size: int) -> Diagnosis | None:
     return ranks.mismatch() or ranks.standstill()
 
 
-def find_mismatch(doing: Mapping[int, Doing], size: int) -> Diagnosis | None:
-    """Return in which collective ranks have not done the same, None if there is none. Arguments as above."""
-    return _Ranks(_renumber(doing), size).mismatch()
+def find_mismatch(doing: Mapping[int, Doing], size: int, *, unnoticed: bool = False) -> Diagnosis | None:
+    """Return in which collective ranks have not done the same, None if there is none.
+
+    Args:
+        doing, size: as above.
+        unnoticed: whether to look at collectives, too, that have ended on all ranks.
+    """
+    return _Ranks(_renumber(doing), size).mismatch(unnoticed=unnoticed)
 
 
 def in_flight(doing: Doing) -> Issued | None:
@@ -79,23 +84,29 @@ class _Ranks:
             for rank, each in doing.items()
         }
 
-    def mismatch(self) -> Diagnosis | None:
+    def mismatch(self, *, unnoticed: bool = False) -> Diagnosis | None:
         """Find a collective that ranks have begun as different ones."""
         for issued in (each for rank in self._issued.values() for each in rank.values()):
             begun = self._begun((issued.group, issued.number))
             kinds: dict[object, list[int]] = defaultdict(list)
             for rank, each in begun.items():
                 kinds[_kind(each, begun.values())].append(rank)
-            if len(kinds) > 1 and any(each.in_flight for each in begun.values()):
+            if len(kinds) > 1 and (unnoticed or any(each.in_flight for each in begun.values())):
                 return self._tell_mismatch(begun, sorted(kinds.values(), key=len))
         return None
 
     def _tell_mismatch(self, begun: Mapping[int, Issued], kinds: list[list[int]]) -> Diagnosis:
         told = " while ".join(
-            f"{_names(ranks)} {_verb(ranks, begun)} in {describe(begun[ranks[0]])}" for ranks in kinds
+            f"{_names(ranks)} {self._verb(ranks, begun)} {describe(begun[ranks[0]])}" for ranks in kinds
         )
         few = frozenset(kinds[0]) if len(kinds[0]) < len(kinds[-1]) else frozenset[int]()
         return Diagnosis(f"mismatch: {told}", few, is_hopeless=True)
+
+    def _verb(self, ranks: list[int], begun: Mapping[int, Issued]) -> str:
+        if all(self._doing[rank].state == "idle" for rank in ranks):
+            return "called"
+        waits = any(begun[rank].in_flight for rank in ranks)
+        return ("is in" if waits else "was in") if len(ranks) == 1 else ("are in" if waits else "were in")
 
     def _begun(self, key: _Key) -> dict[int, Issued]:
         return {rank: issued[key] for rank, issued in self._issued.items() if key in issued}
@@ -156,7 +167,7 @@ class _Ranks:
                 return f"rank {rank} did not reach: it is stopped"
             case "silent":
                 return f"rank {rank} did not reach: it does not answer, at {doing.where}"
-            case "runs":
+            case "runs" | "reports":
                 call = f"in {doing.call} " if doing.call else ""
                 return f"rank {rank} never reached: it is {call}at {doing.where}"
 
@@ -177,11 +188,6 @@ def _numel(shape: tuple[int, ...]) -> int:
     for length in shape:
         count *= length
     return count
-
-
-def _verb(ranks: list[int], begun: Mapping[int, Issued]) -> str:
-    waits = any(begun[rank].in_flight for rank in ranks)
-    return ("is" if waits else "was") if len(ranks) == 1 else ("are" if waits else "were")
 
 
 def _names(ranks: Iterable[int]) -> str:

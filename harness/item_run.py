@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
@@ -36,6 +37,8 @@ from harness.protocol import (
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
+MOST_GRACE = 3.0
+"""Seconds that a rank gets at most which is writing its report meanwhile: a busy machine takes long."""
 PROBE_EVERY = 0.3
 """Seconds between looks at ranks that have nothing to say."""
 ANSWER_WITHIN = 0.5
@@ -60,8 +63,8 @@ class ItemRun:
         self._timeout = timeout
         self._begun = time.monotonic()
         self._deadline = self._begun + timeout
-        self._grace = float("inf")
-        self._collecting: set[int] = set()
+        self._grace = self._last_grace = float("inf")
+        self._collecting: dict[int, str] = {}
         self._outcomes = [RankOutcome(handle.rank) for handle in handles]
         self._answers: dict[int, Doing] = {}
         self._next_probe = self._begun + PROBE_EVERY
@@ -107,11 +110,12 @@ class ItemRun:
             return
         if any(outcome.has_failed() for outcome in self._outcomes) and not self._may_stop(pending):
             self._grace = min(self._grace, now + GRACE)
+            self._last_grace = min(self._last_grace, now + MOST_GRACE)
         if now >= self._deadline:
             self._give_up(pending)
         elif now >= self._grace:
             # What has come meanwhile counts: a rank that has failed itself may tear down in peace.
-            self._give_up(self._without_failure(pending))
+            self._end_grace(self._without_failure(pending))
         elif now >= self._next_probe:
             self._probe(pending)
 
@@ -121,7 +125,8 @@ class ItemRun:
 
     def _wait_for_the_user(self) -> None:
         """Forget what would end a rank early: whatever waits, waits for the debugger."""
-        self._grace, self._next_probe = float("inf"), time.monotonic() + PROBE_EVERY
+        self._grace = self._last_grace = float("inf")
+        self._next_probe = time.monotonic() + PROBE_EVERY
         self._suspicion = None
         self._answers.clear()
 
@@ -143,13 +148,17 @@ class ItemRun:
                 outcome.vote = vote
                 self._count_votes()
             case Finished() | Died():
+                if isinstance(message, Died):
+                    message = replace(message, importing=self._collecting.get(rank, ""))
+                else:
+                    outcome.doing = outcome.doing or message.doing
                 outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
                 self._count_votes()
-            case Collecting():
-                self._collecting.add(rank)
+            case Collecting(path):
+                self._collecting[rank] = path
                 self._deadline = time.monotonic() + max(self._timeout, COLLECT_WITHIN)
             case Began():
-                self._collecting.discard(rank)
+                self._collecting.pop(rank, None)
                 if not self._collecting:
                     self._deadline = time.monotonic() + self._timeout
             case Doing():
@@ -206,11 +215,24 @@ class ItemRun:
 
     def _give_up(self, ranks: set[int]) -> None:
         phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank
-        answers = self._ask(ranks)
+        self._end(ranks, self._ask(ranks), phases)
+
+    def _end(self, ranks: set[int], answers: dict[int, Doing], phases: dict[int, int]) -> None:
         for rank in ranks & self._pending():
             outcome = self._outcomes[rank]
             outcome.doing = outcome.doing or answers[rank]
             outcome.fate = Stuck(answers[rank], time.time(), phases[rank], self._handles[rank].log())
+
+    def _end_grace(self, late: set[int]) -> None:
+        """Give up ranks that others wait for in vain; one that is about to tell of its failure may do so."""
+        phases = {rank: self._handles[rank].phases_over() for rank in late}
+        answers = self._ask(late)
+        late = self._without_failure(late & self._pending())  # some may have told by now
+        writing = {rank for rank in late if answers[rank].state == "reports"}
+        if writing and time.monotonic() < self._last_grace:
+            self._grace = time.monotonic() + GRACE
+        else:
+            self._end(late, answers, phases)
 
     def _ask(self, ranks: set[int]) -> dict[int, Doing]:
         """Ask ranks what they are doing; return the answers of those that have not died meanwhile."""
@@ -238,7 +260,7 @@ class ItemRun:
         if stuck and not any(outcome.has_failed() for outcome in self._outcomes):
             told |= self._ask({handle.rank for handle in self._handles} - told.keys())
             return diagnose(told, len(self._handles))
-        return find_mismatch(told, len(self._handles))
+        return find_mismatch(told, len(self._handles), unnoticed=not stuck)
 
     # Ranks out of step at the end
 

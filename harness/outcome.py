@@ -24,6 +24,8 @@ class Died:
     """Wall-clock time, as in pytest's reports."""
     phases_over: int = 0
     """How many phases of the item the rank had ended; it may not have sent the reports of all."""
+    importing: str = ""
+    """The test file that it imported at the time: the item's own or the next one's."""
 
     @property
     def how(self) -> str:

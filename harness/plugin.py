@@ -44,6 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="RANK",
         help="debug rank RANK: at its failures and breakpoints; the others wait, without a deadline",
     )
+    group.addoption(
+        "--check-collectives",
+        action="store_true",
+        help="after each test compare the collectives of all ranks: a mismatch that nobody noticed fails it",
+    )
     group.addoption("--fresh-worlds", action="store_true", help="new processes for every test on ranks")
     group.addoption(
         "--rank-output",

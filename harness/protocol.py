@@ -151,6 +151,8 @@ class Broken:
 class Collecting:
     """The rank imports a file of the item or of the next one: time that is no test's."""
 
+    path: str
+
 
 @dataclass(frozen=True, slots=True)
 class Began:
@@ -198,9 +200,10 @@ class Issued:
     in_flight: bool
 
 
-State = Literal["runs", "votes", "idle", "stopped", "silent"]
-"""Of a rank: it runs the test; it has come to the end of a subtest and waits for the others; it has ended the
-test. And what only the controller sees: its process is stopped; it does not answer, as it holds the GIL."""
+State = Literal["runs", "reports", "votes", "idle", "stopped", "silent"]
+"""Of a rank: it runs the test; it writes a report, of a failure perhaps; it has come to the end of a subtest
+and waits for the others; it has ended the test. And what only the controller sees: its process is stopped; it
+does not answer, as it holds the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,8 @@ class Finished:
     """How many collectives the default group has seen; unequal numbers mean ranks out of step."""
     groups: int
     """How many process groups were ever made, which names the next one."""
+    doing: Doing | None = None
+    """The collectives of the test, under ``--check-collectives``."""
 
 
 # A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.

@@ -46,6 +46,8 @@ def describe_rank(main_thread: int, base: str, begun: int, state: State, point: 
             texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(frame))}")
     issued, before = issued_since(begun)
     where, call = _users_line(main)
+    if state == "runs" and main and _is_pytests(main[0].filename):
+        state = "reports"
     return Doing("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, point)
 
 
@@ -68,12 +70,17 @@ def _times_slept() -> str:
 
 
 def _frames(innermost: FrameType | None) -> list[traceback.FrameSummary]:
-    """Summarise a stack, outermost first, without the frames above a pytest phase."""
+    """Summarise a stack, outermost first, without the frames that lead to what pytest calls of the user's.
+
+    Where pytest itself is at work, the first frame is one of pytest's.
+    """
     linecache.checkcache()
     stack = traceback.StackSummary.extract(traceback.walk_stack(innermost))
     stack.reverse()
     last_of_pytest = max((i for i, frame in enumerate(stack) if _is_pytests(frame.filename)), default=-1)
-    return stack[last_of_pytest + 1 :] or list(stack)
+    below = stack[last_of_pytest + 1 :]
+    calls_user = any(not is_installed(frame.filename) for frame in below)
+    return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
 
 
 def _format(frames: list[traceback.FrameSummary]) -> str:

@@ -113,7 +113,9 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._rank.reseed()
             self._run_protocol(item, next_item)
-        self._rank.finish(Finished(torch.distributed.is_initialized(), count_collectives(), count_groups()))
+        doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
+        usable = torch.distributed.is_initialized()
+        self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Find the item and its next one. What a file changes when it is imported stands from then on."""
@@ -121,7 +123,7 @@ class RankSession:
         news = not all(self._collection.knows(path) for _, path in wanted)
         before = RankState.capture() if news else None
         if news:
-            self._rank.send(Collecting())
+            self._rank.send(Collecting(next(p for _, p in wanted if not self._collection.knows(p))))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None and self._baseline is not None:
             self._baseline = self._baseline.with_changes(before, RankState.capture())

@@ -54,7 +54,7 @@ def _head(first: list[Problem], size: int, others: list[list[Problem]]) -> list[
 def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> str:
     """Say what was wrong between the ranks, unless what one of them did by itself tells what happened."""
     stuck = {rank.rank for rank in ranks if isinstance(rank.fate, Stuck)}
-    told = first.rank in stuck or first.is_victim()
+    told = first.rank in stuck or first.tells_mismatch or first.is_victim()
     return context.diagnosis.sentence if context.diagnosis is not None and told else ""
 
 

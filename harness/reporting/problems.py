@@ -39,6 +39,8 @@ class Problem:
     text: str = ""
     """What there is to show where there is no report: stacks, last output."""
     crash: ReprFileLocation | None = None
+    tells_mismatch: bool = False
+    """Whether it is about what was wrong between the ranks, which the diagnosis says."""
 
     def is_victim(self) -> bool:
         """Whether the rank only noticed what happened to another."""
@@ -71,6 +73,8 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
     _add_disagreement(ranks, found)
     _add_stuck(context, ranks, found)
     if not any(_all(found)):
+        _add_unnoticed_mismatch(context, found)
+    if not any(_all(found)):
         _add_out_of_step(context, ranks, found)
     if _is_expected_failure(ranks, found):
         return {phase: [] for phase in PHASES}
@@ -90,7 +94,10 @@ def _all(found: dict[Phase, list[Problem]]) -> Iterable[Problem]:
 
 def death_of(context: Context, rank: int, died: Died) -> Problem:
     why = died.how + _meaning_of_gloos_words(died.output)
-    where = users_line_of_dump(died.output, str(context.config.invocation_params.dir))
+    base = str(context.config.invocation_params.dir)
+    if died.importing:
+        why += f" while it imported {died.importing.removeprefix(f'{base}/')}"
+    where = users_line_of_dump(died.output, base)
     text = f"its last output:\n{died.output}" if died.output else ""
     title = f"{why}, at {where}" if where else why
     return Problem(rank, died.at, title, text=text, crash=_crash(context, where, why))
@@ -164,6 +171,15 @@ def subtest_problems(
                 title = f"{word} and others did not: ranks disagree"
                 problems.append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
     return problems
+
+
+def _add_unnoticed_mismatch(context: Context, found: dict[Phase, list[Problem]]) -> None:
+    """Ranks may call a collective differently and all go on, with wrong numbers."""
+    if context.diagnosis is not None:
+        rank = min(context.diagnosis.blame, default=0)
+        title = "took part in a collective that ranks called differently"
+        crash = _crash(context, "", title)
+        found["call"].append(Problem(rank, 0.0, title, crash=crash, tells_mismatch=True))
 
 
 def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:

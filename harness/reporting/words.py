@@ -42,7 +42,7 @@ class RankReports:
 
     def skip(self) -> tuple[Phase, str] | None:
         """The phase and reason of the rank's skip, if it skipped."""
-        for phase in PHASES[:2]:
+        for phase in PHASES:
             report = self.phases.get(phase)
             if report is not None and report.skipped and not hasattr(report, "wasxfail"):
                 return phase, _skip_reason(report)

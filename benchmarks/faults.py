@@ -1,0 +1,361 @@
+"""What a test session says of faults in ranks, and how long it takes: one session, a healthy test after each.
+
+    python benchmarks/faults.py [--repeats 3] [--json FILE]        the table of docs/faults.md
+    python benchmarks/faults.py --endurance 500                     so many tests, every tenth one a fault
+
+The table names for each fault the first line of the report, the seconds from the start of the test to its
+verdict (median), and what PyTorch's two harnesses made of it: figures taken by hand on two cores, with their
+time-outs lowered to 30 s (they are 300 s), because several of them end neither the test nor the session.
+The endurance run checks every verdict, and prints the memory of controller and server and what is left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from textwrap import indent
+from xml.etree import ElementTree
+
+from figures import describe_machine, table
+
+SECONDS_PER_RUN = 900.0
+DEADLINE = 5.0
+"""Seconds a test has, for the faults that nothing but the deadline ends."""
+
+HEADER = f"""
+import ctypes, os, signal, subprocess, sys, threading, time
+import pytest, torch, torch.distributed as dist
+from torch import nn
+pytestmark = pytest.mark.ranks(2, timeout={DEADLINE})
+"""
+CONFTEST = """
+import os, time
+started = {}
+
+def pytest_runtest_logstart(nodeid):
+    started[nodeid] = time.monotonic()
+
+def pytest_runtest_logfinish(nodeid):
+    with open(os.environ["BENCHMARK_LOG"], "a") as log:
+        print(nodeid.split("::")[-1], time.monotonic() - started[nodeid], file=log)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A test that goes wrong on rank 1, and what has to be said of it."""
+
+    name: str
+    body: str
+    verdict: str
+    """A pattern that the report must contain."""
+    multi_process: str = ""
+    """What MultiProcessTestCase makes of it."""
+    continuous: str = ""
+    """What MultiProcContinuousTest makes of it."""
+
+
+FAULTS = [
+    Fault(
+        "assertion on one rank",
+        "assert world.rank == 0",
+        "rank 1 of 2 failed",
+        "right, 'Process 1 exited with error code 10'",
+        "no rank named; later tests of the class skipped",
+    ),
+    Fault(
+        "the same while rank 0 waits in a collective",
+        "assert world.rank == 0\ndist.barrier()",
+        "rank 1 of 2 failed",
+        "right",
+        "30 s, and the assertion appears nowhere",
+    ),
+    Fault(
+        "rank 1 calls `os._exit(0)`",
+        "if world.rank: os._exit(0)",
+        "rank 1 of 2 exited with code 0",
+        "PASSED",
+        "13 to 86 s, class lost",
+    ),
+    Fault(
+        "rank 1 is killed",
+        "if world.rank: os.kill(os.getpid(), signal.SIGKILL)",
+        "rank 1 of 2 died: SIGKILL",
+        "PASSED",
+        "13 to 86 s, class lost",
+    ),
+    Fault(
+        "the same before a collective",
+        "if world.rank: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
+        "rank 1 of 2 died: SIGKILL",
+        "blames rank 0: connection reset",
+        "blames rank 0",
+    ),
+    Fault(
+        "segmentation fault",
+        "if world.rank: ctypes.string_at(0)",
+        "rank 1 of 2 died: SIGSEGV, at test_faults.py",
+    ),
+    Fault(
+        "all_reduce against all_gather",
+        "if world.rank: dist.all_gather([torch.ones(3)] * 2, torch.ones(3))\n"
+        "else: dist.all_reduce(torch.ones(3))",
+        "mismatch: rank 0 is in all_reduce #1 .* while rank 1 is in all_gather #1",
+        "30 s, no word of a mismatch",
+        "tear-down hangs",
+    ),
+    Fault(
+        "different shapes",
+        "dist.all_reduce(torch.ones(3 + world.rank))",
+        "mismatch: rank 0 .* all_reduce #1 .float .3.. while rank 1 is in all_reduce #1 .float .4..",
+        "as above",
+        "as above",
+    ),
+    Fault(
+        "different dtypes",
+        "dist.all_reduce(torch.ones(3, dtype=(torch.float32, torch.float64)[world.rank]))",
+        "died: SIGABRT",
+    ),
+    Fault(
+        "one rank leaves a collective out",
+        "if world.rank == 0: dist.all_reduce(torch.ones(3))",
+        "rank 0 waits in all_reduce #1 .*, which rank 1 never reached: it has ended the test",
+        "30 s",
+        "30 s, class lost",
+    ),
+    Fault(
+        "two groups in opposite order",
+        "groups = [dist.new_group([0, 1]) for _ in range(2)]\n"
+        "for group in groups[:: 1 - 2 * world.rank]: dist.all_reduce(torch.ones(3), group=group)",
+        "deadlock: rank 0 waits in all_reduce #1 .*; rank 1 waits in all_reduce #1",
+        "30 s",
+        "30 s, class lost",
+    ),
+    Fault(
+        "stopped by a signal",
+        "if world.rank: os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
+        "rank 0 waits in barrier #1, which rank 1 did not reach: it is stopped",
+    ),
+    Fault(
+        f"sleeps for ever (deadline {DEADLINE:g} s)",
+        "if world.rank: time.sleep(1000)\ndist.barrier()",
+        "rank 0 waits in barrier #1, which rank 1 never reached: it is at test_faults.py",
+        "30 s, stacks in a log",
+        "tear-down hangs, processes left",
+    ),
+    Fault(
+        f"endless loop (deadline {DEADLINE:g} s)",
+        "while world.rank: pass\ndist.barrier()",
+        "rank 0 waits in barrier #1, which rank 1 never reached: it is at test_faults.py",
+        "30 s",
+        "tear-down hangs",
+    ),
+    Fault(
+        f"holds the GIL (deadline {DEADLINE:g} s)",
+        "if world.rank: 10 ** 10 ** 9\ndist.barrier()",
+        "rank 1 did not reach: it does not answer, at test_faults.py",
+    ),
+    Fault(
+        "skip on one rank",
+        "if world.rank: pytest.skip('not today')",
+        r"rank 1 of 2 skipped \(not today\) and others did not: ranks disagree",
+        "PASSED",
+        "FAILED, class lost",
+    ),
+    Fault(
+        "one bad subtest of three, in a collective",
+        "def claim(n):\n    if (world.rank, n) != (1, 2): dist.all_reduce(torch.ones(n))\n"
+        "run_subtests({'n': [1, 2, 3]}, claim)",
+        "rank 0 waits in all_reduce #2 .*, which rank 1 never reached: it has ended the subtest .n=2.",
+        "setting not named, the rest not run",
+        "the same",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a session said of one test."""
+
+    outcome: str
+    text: str
+    seconds: float
+
+
+def write(path: Path, bodies: list[tuple[str, str]]) -> None:
+    """Write a test file with these tests, by name and body."""
+    tests = [f"def test_{name}(world, run_subtests):\n{indent(body, '    ')}\n" for name, body in bodies]
+    (path / "test_faults.py").write_text("\n".join([HEADER, *tests]))
+    (path / "conftest.py").write_text(CONFTEST)
+    (path / "pytest.ini").write_text("[pytest]\n")
+    (path / "tmp").mkdir()
+
+
+def start(path: Path, mark: str) -> subprocess.Popen[bytes]:
+    """Start pytest on what was written; its processes carry the mark in their environment."""
+    command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "-p", "no:cacheprovider"]
+    environ = {**os.environ, "BENCHMARK_LOG": str(path / "log"), "TMPDIR": str(path / "tmp"), "MARK": mark}
+    with (path / "output").open("wb") as output:
+        return subprocess.Popen(command, cwd=path, env=environ, stdout=output, stderr=subprocess.STDOUT)
+
+
+def read(path: Path) -> dict[str, Verdict]:
+    """Read what the session said, by name of the test."""
+    seconds = dict(line.split() for line in (path / "log").read_text().splitlines())
+    found: dict[str, Verdict] = {}
+    for case in ElementTree.parse(path / "report.xml").iter("testcase"):
+        name = case.attrib["name"].split(" ")[0]
+        bad = [child for child in case if child.tag in ("failure", "error")]
+        text = "\n".join(child.text or "" for child in bad)
+        before = found.get(name, Verdict("passed", "", 0.0))
+        outcome = bad[0].tag if bad else before.outcome
+        found[name] = Verdict(outcome, before.text + text, float(seconds[name]))
+    return found
+
+
+def is_right(fault: Fault, verdict: Verdict) -> bool:
+    return verdict.outcome != "passed" and re.search(fault.verdict, verdict.text) is not None
+
+
+def run_table(repeats: int) -> tuple[list[list[str]], bool]:
+    """Run all faults so often, a healthy test after each; return the rows, and whether all was right."""
+    healthy = "assert world.gather(world.rank) == [0, 1]"
+    bodies = [("warm_up", healthy)]
+    for number, fault in enumerate(FAULTS):
+        bodies += [(f"fault_{number}", fault.body), (f"healthy_{number}", healthy)]
+    runs = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as name:
+            write(Path(name), bodies)
+            start(Path(name), "").wait(SECONDS_PER_RUN)
+            runs.append(read(Path(name)))
+    rows, all_right = [], True
+    for number, fault in enumerate(FAULTS):
+        verdicts = [run[f"test_fault_{number}"] for run in runs]
+        right = all(is_right(fault, verdict) for verdict in verdicts)
+        healed = all(run[f"test_healthy_{number}"].outcome == "passed" for run in runs)
+        all_right = all_right and right and healed
+        said = verdicts[0].text.splitlines()[0] if verdicts[0].text else "nothing"
+        seconds = f"{median(verdict.seconds for verdict in verdicts):.2f}"
+        ours = f"`{said}`" if right and healed else f"WRONG: `{said}`"
+        rows.append([fault.name, ours, seconds, fault.multi_process, fault.continuous])
+    return rows, all_right
+
+
+def memory(pid: int) -> float:
+    """Return the resident memory of a process, MB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def processes(mark: str) -> dict[int, str]:
+    """Return the living processes that carry the mark, with their command lines."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def run_endurance(tests: int) -> bool:
+    """Run so many tests, every tenth a fault; print what was wrong, memory over time, and what is left."""
+    quick = [fault for fault in FAULTS if "deadline" not in fault.name]
+    bodies, faults = [], {}
+    for number in range(tests):
+        fault = quick[number // 10 % len(quick)] if number % 10 == 9 else None
+        bodies.append((f"{number}", fault.body if fault else "assert world.gather(world.rank) == [0, 1]"))
+        faults[f"test_{number}"] = fault
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        write(path, bodies)
+        process = start(path, mark)
+        samples = watch(process, mark)
+        verdicts = read(path)
+        left = [entry.name for entry in (path / "tmp").iterdir() if not entry.name.startswith("pytest-of-")]
+        print((path / "output").read_text().splitlines()[-1])
+    wrong = [name for name, fault in faults.items() if not is_as_meant(fault, verdicts.get(name))]
+    alive = processes(mark)
+    count = sum(fault is not None for fault in faults.values())
+    print(f"{tests} tests, {count} of them faults; wrong verdicts: {wrong or 'none'}")
+    print(f"left over: processes {alive or 'none'}, files {left or 'none'}")
+    print("memory, MB:", table(["seconds", "controller", "server"], samples), sep="\n")
+    return not (wrong or alive or left)
+
+
+def is_as_meant(fault: Fault | None, verdict: Verdict | None) -> bool:
+    if verdict is None:
+        return False
+    return verdict.outcome == "passed" if fault is None else is_right(fault, verdict)
+
+
+def watch(process: subprocess.Popen[bytes], mark: str) -> list[list[str]]:
+    """Sample the memory of the session's controller and server until it ends."""
+    samples, begun = [], time.monotonic()
+    while process.poll() is None:
+        time.sleep(5)
+        servers = [
+            pid
+            for pid, line in processes(mark).items()
+            if "forkserver" in line and parent(pid) == process.pid
+        ]
+        if process.poll() is None and servers:
+            row = [
+                f"{time.monotonic() - begun:.0f}",
+                f"{memory(process.pid):.1f}",
+                f"{memory(servers[0]):.1f}",
+            ]
+            samples.append(row)
+    return samples
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--endurance", type=int, metavar="TESTS")
+    parser.add_argument("--json", type=Path, help="where to write the table, too")
+    options = parser.parse_args()
+    machine = describe_machine()
+    print(machine)
+    if options.endurance:
+        return 0 if run_endurance(options.endurance) else 1
+    rows, all_right = run_table(options.repeats)
+    header = [
+        "fault on rank 1 of 2",
+        "the report begins",
+        "seconds",
+        "MultiProcessTestCase",
+        "MultiProcContinuousTest",
+    ]
+    print(table(header, rows))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "header": header, "rows": rows}, indent=1))
+    return 0 if all_right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""What is wrong between ranks, told from what each of them does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
+from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
+
+PLACE = "test_a.py:7 in test_a"
+
+
+def issued(op: str, number: int, shape: tuple[int, ...] = (3,), **changes: Any) -> Issued:
+    usual = {"group": DEFAULT_GROUP, "ranks": (), "dtypes": ("float",), "shapes": (shape,), "in_flight": True}
+    return Issued(op=op, number=number, **(usual | changes))
+
+
+def doing(*collectives: Issued, state: State = "runs", where: str = PLACE, **rest: Any) -> Doing:
+    return Doing("", where, issued=collectives, state=state, **rest)
+
+
+def told(*ranks: Doing) -> Diagnosis:
+    found = diagnose(dict(enumerate(ranks)), len(ranks))
+    assert found is not None
+    return found
+
+
+def test_ranks_that_compute_or_have_all_joined_are_no_case() -> None:
+    joined = doing(issued("all_reduce", 1))
+    assert diagnose({0: doing(), 1: doing(state="idle")}, 2) is None
+    assert diagnose({0: joined, 1: joined}, 2) is None
+
+
+def test_the_fewer_ranks_are_to_blame_for_a_mismatch() -> None:
+    most, other = doing(issued("all_reduce", 3)), doing(issued("all_gather", 3, (5,)))
+    found = told(most, other, most)
+    assert found.sentence == (
+        "mismatch: rank 1 is in all_gather #3 (float [5]) while ranks 0, 2 are in all_reduce #3 (float [3])"
+    )
+    assert found.blame == {1}
+    assert found.is_hopeless
+
+
+def test_nobody_is_to_blame_where_as_many_did_the_other_thing() -> None:
+    assert told(doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ()))).blame == frozenset()
+
+
+def test_a_mismatch_that_one_rank_has_left_behind_is_one() -> None:
+    left = doing(issued("all_reduce", 1, (3,), in_flight=False), issued("barrier", 2, ()))
+    found = told(left, doing(issued("all_reduce", 1, (4,))))
+    assert found.sentence == (
+        "mismatch: rank 0 was in all_reduce #1 (float [3]) while rank 1 is in all_reduce #1 (float [4])"
+    )
+
+
+def test_the_first_of_several_mismatches_is_told() -> None:
+    one = doing(issued("all_reduce", 1), issued("all_reduce", 2))
+    other = doing(issued("barrier", 1), issued("barrier", 2))
+    assert "#1" in told(one, other).sentence
+    assert "#2" not in told(one, other).sentence
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "differs"),
+    [
+        ("all_reduce", {"shapes": ((4,),)}, True),
+        ("all_reduce", {"shapes": ((3, 1),)}, False),  # as many elements
+        ("all_reduce", {"dtypes": ("half",)}, True),
+        ("all_gather", {"shapes": ((4,),)}, True),
+        ("all_to_all", {"shapes": ((4,),)}, False),  # splits may differ
+        ("all_to_all", {"dtypes": ("half",)}, True),
+        ("gather", {"shapes": (), "dtypes": ()}, False),
+        ("scatter", {"shapes": (), "dtypes": ()}, False),  # only the source hands something in
+    ],
+)
+def test_what_must_be_equal_depends_on_the_operation(op: str, changes: dict[str, Any], differs: bool) -> None:
+    ranks = {0: doing(issued(op, 1)), 1: doing(issued(op, 1, **{"shape": (3,), **changes}))}
+    found = find_mismatch(ranks, 2)
+    assert (found is not None) is differs
+
+
+def test_a_mismatch_that_all_ranks_have_left_behind_is_told_on_request_only() -> None:
+    ranks = {
+        rank: doing(issued("broadcast", 1, (3 + rank,), in_flight=False), state="idle") for rank in range(2)
+    }
+    assert find_mismatch(ranks, 2) is None
+    found = find_mismatch(ranks, 2, unnoticed=True)
+    assert found is not None
+    assert found.sentence == (
+        "mismatch: rank 0 called broadcast #1 (float [3]) while rank 1 called broadcast #1 (float [4])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("absent", "place", "is_hopeless"),
+    [
+        (doing(state="idle"), "never reached: it has ended the test", True),
+        (doing(state="votes", point="n=2"), "never reached: it has ended the subtest [n=2]", True),
+        (doing(state="stopped"), "did not reach: it is stopped", True),
+        (doing(state="silent", where="a.py:1"), "did not reach: it does not answer, at a.py:1", False),
+        (doing(call="recv"), "never reached: it is in recv at test_a.py:7 in test_a", False),
+        (doing(), "never reached: it is at test_a.py:7 in test_a", False),
+    ],
+)
+def test_a_rank_that_keeps_others_waiting_is_named_with_where_it_is(
+    absent: Doing, place: str, is_hopeless: bool
+) -> None:
+    waiting = doing(issued("all_reduce", 1, in_flight=False), issued("all_reduce", 2))
+    absent = doing(
+        issued("all_reduce", 1, in_flight=False),
+        state=absent.state,
+        where=absent.where,
+        point=absent.point,
+        call=absent.call,
+    )
+    found = told(waiting, absent, waiting)
+    assert found.sentence == f"ranks 0, 2 wait in all_reduce #2 (float [3]), which rank 1 {place}"
+    assert found.blame == {1}
+    assert found.is_hopeless is is_hopeless
+
+
+def test_a_rank_that_moves_may_still_come() -> None:
+    assert diagnose({0: doing(issued("all_reduce", 1)), 2: doing(issued("all_reduce", 1))}, 3) is None
+
+
+def test_two_groups_in_opposite_order_are_a_deadlock() -> None:
+    first, second = (issued("all_reduce", 1, group=name, ranks=(0, 1)) for name in ("1", "2"))
+    found = told(doing(first), doing(second))
+    assert found.sentence == (
+        "deadlock: rank 0 waits in all_reduce #1 (float [3]) of group 1 (ranks 0, 1) for rank 1; "
+        "rank 1 waits in all_reduce #1 (float [3]) of group 2 (ranks 0, 1) for rank 0"
+    )
+    assert found.is_hopeless
+
+
+def test_only_members_of_a_group_are_missed() -> None:
+    pair = doing(issued("all_reduce", 1, group="1", ranks=(0, 2)))
+    assert diagnose({0: pair, 1: doing(state="idle"), 2: pair}, 3) is None
+    assert "rank 2 never reached" in told(pair, doing(), doing()).sentence
+
+
+def test_a_stopped_rank_is_told_though_nobody_waits_for_it() -> None:
+    found = told(doing(state="idle"), doing(state="stopped"))
+    assert (found.sentence, found.blame, found.is_hopeless) == ("rank 1 is stopped", {1}, True)
+
+
+def test_numbers_count_from_the_beginning_of_the_test() -> None:
+    knows = doing(issued("all_reduce", 42), before={DEFAULT_GROUP: 40})
+    forgot = doing(issued("barrier", 42, ()))
+    assert told(knows, forgot).sentence == (
+        "mismatch: rank 0 is in all_reduce #2 (float [3]) while rank 1 is in barrier #2 (float [])"
+    )
+    own = in_flight(knows)
+    assert own is not None
+    assert own.number == 2
+
+
+def test_a_collective_without_tensors_or_of_another_group_is_named_so() -> None:
+    assert describe(issued("barrier", 1, dtypes=(), shapes=())) == "barrier #1"
+    assert describe(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"
