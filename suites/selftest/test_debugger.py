@@ -22,7 +22,7 @@ HOLD = 0.8
 """Seconds at a prompt: more than the deadline of the tests, and than other ranks get after a failure."""
 
 TESTS = """
-import time, pytest, torch, torch.distributed as dist
+import pathlib, time, pytest, torch, torch.distributed as dist
 pytestmark = pytest.mark.ranks(2, timeout=0.5)
 
 def meet():
@@ -53,8 +53,10 @@ def late(world):
     yield
     assert world.rank == 0, "in tear-down"
 
-def test_tear_down(late):
-    pass
+def test_tear_down(world, late):
+    assert world.rank == 0, "before it"
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
 
 def test_breakpoints(world, capfd):
     ranks = 0
@@ -64,7 +66,7 @@ def test_breakpoints(world, capfd):
     assert ranks == 2
     notes = capfd.readouterr().err.splitlines()
     note = "breakpoint in rank 0 of 2: passed by, as the debugger is in rank 1"
-    assert notes == ([f"test_it.py:{line}: {note}" for line in (38, 40)] if world.rank == 0 else [])
+    assert notes == ([f"test_it.py:{line}: {note}" for line in (40, 42)] if world.rank == 0 else [])
 
 @pytest.mark.xfail(raises=AssertionError)
 def test_expected(world):
@@ -180,7 +182,11 @@ def hold_a_conversation(talk: Conversation) -> None:
     answers["peers"] = talk.ask("p meet()")
     answers["set-up"] = talk.ask("c")
     answers["fixture"] = talk.ask("p inside")
+    answers["call"] = talk.ask("c")
     answers["tear-down"] = talk.ask("c")
+    time.sleep(HOLD)
+    answers["go"] = talk.ask("p open('go', 'w').close()")
+    time.sleep(HOLD)
     answers["breakpoint"] = talk.ask("c")
     time.sleep(HOLD)
     answers["step"] = talk.ask("n")
@@ -225,8 +231,12 @@ def test_the_other_rank_waits_beyond_the_deadline_with_its_connections_whole(tal
     assert report_of(talk, "test_failure")[:2] == ["rank 1 of 2 failed", "rank 0: passed"]
 
 
-def test_a_failure_elsewhere_does_not_end_the_debugger(talk: Conversation) -> None:
+def test_a_failure_here_or_elsewhere_ends_nobody_while_the_user_looks(talk: Conversation) -> None:
     assert talk.answers["patience"] == "1"
+    assert report_of(talk, "ERROR at teardown of test_tear_down")[:2] == [
+        "rank 1 of 2 failed",
+        "rank 0: passed",
+    ]
     assert "E       AssertionError: the other rank failed long ago" in report_of(talk, "test_quit")
 
 
@@ -279,7 +289,7 @@ def test_a_world_without_the_rank_runs_as_always(talk: Conversation) -> None:
 def test_quitting_ends_the_run_with_the_test_reported_and_nothing_left(talk: Conversation) -> None:
     assert "the user quit the debugger, which ends the run" in report_of(talk, "test_quit")
     assert "Exit: Quitting debugger" in talk.text
-    assert "6 failed, 3 passed, 1 xfailed, 2 errors in " in talk.text
+    assert "7 failed, 2 passed, 1 xfailed, 2 errors in " in talk.text
     assert talk.process.returncode == pytest.ExitCode.INTERRUPTED
     assert [entry.name for entry in (talk.path / "tmp").iterdir() if "pytest-of-" not in entry.name] == []
     assert processes_of(talk) == []
