@@ -22,8 +22,9 @@ from harness.debugging import Debugging
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
 from harness.outcome import ItemOutcome
+from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.requests import Refusal, Request, request_of
+from harness.requests import Refusal, Request, output_directory_of, request_of
 from harness.world import World
 from harness.worlds import Worlds
 
@@ -56,6 +57,10 @@ class Controller:
         self._preload = () if self._measures else tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
         self._debugging = Debugging(config)
+        self._output_directory = output_directory_of(config)
+        if self._output_directory:
+            worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
+            OutputDirectory(self._output_directory).clear_logs(worker)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -253,7 +258,8 @@ class Controller:
             workerinput=workerinput,
             measures=self._measures,
             debugged_rank=config.getoption("rank_pdb"),
-            captures=config.getoption("capture") != "no",
+            captures=config.getoption("capture") in ("fd", "sys"),
+            output_directory=self._output_directory,
         )
 
     def _basetemp(self) -> Path:

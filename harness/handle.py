@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Collection
@@ -17,11 +16,12 @@ from typing import Any
 
 from harness.launch.processes import RankProcess
 from harness.outcome import Died
+from harness.output import RankOutput
 from harness.places import users_line_of_dump
 from harness.protocol import DebuggerState, Doing, FromRank, RankSpec, RunItem, ToRank
 
 MOST_OUTPUT = 6000
-"""Characters of a rank's last output that are shown."""
+"""Bytes of a rank's last output that are shown, of each stream."""
 _DUMP_WITHIN = 0.3
 """Seconds that faulthandler gets to write stacks."""
 
@@ -86,7 +86,8 @@ class RankHandle:
                 messages.extend(self._wire.recv())
         except (EOFError, OSError):
             self._process.join(5.0)  # its exit status follows the end of the wire
-        self.died = Died(self._process.exitcode, self.log(), time.time(), self.phases_over())
+        output = self.output().read(MOST_OUTPUT)
+        self.died = Died(self._process.exitcode, output, time.time(), self.phases_over())
         return [*messages, self.died]
 
     # What can be seen from outside
@@ -133,16 +134,11 @@ class RankHandle:
 
     def log(self) -> str:
         """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""
-        try:
-            with open(self._spec.log_path, errors="replace") as log:
-                log.seek(self._log_start)
-                text = log.read()
-        except OSError:
-            return ""
-        text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
-        if len(text) < MOST_OUTPUT:
-            return text
-        return f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
+        return self.output().logged(MOST_OUTPUT)
+
+    def output(self) -> RankOutput:
+        """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
+        return RankOutput(Path(self._spec.captured_path), Path(self._spec.log_path), self._log_start)
 
     # Its debugger
 

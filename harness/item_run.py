@@ -221,7 +221,9 @@ class ItemRun:
         for rank in ranks & self._pending():
             outcome = self._outcomes[rank]
             outcome.doing = outcome.doing or answers[rank]
-            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], self._handles[rank].log())
+            handle = self._handles[rank]
+            printed = handle.log(), handle.output().captured()
+            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed)
 
     def _end_grace(self, late: set[int]) -> None:
         """Give up ranks that others wait for in vain; one that is about to tell of its failure may do so."""

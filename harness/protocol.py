@@ -47,7 +47,9 @@ class SessionSpec:
     debugged_rank: int | None
     """Of `--rank-pdb`."""
     captures: bool
-    """False under ``-s``: the ranks write where the controller writes."""
+    """False under ``-s`` and ``--capture=tee-sys``: the ranks write where the controller writes."""
+    output_directory: str = ""
+    """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class RankSpec:
     def log_path(self) -> str:
         """What the rank writes to its standard streams outside of pytest's capture."""
         return self.path(f"rank-{self.rank}.log")
+
+    @property
+    def captured_path(self) -> str:
+        """The directory of the files that pytest captures output in."""
+        return self.path(f"rank-{self.rank}.captured")
 
     @property
     def phases_path(self) -> str:

@@ -6,6 +6,7 @@ Runs in the controller; imports torch only where someone asks for GPUs.
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +93,23 @@ def default_backend(config: pytest.Config) -> str:
     return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
 
 
+def output_directory_of(config: pytest.Config) -> str:
+    """Return the absolute path that `--rank-output-dir` means, "" if it is not given."""
+    path: str | None = config.getoption("rank_output_dir")
+    return "" if path is None else str(config.invocation_params.dir / path)
+
+
+def _check_output_directory(config: pytest.Config) -> None:
+    if not (path := output_directory_of(config)):
+        return
+    if config.getoption("capture") == "no":
+        raise pytest.UsageError("--rank-output-dir: -s leaves nothing to keep; leave it out")
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise pytest.UsageError(f"--rank-output-dir: no folder can be made: {error}") from None
+
+
 def check_options(config: pytest.Config) -> None:
     """Refuse options that no world can satisfy, before anything is collected.
 
@@ -116,6 +134,7 @@ def check_options(config: pytest.Config) -> None:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    _check_output_directory(config)
     start_method = config.getini("ranks_start_method")
     if start_method not in START_METHODS:
         raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")

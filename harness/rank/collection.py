@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.rank.raised import describe_raised
+
 
 class RankCollection:
     """The items of one rank session, collected file by file, as one collection would have found them.
@@ -27,8 +29,10 @@ class RankCollection:
             self._errors[path] = ""
             try:
                 items = session.perform_collect([path])
-            except pytest.UsageError as error:
-                self._errors[path] = str(error)
+            except BaseException as error:
+                # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
+                # may be the file of the next item: this one must not suffer from it.
+                self._errors[path] = self._errors[path] or describe_raised(error)
             else:
                 self._items.update({str(item.nodeid): item for item in items})
         return self._items.get(nodeid)
@@ -48,10 +52,15 @@ class RankCollection:
         return self._directories.setdefault((path, parent), (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note why the file in hand yields fewer items than elsewhere: it, or a conftest, may be broken."""
+        path = next(reversed(self._errors), None)
+        if path is None or self._errors[path]:
+            return
         if report.failed:
-            for path, error in self._errors.items():
-                if not error and path.endswith(str(report.nodeid).split("::")[0]):
-                    self._errors[path] = report.longreprtext
+            self._errors[path] = report.longreprtext
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self._errors[path] = f"this rank skips {path} as it imports it, and others did not ({reason})"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:

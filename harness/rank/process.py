@@ -34,8 +34,10 @@ from harness.protocol import (
     Vote,
     Voted,
 )
+from harness.rank.capture import capture_into
 from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, position
 from harness.rank.process_group import DefaultGroup
+from harness.rank.raised import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
 from harness.terminal import SentTerminal
@@ -74,8 +76,14 @@ class Rank:
             logging.getLogger("c10d-NullHandler-default").disabled = True
             if self._terminal is not None:
                 self._terminal.take()
+            capture_into(self.spec.captured_path)
             session = RankSession(self)
-            status = pytest.main(list(self.spec.session.args), plugins=[session])
+            try:
+                status = pytest.main(list(self.spec.session.args), plugins=[session])
+            except BaseException as error:
+                if not session.started:  # sys.exit in a conftest: the process would end without a word
+                    self.send(Broken(f"it raised before it ran a test\n{describe_raised(error)}"))
+                raise
             if not session.started:
                 self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
             self.group.leave()

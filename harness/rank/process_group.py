@@ -33,9 +33,10 @@ class DefaultGroup:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-        # The flight recorder, for collectives in flight; the second name is nccl's of old.
+        # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MOST_RECORDED))
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MOST_RECORDED))
+        if key.backend == "nccl":
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MOST_RECORDED))
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":

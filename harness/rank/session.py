@@ -6,22 +6,31 @@ import os
 import random
 import warnings
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 import pytest
 import torch
+from _pytest.reports import pytest_report_to_serializable
 
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank import debugger
+from harness.rank.capture import tee_where_captured_in_memory
 from harness.rank.collection import RankCollection
 from harness.rank.measuring import Measuring
+from harness.rank.output import TestOutput
+from harness.rank.plain import plain
+from harness.rank.raised import describe_raised
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.rank.xml_notes import XmlNotes
+from harness.xfail import is_xfail_call
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
+
+PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
 # early, distributing, writing reports. An option that a missing plugin would add is left out.
@@ -68,8 +77,16 @@ class RankSession:
         self._baseline: RankState | None = None
         self._baselines_below: dict[object, RankState] = {}
         self._collection = RankCollection()
+        self._phases_over = 0
+        self._xml = XmlNotes()
+        self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
 
     # The session
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
+        tee_where_captured_in_memory(early_config)
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
@@ -88,6 +105,7 @@ class RankSession:
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
+        self._xml.attach(config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -109,8 +127,10 @@ class RankSession:
         item, next_item = self._collect(session, order)
         if item is None:
             self._send_report(_missing(order, self._collection.error_of(order.path)))
+            self._rank.group.sever()
         else:
             self.world.enter_test(order.shared_tmp_path)
+            self._output.begin(item)
             self._rank.reseed()
             self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
@@ -131,12 +151,17 @@ class RankSession:
         return found if order.next_item else [*found, None]
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
+        __tracebackhide__ = True
+        self._phases_over = 0
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
-        except (KeyboardInterrupt, pytest.exit.Exception) as error:
-            # Raised inside one rank they are that test's failure; stopping the run is the controller's.
-            longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
-            self.pytest_runtest_logreport(_failure(item.nodeid, item.location, longrepr, "call"))
+        except BaseException as error:
+            # KeyboardInterrupt, pytest.exit, or whatever a hook raises. Inside one rank it is that test's
+            # failure; stopping the run is the controller's.
+            phase = PHASES[min(self._phases_over, 2)]
+            self.pytest_runtest_logreport(
+                _failure(item.nodeid, item.location, _represent(item, error), phase)
+            )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -149,28 +174,48 @@ class RankSession:
 
     # Reporting
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._output.settle(item)
+        return (yield)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_of_subtest = type(report) is not pytest.TestReport
+        if is_of_subtest:
+            self._output.settle_subtest(report)
         self._send_report(report)
-        if type(report) is not pytest.TestReport:
-            return  # of a subtest: the test goes on
-        self._rank.note_phases_over(("setup", "call", "teardown").index(report.when) + 1)
+        if is_of_subtest:
+            return  # the test goes on
+        self._phases_over = PHASES.index(report.when) + 1
+        self._rank.note_phases_over(self._phases_over)
         if report.when != "teardown" and _raised(report):
             self._rank.group.sever()
 
     def _send_report(self, report: pytest.TestReport) -> None:
-        config = self._config
-        data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        if data is None:
-            why = (
-                f"a report of the class {type(report).__name__} cannot leave a rank: no plugin serialises it"
-            )
-            report = _failure(report.nodeid, report.location, why, report.when)
-            data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        if not _raised(report):
-            self._rank.post(Reported(_plain(data)))
-        else:
+        data = self._serialise(report)
+        if notes := self._xml.take():
+            data["xml_notes"] = notes
+        if _raised(report):
             ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
-            self._rank.send(Reported(_plain(data), self._rank.collectives() if ends_phase else None))
+            self._rank.send(Reported(plain(data), self._rank.collectives() if ends_phase else None))
+        else:  # posted reports are lost if the process dies: no loss, unless there is something to show
+            (self._rank.send if _printed(report) else self._rank.post)(Reported(plain(data)))
+
+    def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
+        """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
+        why = f"a report of the class {type(report).__name__} cannot leave a rank: no plugin serialises it"
+        data: dict[str, Any] | None
+        try:
+            data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        except BaseException as error:  # of a hook of the user's, which would end the rank
+            data, why = None, f"a report cannot leave a rank: a hook raised\n{describe_raised(error)}"
+        if data is None:
+            data = pytest_report_to_serializable(_failure(report.nodeid, report.location, why, report.when))
+        assert data is not None
+        return data
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._output.keep_of_file(report)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
@@ -184,6 +229,7 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         result = yield
         assert self._baseline is not None
         now = RankState.capture()
@@ -198,6 +244,7 @@ class RankSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         """Let what a fixture of wider scope than a function changes stand until that fixture ends."""
+        __tracebackhide__ = True
         if fixturedef.scope == "function" or self._baseline is None:
             return (yield)
         before = RankState.capture()
@@ -234,8 +281,21 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def _raised(report: pytest.TestReport) -> bool:
-    """Whether something was raised that is no skip, expected or not."""
-    return report.failed or (report.skipped and hasattr(report, "wasxfail"))
+    """Whether something was raised, expected or not, that is no skip and no `pytest.xfail()`."""
+    return report.failed or (report.skipped and hasattr(report, "wasxfail") and not is_xfail_call(report))
+
+
+def _represent(item: pytest.Item, error: BaseException) -> object:
+    """Return pytest's representation of a failure; as text where a repr in it raises what pytest lets out."""
+    try:
+        return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+    except BaseException:
+        return describe_raised(error)
+
+
+def _printed(report: pytest.TestReport) -> bool:
+    """Whether the phase has captured output, and another phase will follow."""
+    return report.when != "teardown" and any(title.endswith(report.when) for title, _ in report.sections)
 
 
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
@@ -244,22 +304,9 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
         "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
         "choice?"
     )
-    return _failure(order.nodeid, (order.path, None, order.nodeid), text, "setup")
+    path, *names = order.nodeid.split("::")
+    return _failure(order.nodeid, (path, None, ".".join(names)), text, "setup")
 
 
 def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
-
-
-def _plain(value: Any) -> Any:
-    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
-
-    Reports hold anything: recorded properties, and what users' hooks set as attributes.
-    """
-    match value:
-        case dict():
-            return {str(name): _plain(item) for name, item in value.items()}
-        case list() | tuple():
-            return (list if isinstance(value, list) else tuple)(map(_plain, value))
-        case _:
-            return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -70,7 +70,7 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
         if isinstance(rank.fate, Died):
             found[rank.reached()].append(death_of(context, rank.rank, rank.fate))
     _add_silence(context, ranks, found)
-    _add_disagreement(ranks, found)
+    _add_disagreement(context, ranks, found)
     _add_stuck(context, ranks, found)
     if not any(_all(found)):
         _add_unnoticed_mismatch(context, found)
@@ -197,12 +197,13 @@ def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
     return Problem(rank, 0.0 if blamed else stuck.at, title, text=text, crash=crash)
 
 
-def _add_disagreement(ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    skips = [(rank, skip) for rank in ranks if (skip := rank.skip())]
-    others = [rank for rank in ranks if not rank.skip()]
-    if not skips or not others or any(not problem.is_victim() for problem in _all(found)):
+def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
+    """Ranks must leave a test together: by a skip, or by `pytest.xfail()` where no mark covers them all."""
+    marked = context.item.get_closest_marker("xfail") is not None
+    left = [(rank, way[0]) for rank in ranks if (way := rank.skip() or (not marked and rank.xfail_call()))]
+    if len(left) in (0, len(ranks)) or any(not problem.is_victim() for problem in _all(found)):
         return
-    rank, (phase, _) = skips[0]
+    rank, phase = left[0]
     crash = ReprFileLocation(*skip_location(rank.phases[phase]), "ranks disagree")
     title = f"{rank.word()} and others did not: ranks disagree"
     found[phase].append(Problem(rank.rank, 0.0, title, crash=crash))

@@ -16,6 +16,7 @@ from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLo
 from harness.diagnosis import Diagnosis, describe, in_flight
 from harness.outcome import Died, RankOutcome, Stuck
 from harness.protocol import Finished
+from harness.xfail import is_xfail_call
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
@@ -48,6 +49,14 @@ class RankReports:
                 return phase, _skip_reason(report)
         return None
 
+    def xfail_call(self) -> tuple[Phase, str] | None:
+        """The phase and reason of the rank's call of `pytest.xfail()`, if it left the test that way."""
+        for phase in PHASES:
+            report = self.phases.get(phase)
+            if report is not None and is_xfail_call(report):
+                return phase, report.wasxfail
+        return None
+
     def word(self) -> str:
         """What this rank says of the whole item, in a few words."""
         if isinstance(self.fate, Died):
@@ -56,7 +65,11 @@ class RankReports:
             return f"was in {where(self.fate)}"
         if skip := self.skip():
             return f"skipped ({skip[1]})"
+        if xfail := self.xfail_call():
+            return f"xfailed ({xfail[1]})"
         failed = [phase for phase, report in self.phases.items() if report.failed]
+        if any(report.skipped for report in self.phases.values()):
+            return "failed as expected"
         return f"failed in {failed[0]}" if failed else "passed"
 
 

@@ -1,0 +1,207 @@
+"""Collectives that ranks do not issue alike, forward and backward, and a process group that is gone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from suites.selftest.conftest import FaultSession
+
+FAULTS = """
+import os
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from harness.engine import FullyShardedDataParallel
+
+pytestmark = pytest.mark.ranks(2, timeout=1.5)
+
+def test_operation(world):
+    if world.rank == 1:
+        dist.all_gather([torch.ones(3)] * 2, torch.ones(3))
+    else:
+        dist.all_reduce(torch.ones(3))
+
+def test_order(world):
+    tensor = torch.ones(3)
+    steps = [lambda: dist.all_reduce(tensor), lambda: dist.broadcast(tensor, 0)]
+    for step in steps if world.rank == 0 else reversed(steps):
+        step()
+
+def test_one_missing(world):
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+
+def test_last_missing(world):
+    dist.barrier()
+    if world.rank == 1:
+        dist.all_reduce(torch.ones(3))  # alone
+
+def test_in_flight(world):
+    if world.rank == 1:
+        dist.all_reduce(torch.ones(3), async_op=True)
+
+def test_dtype(world):
+    dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.float64][world.rank]))
+
+def test_shape(world):
+    dist.all_reduce(torch.ones([3, 100_000][world.rank]))
+
+def test_object(world):
+    if world.rank == 1:
+        dist.all_gather_object([None] * 2, "x")
+    else:
+        dist.broadcast_object_list(["x"], 0)
+
+class Disagrees(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if os.environ["RANK"] == "1":
+            dist.all_reduce(grad.clone())
+        else:
+            dist.all_gather([torch.empty_like(grad) for _ in range(2)], grad)
+        return grad
+
+def test_operation_in_backward(world):
+    Disagrees.apply(torch.ones(3, requires_grad=True)).sum().backward()
+
+def test_one_missing_in_backward(world):
+    x = torch.ones(3, requires_grad=True)
+    if world.rank == 1:
+        x.register_hook(lambda grad: dist.all_reduce(grad))  # a hook
+    x.sum().backward()
+
+def test_failure_in_backward(world):
+    def hook(grad):
+        if world.rank == 1:
+            raise ValueError("in a hook")
+        dist.all_reduce(grad)
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, skips):
+        return self.first(x) if skips else self.second(self.first(x))
+
+@pytest.mark.ranks(2, timeout=10)
+def test_ddp_with_an_unused_parameter(world):
+    model = DistributedDataParallel(Layers())
+    for _ in range(2):
+        model(torch.ones(2, 4), skips=world.rank == 1).sum().backward()
+
+@pytest.mark.ranks(2, timeout=10)
+def test_engine_with_a_skipped_unit(world):
+    model = Layers()
+    model.first, model.second = map(FullyShardedDataParallel, (model.first, model.second))
+    model = FullyShardedDataParallel(model)
+    for _ in range(2):
+        model(torch.ones(2, 4), skips=world.rank == 1).sum().backward()
+
+def test_group_destroyed_before_a_collective(world):
+    if world.rank == 1:
+        dist.destroy_process_group()
+    dist.barrier()
+
+def test_group_destroyed_at_the_end(world):
+    if world.rank == 1:
+        dist.destroy_process_group()
+
+def test_group_destroyed_by_all(world):
+    dist.destroy_process_group()
+"""
+
+
+def test_the_next_test_of_the_file_runs_on_a_healthy_world(session: FaultSession) -> None:
+    session.assert_healthy()
+
+
+@pytest.mark.parametrize(
+    ("name", "operations"),
+    [
+        ("test_operation", ("all_reduce", "all_gather")),
+        ("test_order", ("all_reduce", "broadcast")),
+        ("test_one_missing", ("all_reduce", "barrier")),
+        ("test_object", ("broadcast", "all_gather")),
+        ("test_operation_in_backward", ("all_gather", "all_reduce")),
+    ],
+)
+def test_a_mismatch_names_what_each_rank_is_in(
+    session: FaultSession, name: str, operations: tuple[str, str]
+) -> None:
+    verdict = session[name]
+    assert verdict.outcomes == ["failure"]
+    told = "\n".join(verdict.head())
+    for rank, operation in enumerate(operations):
+        assert f"rank {rank}" in told
+        assert f"in {operation} #" in told
+    assert verdict.seconds < 20  # a bound against hanging
+
+
+@pytest.mark.parametrize("name", ["test_dtype", "test_shape"])
+def test_a_mismatch_of_dtype_or_shape_is_a_failure_that_names_the_operation(
+    session: FaultSession, name: str
+) -> None:
+    assert session[name].outcomes == ["failure"]
+    assert "all_reduce" in session[name].text
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("test_last_missing", "# alone"), ("test_one_missing_in_backward", "# a hook")]
+)
+def test_a_collective_that_the_other_rank_misses_names_both(
+    session: FaultSession, name: str, code: str
+) -> None:
+    head = session[name].head()
+    assert head[0].startswith("rank 1 of 2 waits in all_reduce #")
+    assert session.place(code) in head[0]
+    assert head[0].endswith("for rank 0, which has ended the test")
+
+
+def test_a_collective_left_in_flight_is_a_failure(session: FaultSession) -> None:
+    assert session["test_in_flight"].outcomes == ["failure"]
+    assert session["test_in_flight"].head()[0].startswith("rank 1 of 2 left all_reduce #")
+
+
+def test_a_failure_in_a_hook_of_backward_is_the_cause(session: FaultSession) -> None:
+    verdict = session["test_failure_in_backward"]
+    assert verdict.head()[0] == "rank 1 of 2 failed"
+    assert verdict.head()[1].startswith("rank 0: ")  # and no cause
+    assert verdict.message == "rank 1: ValueError: in a hook"
+
+
+def test_ddp_says_which_rank_did_not_use_a_parameter(session: FaultSession) -> None:
+    verdict = session["test_ddp_with_an_unused_parameter"]
+    assert verdict.outcomes == ["failure"]
+    assert verdict.head()[0] == "rank 1 of 2 failed"
+    assert "RuntimeError: Expected to have finished reduction in the prior iteration" in verdict.message
+
+
+def test_an_engine_whose_unit_one_rank_skips_is_told_with_the_collective(session: FaultSession) -> None:
+    verdict = session["test_engine_with_a_skipped_unit"]
+    assert verdict.outcomes == ["failure"]
+    assert "rank 0" in verdict.head()[0]
+    assert " in all_to_all #" in verdict.head()[0]
+    assert verdict.seconds < 20  # a bound against hanging
+
+
+def test_a_rank_that_destroyed_the_group_is_the_cause(session: FaultSession) -> None:
+    verdict = session["test_group_destroyed_before_a_collective"]
+    assert verdict.head()[0] == "rank 1 of 2 failed"
+    assert "Default process group has not been initialized" in verdict.message
+
+
+@pytest.mark.parametrize("when", ["at_the_end", "by_all"])
+def test_a_group_that_nobody_needs_any_more_may_go(session: FaultSession, when: str) -> None:
+    assert session[f"test_group_destroyed_{when}"].outcomes == ["passed"]
