@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bdb
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Generator
@@ -69,8 +71,16 @@ class RankDebugger:
         except pytest.fail.Exception:
             item.session.shouldfail = "Quitting debugger"  # no further point of a test's subtests
         finally:
+            _give_back_ctrl_c()
             plugins.unregister(reporter)
             vars(report).pop("_pdbshown", None)  # the merged report says more than was shown
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            _give_back_ctrl_c()
 
     def pytest_enter_pdb(self, pdb: Any) -> None:
         interaction = pdb.interaction
@@ -117,6 +127,12 @@ class NoDebugger:
             run = f"run the test with --rank-pdb {self._world.rank}"
             pytest.fail(f"{here}: ranks have no terminal of their own; {run}", pytrace=False)
         sys.stderr.write(f"{here}: passed by, as the debugger is in rank {self._debugged}\n")
+
+
+def _give_back_ctrl_c() -> None:
+    """Take away the handler by which pdb lets Ctrl-C stop what goes on after its command `c`."""
+    if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), bdb.Bdb):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_worth_a_look(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:
