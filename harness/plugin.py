@@ -54,6 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
+    parser.addini(
+        "ranks_at_once",
+        "how many ranks may run at once over all pytest runs of this user on this machine",
+        "int",
+        None,
+    )
+    parser.addini("ranks_wait", "seconds that a world waits until others leave it room", "float", 600.0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

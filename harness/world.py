@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProcess
@@ -39,6 +39,9 @@ from harness.protocol import (
     Warned,
     WorldKey,
 )
+
+if TYPE_CHECKING:
+    from harness.launch.leases import Lease
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
@@ -146,9 +149,17 @@ def _without_failure(outcomes: list[RankOutcome], ranks: set[int]) -> set[int]:
 class World:
     """N ranks that share a default process group."""
 
-    def __init__(self, key: WorldKey, name: str, session: SessionSpec, launcher: ProcessLauncher) -> None:
+    def __init__(
+        self,
+        key: WorldKey,
+        name: str,
+        session: SessionSpec,
+        launcher: ProcessLauncher,
+        lease: Lease | None = None,
+    ) -> None:
         self.key = key
         self.name = name
+        self.lease = lease
         self._session = session
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
@@ -168,9 +179,16 @@ class World:
         """
         deadline = time.monotonic() + timeout
         os.makedirs(self._directory, mode=0o700)
+        leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
         self._specs = [
             RankSpec(
-                rank, self.key, self._session, seed, self._directory, f"{basetemp}/{self.name}-rank{rank}"
+                rank,
+                self.key,
+                self._session,
+                seed,
+                self._directory,
+                f"{basetemp}/{self.name}-rank{rank}",
+                *leased,
             )
             for rank in range(self.key.size)
         ]
@@ -187,6 +205,8 @@ class World:
                         raise WorldError(f"rank {rank} {message.how} while it started\n{message.output}")
             if waiting and time.monotonic() >= deadline:
                 raise WorldError(self._not_ready(waiting, timeout))
+        if self.lease is not None:
+            self.lease.leave_to_ranks()
 
     def _not_ready(self, waiting: set[int], timeout: float) -> str:
         outcomes = [RankOutcome(rank) for rank in range(self.key.size)]
@@ -436,6 +456,8 @@ class World:
                 self._launcher.forget(started.process.pid)
         self._ranks = []
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self.lease is not None:
+            self.lease.end()
 
 
 def _kill(started: RankProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -12,6 +13,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -33,6 +35,12 @@ from harness.rank.process_group import DefaultGroup
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
 
+if TYPE_CHECKING:
+    from harness.rank.lease import RankLease
+
+LOOK_EVERY = 0.2
+"""Seconds between looks of an idle rank whether its world's lease is asked back."""
+
 
 class Rank:
     """A rank from its start to its end.
@@ -50,6 +58,7 @@ class Rank:
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
+        self._lease = _lease(spec)
 
     def run(self) -> None:
         """Live until told to close."""
@@ -91,7 +100,13 @@ class Rank:
 
     def next_order(self) -> RunItem | Agreed | Close:
         """Wait for the controller to say what to do next."""
-        return self._inbox.get()
+        if self._lease is None:
+            return self._inbox.get()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=LOOK_EVERY)
+            if self._lease.is_asked_back():
+                return Close()
 
     def agree(self, vote: Vote) -> tuple[Vote, ...]:
         """Tell all ranks how this one fared at a point of a test; return every rank's vote, in rank order.
@@ -130,3 +145,11 @@ class Rank:
                     self.send(describe_rank(main, self.spec.session.cwd))
                 case RunItem() | Agreed() | Close():
                     self._inbox.put(message)
+
+
+def _lease(spec: RankSpec) -> RankLease | None:
+    if spec.lease is None:
+        return None
+    from harness.rank.lease import RankLease
+
+    return RankLease(spec.lease)
