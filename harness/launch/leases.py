@@ -66,22 +66,18 @@ class Lease:
 
     def rest(self) -> bool:
         """Note that no test uses the world now; False if its turn is over, and others wait for it."""
-        try:
-            if time.monotonic() >= self._turn_ends and any(map(self._claim.competes, self._ledger.waiting())):
-                return False
-            self._ledger.mark_idle(self.name)
-        except OSError:  # the ledger is gone; the next lease will tell why
+        if time.monotonic() >= self._turn_ends and any(map(self._claim.competes, self._ledger.waiting())):
             return False
-        return True
+        return self._ledger.put_down(self.name)
 
     def resume(self) -> bool:
         """Use the world for a test again; False if its ranks were asked to end while it was idle."""
         return self._ledger.take_up(self.name)
 
     def end(self) -> None:
-        """Take it out of the ledger: the ranks have ended, or there never were any."""
-        self._ledger.strike(self.name)
+        """Take it out of the ledger; if a rank takes its time to die, leave that to whoever reads it next."""
         self._let_go()
+        self._ledger.strike_if_dead(self.name)
 
     def _let_go(self) -> None:
         if self._keeper is not None:

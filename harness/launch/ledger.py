@@ -27,10 +27,11 @@ ALONE_WITHIN = 60.0
 """Seconds to wait for others that read the ledger."""
 NEW, TURN, LEASE = "new", "turn", "lease"
 """Suffixes of an entry's file: it is being written; it stands in line; it is granted."""
-IDLE, ASKED = "idle", "asked"
-"""Suffixes of marks beside a lease: its world is warm and no test uses it; it was asked back then, upon which
-its ranks end. Whoever removes or renames the first of the two has the say: only one process can."""
-SUFFIXES = (NEW, TURN, LEASE, IDLE, ASKED)
+BUSY, IDLE, ASKED = "busy", "idle", "asked"
+"""Suffixes of the mark beside a lease: a test uses its world; no test does, and it is kept warm; it was asked
+back then, upon which its ranks end. Renaming is atomic: of two processes one gets its way. It also takes a
+tenth of the time of making a file."""
+SUFFIXES = (NEW, TURN, LEASE, BUSY, IDLE, ASKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class Ledger:
 
     def grant(self, name: str) -> None:
         """Let a turn in line be a lease. Only for who is `alone`."""
-        self.path(name, TURN).rename(self.path(name, LEASE))
+        self.path(name, BUSY).touch(mode=0o600)
+        self._rename(name, TURN, LEASE)
 
     def read(self) -> list[Entry]:
         """Return the living entries, oldest first, and strike out the dead. Only for who is `alone`."""
@@ -107,14 +109,19 @@ class Ledger:
 
     def waiting(self) -> Iterator[Claim]:
         """Yield the claims that stand in line, perhaps a dead one among them; anybody may ask at any time."""
-        for file in os.listdir(self.directory):
-            if file.endswith(f".{TURN}"):
-                # It has just got its lease, or has given up.
-                with contextlib.suppress(OSError, ValueError):
-                    yield _claim((self.directory / file).read_text())
+        # What is not there any more has just got its lease, or has given up.
+        with contextlib.suppress(FileNotFoundError):
+            for file in os.listdir(self.directory):
+                if file.endswith(f".{TURN}"):
+                    with contextlib.suppress(FileNotFoundError, ValueError):
+                        yield _claim((self.directory / file).read_text())
 
-    def strike(self, name: str) -> None:
-        """Take an entry out of the ledger, with its marks."""
+    def strike_if_dead(self, name: str) -> None:
+        """Take an entry out of the ledger, with its marks, unless a process still holds it."""
+        for kind in (NEW, TURN, LEASE):
+            self._read(name, kind)
+
+    def _strike(self, name: str) -> None:
         for suffix in SUFFIXES:
             self.path(name, suffix).unlink(missing_ok=True)
 
@@ -122,7 +129,7 @@ class Ledger:
         try:
             with self.path(name, kind).open() as file:
                 if _lock(file.fileno(), fcntl.LOCK_EX):
-                    self.strike(name)
+                    self._strike(name)
                     return None
                 claim = _claim(file.read())
         except FileNotFoundError:  # its world has just ended, or it has given up waiting
@@ -132,23 +139,26 @@ class Ledger:
             idle_since = self.path(name, IDLE).stat().st_mtime
         return Entry(name, kind, claim, idle_since, self.path(name, ASKED).exists())
 
-    # The marks
+    # The mark
 
-    def mark_idle(self, name: str) -> None:
-        self.path(name, IDLE).touch(mode=0o600)
+    def put_down(self, name: str) -> bool:
+        """Note that no test uses a lease's world from now on; False if the entry is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(f"{self.directory}/{name}.{BUSY}")
+        return self._rename(name, BUSY, IDLE)
 
     def take_up(self, name: str) -> bool:
         """Use an idle lease again; False if it was asked back meanwhile."""
-        try:
-            self.path(name, IDLE).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        return self._rename(name, IDLE, BUSY)
 
     def ask_back(self, name: str) -> bool:
         """Ask an idle lease's ranks to end; False if a test uses them again."""
+        return self._rename(name, IDLE, ASKED)
+
+    def _rename(self, name: str, before: str, after: str) -> bool:
+        entry = f"{self.directory}/{name}"
         try:
-            self.path(name, IDLE).rename(self.path(name, ASKED))
+            os.rename(f"{entry}.{before}", f"{entry}.{after}")
         except FileNotFoundError:
             return False
         return True
@@ -164,7 +174,7 @@ def hold(lease: str) -> int:
 def default_directory() -> Path:
     """Return the directory that `LOCKSTEP_LEASES` names, else one of this user in the temporary directory."""
     chosen = os.environ.get(VARIABLE)
-    return Path(chosen) if chosen else Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
+    return Path(chosen).absolute() if chosen else Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
 
 
 def _claim(text: str) -> Claim:

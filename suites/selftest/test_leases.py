@@ -349,6 +349,7 @@ def test_a_lease_lasts_as_long_as_a_rank_lives_and_no_longer(machine: Machine) -
     lease = machine.take(ranks(4))
     rank = hold(f"{lease.path}.lease")
     lease.leave_to_ranks()
+    lease.end()
     with pytest.raises(LaunchError):
         machine.take(ranks(1))
     os.close(rank)
@@ -436,8 +437,8 @@ def test_a_world_rests_until_its_turn_is_over_and_somebody_wants_the_same(
     monkeypatch.setattr(leases_module, "TURN_LASTS", 0.0)
     lease.leave_to_ranks()
     assert not lease.rest()
-    lease.end()
     os.close(rank)
+    lease.end()
     line.join(60)
     lease = machine.take(gpus(1, "0"))
     other = machine.take(gpus(1, "1"))
