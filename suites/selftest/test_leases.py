@@ -267,18 +267,21 @@ class Machine:
 
     def __init__(self, path: Path) -> None:
         self.ledger = Ledger(path / "leases")
-        self._path = path
 
     def take(self, need: Need, patience: float = 0.0) -> Lease:
         return Leases(self.ledger, patience, print).take(need, lambda: None)
 
     def waits(self, need: Need) -> threading.Thread:
         """Put a world in line, which gives its lease up as soon as it has it; return once it stands there."""
-        thread = threading.Thread(target=lambda: self.take(need, patience=60).end())
+        thread = threading.Thread(target=self._wait, args=(need,), daemon=True)
         before = list(self.ledger.waiting())
         thread.start()
         until(lambda: len(list(self.ledger.waiting())) > len(before), "a world stands in line")
         return thread
+
+    def _wait(self, need: Need) -> None:
+        with contextlib.suppress(LaunchError):  # the test has failed, and is told of elsewhere
+            self.take(need, patience=60).end()
 
 
 @pytest.fixture
