@@ -65,6 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
+    parser.addini(
+        "ranks_leaks",
+        "what a test that leaves something behind in its rank gets: warn, error (at tear-down) or off",
+        default="warn",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,6 +17,8 @@ from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
 from harness.protocol import WorldKey
 
+LEAK_POLICIES = ("warn", "error", "off")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -134,3 +136,6 @@ def check_options(config: pytest.Config) -> None:
     start_method = config.getini("ranks_start_method")
     if start_method not in START_METHODS:
         raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
+    policy = config.getini("ranks_leaks")
+    if policy not in LEAK_POLICIES:
+        raise pytest.UsageError(f"ranks_leaks = {policy!r}: choose {', '.join(LEAK_POLICIES)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import sys
 from multiprocessing import forkserver
@@ -21,6 +22,8 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
     """
     os.setsid()
     _let_go_of_server()
+    # Tests start processes as they would anywhere: how this one was started is no matter of theirs.
+    multiprocessing.set_start_method(None, force=True)
     Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
     session = spec.session
     os.environ.clear()

@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from harness.descendants import children_of, end
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.protocol import RankSpec
@@ -122,8 +123,14 @@ class ProcessLauncher:
         self._checked = True
 
     def forget(self, pid: int) -> None:
-        """Note that a rank is gone."""
+        """Note that a rank is gone, and end what its tests have put out of reach of the rank's own end."""
         Path(f"{self.directory}/ranks/{pid}").unlink(missing_ok=True)
+        if self._forks and (server_pid := _running_server()._forkserver_pid) is not None:
+            end(lambda: children_of(server_pid) - self._ranks(), patience=0.0)
+
+    def _ranks(self) -> set[int]:
+        """Return the processes that are ranks, of whatever world: they note it as they start."""
+        return {int(name) for name in os.listdir(f"{self.directory}/ranks")}
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""

@@ -19,10 +19,12 @@ from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
 from harness.rank.capture import tee_where_captured_in_memory
 from harness.rank.collection import RankCollection
+from harness.rank.leaks import Leaks
 from harness.rank.output import TestOutput
 from harness.rank.plain import plain
 from harness.rank.raised import describe_raised
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.rank.streams import Streams
 from harness.rank.xml_notes import XmlNotes
 from harness.xfail import is_xfail_call
 
@@ -76,11 +78,15 @@ class RankSession:
         self.lockstep = rank
         self.started = False
         self._baseline: RankState | None = None
-        self._baselines_below: dict[object, RankState] = {}
+        self._is_in_order = True
+        self._last: RankState | None = None
+        self._of_fixtures: dict[object, tuple[RankState, RankState]] = {}
+        """What fixtures of wider scope have changed: the state before and after."""
         self._collection = RankCollection()
         self._phases_over = 0
         self._xml = XmlNotes()
         self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
+        self._streams = Streams()
 
     # The session
 
@@ -104,6 +110,10 @@ class RankSession:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
         self._xml.attach(config)
+        config.pluginmanager.register(self._rank.copies)
+        config.pluginmanager.register(self._streams)
+        self._leaks = Leaks(self._spec.rank, config.getini("ranks_leaks"))
+        config.pluginmanager.register(self._leaks)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -112,7 +122,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
-        self._baseline = RankState.capture()
+        self._baseline = self._last = RankState.capture()
         self._rank.ready()
         while True:
             match self._rank.next_order():
@@ -132,7 +142,7 @@ class RankSession:
             self._rank.reseed()
             self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
-        usable = torch.distributed.is_initialized()
+        usable = torch.distributed.is_initialized() and self._is_in_order
         self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
@@ -166,8 +176,13 @@ class RankSession:
         """Tear down what was kept up for another item.
 
         Under pytest-xdist a controller knows its next item, but not whether the next one of this world will
-        be its own.
+        be its own. What has changed since the last test was no test's doing: plugins that run around tests,
+        pytest-timeout say, may set a timer.
         """
+        assert self._baseline is not None
+        assert self._last is not None
+        if (now := RankState.capture()) != self._last:
+            self._baseline = self._baseline.with_changes(self._last, now)
         item.session._setupstate.teardown_exact(item)
 
     # Reporting
@@ -229,14 +244,21 @@ class RankSession:
         __tracebackhide__ = True
         result = yield
         assert self._baseline is not None
-        now = RankState.capture()
-        if now != self._baseline:
-            self._baseline.restore()
-        forget_meshes()
-        if left := self._baseline.changes(now):
-            message = f"rank {self._spec.rank}: the test left behind {'; '.join(left)}"
-            warnings.warn(RankStateWarning(message), stacklevel=1)
+        self._put_back(self._baseline)
         return result
+
+    def _put_back(self, baseline: RankState) -> None:
+        now = self._last = RankState.capture()
+        left = self._streams.take_notes()
+        if now != baseline:
+            left = [*baseline.changes(now), *left]
+            baseline.restore()
+            self._last = RankState.capture()
+            self._is_in_order = not baseline.changes(self._last)
+        self._rank.crash_reports.enable()
+        forget_meshes()
+        if left:
+            self._leaks.tell(RankStateWarning, "; ".join(left))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
@@ -248,7 +270,7 @@ class RankSession:
         result = yield
         now = RankState.capture()
         if now != before:
-            self._baselines_below[fixturedef] = self._baseline
+            self._of_fixtures[fixturedef] = before, now
             self._baseline = self._baseline.with_changes(before, now)
         return result
 
@@ -261,7 +283,10 @@ class RankSession:
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        self._baseline = self._baselines_below.pop(fixturedef, self._baseline)
+        changes = self._of_fixtures.pop(fixturedef, None)
+        if changes is not None and self._baseline is not None:
+            before, after = changes
+            self._baseline = self._baseline.with_changes(after, before)
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,19 +11,19 @@ if TYPE_CHECKING:
     from suites.selftest.conftest import FaultSession
 
 FAULTS = """
-import os
+import os, time
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from harness.engine import FullyShardedDataParallel
 
-pytestmark = pytest.mark.ranks(2, timeout=1.5)
+pytestmark = pytest.mark.ranks(2, timeout=30)
 
 def test_operation(world):
     if world.rank == 1:
         dist.all_gather([torch.ones(3)] * 2, torch.ones(3))
     else:
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3))  # here
 
 def test_order(world):
     tensor = torch.ones(3)
@@ -95,19 +96,40 @@ class Layers(nn.Module):
     def forward(self, x, skips):
         return self.first(x) if skips else self.second(self.first(x))
 
-@pytest.mark.ranks(2, timeout=10)
 def test_ddp_with_an_unused_parameter(world):
     model = DistributedDataParallel(Layers())
     for _ in range(2):
         model(torch.ones(2, 4), skips=world.rank == 1).sum().backward()
 
-@pytest.mark.ranks(2, timeout=10)
 def test_engine_with_a_skipped_unit(world):
     model = Layers()
     model.first, model.second = map(FullyShardedDataParallel, (model.first, model.second))
     model = FullyShardedDataParallel(model)
     for _ in range(2):
         model(torch.ones(2, 4), skips=world.rank == 1).sum().backward()
+
+def test_two_groups_in_opposite_order(world):
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups[:: 1 - 2 * world.rank]:
+        dist.all_reduce(torch.ones(1), group=group)
+
+def test_patient(world):
+    # They wait for each other, but not in vain: an operation of each is in flight all the time.
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    works = []
+    for group in groups[:: 1 - 2 * world.rank]:
+        works.append(dist.all_reduce(torch.ones(1), group=group, async_op=True))
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            time.sleep(0.01)
+    for work in works:
+        work.wait()
+
+def test_points(world, run_subtests):
+    def claim(n):
+        if (world.rank, n) != (0, 2):
+            dist.all_reduce(torch.ones(n))
+    run_subtests({"n": [1, 2, 3]}, claim)
 
 def test_group_destroyed_before_a_collective(world):
     if world.rank == 1:
@@ -142,11 +164,12 @@ def test_a_mismatch_names_what_each_rank_is_in(
 ) -> None:
     verdict = session[name]
     assert verdict.outcomes == ["failure"]
-    told = "\n".join(verdict.head())
-    for rank, operation in enumerate(operations):
-        assert f"rank {rank}" in told
-        assert f"in {operation} #" in told
-    assert verdict.seconds < 20  # a bound against hanging
+    first, second = operations
+    sentence = rf"mismatch: rank 0 is in {first} #\d( .*)? while rank 1 is in {second} #\d( .*)?"
+    assert re.fullmatch(sentence, verdict.message)
+    assert verdict.head()[0] == verdict.message
+    assert session.place("# here") in verdict.head()[1] or name != "test_operation"
+    assert verdict.seconds < 20  # far from the deadline
 
 
 @pytest.mark.parametrize("name", ["test_dtype", "test_shape"])
@@ -164,9 +187,28 @@ def test_a_collective_that_the_other_rank_misses_names_both(
     session: FaultSession, name: str, code: str
 ) -> None:
     head = session[name].head()
-    assert head[0].startswith("rank 1 of 2 waits in all_reduce #")
-    assert session.place(code) in head[0]
-    assert head[0].endswith("for rank 0, which has ended the test")
+    assert head[0].startswith("rank 1 waits in all_reduce #")
+    assert head[0].endswith(" (float [3]), which rank 0 never reached: it has ended the test")
+    assert head[1].startswith("rank 1 of 2 given up after ")
+    assert session.place(code) in head[1]
+
+
+def test_two_groups_in_opposite_order_are_a_deadlock(session: FaultSession) -> None:
+    sentence = session["test_two_groups_in_opposite_order"].message
+    assert sentence.startswith("deadlock: rank 0 waits in all_reduce #1 (float [1]) of group ")
+    assert "(ranks 0, 1) for rank 1; rank 1 waits in all_reduce #1 (float [1]) of group " in sentence
+
+
+def test_ranks_that_wait_in_turns_are_left_alone(session: FaultSession) -> None:
+    assert session["test_patient"].outcomes == ["passed"]
+
+
+def test_a_point_that_stands_still_is_named_and_the_others_run(session: FaultSession) -> None:
+    verdict = session["test_points"]
+    assert "rank 1 waits in all_reduce #2 (float [2]), which rank 0 never reached: " in verdict.text
+    assert "it has ended the subtest [n=2]" in verdict.text
+    assert "--subtest n=2" in verdict.text
+    assert "contains 1 failed subtest" in verdict.text
 
 
 def test_a_collective_left_in_flight_is_a_failure(session: FaultSession) -> None:
@@ -191,8 +233,8 @@ def test_ddp_says_which_rank_did_not_use_a_parameter(session: FaultSession) -> N
 def test_an_engine_whose_unit_one_rank_skips_is_told_with_the_collective(session: FaultSession) -> None:
     verdict = session["test_engine_with_a_skipped_unit"]
     assert verdict.outcomes == ["failure"]
-    assert "rank 0" in verdict.head()[0]
-    assert " in all_to_all #" in verdict.head()[0]
+    assert verdict.message.startswith("rank 0 waits in all_to_all #")
+    assert verdict.message.endswith(", which rank 1 never reached: it has ended the test")
     assert verdict.seconds < 20  # a bound against hanging
 
 
