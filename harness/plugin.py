@@ -40,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"
     )
     group.addoption(
+        "--rank-pdb",
+        type=int,
+        metavar="RANK",
+        help="debug rank RANK: at its failures and breakpoints; the others wait, without a deadline",
+    )
+    group.addoption(
         "--check-collectives",
         action="store_true",
         help="after each test compare the collectives of all ranks: a mismatch that nobody noticed fails it",

@@ -42,6 +42,10 @@ class SessionSpec:
     sys_path: tuple[str, ...]
     environ: dict[str, str]
     workerinput: dict[str, Any]
+    measures: bool
+    """Whether pytest-cov does in the controller."""
+    debugged_rank: int | None
+    """Of `--rank-pdb`."""
     captures: bool
     """False under ``-s`` and ``--capture=tee-sys``: the ranks write where the controller writes."""
     output_directory: str = ""
@@ -233,6 +237,17 @@ class Moves:
     """The rank's main thread has moved since it was last asked."""
 
 
+DebuggerState = Literal["prompts", "runs", "left", "quits"]
+"""It waits for the user; it runs the test on by lines; it is closed; it was quit, and with it the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Debugger:
+    """The rank's debugger has changed its state."""
+
+    state: DebuggerState
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The item's protocol is over."""
@@ -248,4 +263,6 @@ class Finished:
 
 
 # A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
-FromRank = Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Moves | Finished
+FromRank = (
+    Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Moves | Debugger | Finished
+)

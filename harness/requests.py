@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 
+from harness import debugging
 from harness.launch.processes import START_METHODS
 from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
@@ -60,6 +61,8 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     if device == "cuda" and (lack := _lack_of_gpus(key)):
         return Refusal("skipped", lack)
     timeout = mark.timeout or config.getoption("world_timeout")
+    if debugging.is_debugged(key, config):
+        timeout = float("inf")
     return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout)
 
 
@@ -128,6 +131,7 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+    debugging.check_options(config)
     try:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:

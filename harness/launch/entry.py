@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.protocol import RankSpec
+from harness.terminal import SentTerminal
 
 
-def become_rank(spec: RankSpec, wire: Connection) -> None:
+def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
     """Take over the controller's surroundings, then run the rank until it is told to close.
 
     The process leads a session of its own: a Ctrl-C on the terminal reaches the controller alone, and
@@ -37,7 +38,7 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
         _write_whole_lines()
     from harness.rank import Rank
 
-    Rank(spec, wire).run()
+    Rank(spec, wire, terminal).run()
 
 
 def _let_go_of_server() -> None:

@@ -41,6 +41,7 @@ from harness.rank.process_group import DefaultGroup
 from harness.rank.raised import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
+from harness.terminal import SentTerminal
 
 
 class Rank:
@@ -50,11 +51,12 @@ class Rank:
     that the rank can say what it is doing, or end with its controller, while a test runs.
     """
 
-    def __init__(self, spec: RankSpec, wire: Connection) -> None:
+    def __init__(self, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device)
         self._wire = wire
+        self._terminal = terminal
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -74,6 +76,8 @@ class Rank:
         self.group.join()
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
+        if self._terminal is not None:
+            self._terminal.take()
         capture_into(self.spec.captured_path)
         session = RankSession(self)
         try:

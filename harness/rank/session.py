@@ -17,9 +17,11 @@ from harness.cut import MOST_OF_A_MESSAGE, cut
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
+from harness.rank import debugger
 from harness.rank.capture import tee_where_captured_in_memory
 from harness.rank.collection import RankCollection
 from harness.rank.leaks import Leaks
+from harness.rank.measuring import Measuring
 from harness.rank.output import TestOutput
 from harness.rank.plain import plain
 from harness.rank.raised import describe_raised
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
-# early, distributing, debugging, writing reports. An option that a missing plugin would add is left out.
+# early, distributing, writing reports. An option that a missing plugin would add is left out.
 _CONTROLLERS_OPTIONS: dict[str, Any] = {
     "keyword": "",
     "markexpr": "",
@@ -47,8 +49,6 @@ _CONTROLLERS_OPTIONS: dict[str, Any] = {
     "stepwise_skip": False,
     "cacheclear": False,
     "cacheshow": None,
-    "usepdb": False,
-    "trace": False,
     "setupshow": False,
     "durations": None,
     "xmlpath": None,
@@ -101,6 +101,9 @@ class RankSession:
         options = vars(config.option)
         options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
+        debugger.plug_in(config, self._rank)
+        if self._spec.session.measures:
+            config.pluginmanager.register(Measuring(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
