@@ -17,10 +17,6 @@ pytestmark = pytest.mark.ranks(2)
 
 MEGABYTE = ("y" * 99 + "\n") * 10_000
 
-def test_much_passes(world):
-    for _ in range(100 * world.rank):
-        sys.stdout.write(MEGABYTE)
-
 def test_much_fails(world):
     for _ in range(100 * world.rank):
         os.write(1, MEGABYTE.encode())
@@ -107,7 +103,6 @@ def test_the_next_test_of_the_file_runs_on_a_healthy_world(session: FaultSession
 
 
 def test_much_output_hides_no_verdict(session: FaultSession) -> None:
-    assert session["test_much_passes"].outcomes == ["passed"]
     assert session["test_much_fails"].head() == ["rank 1 of 2 failed", "rank 0: passed"]
     assert "AssertionError: after much" in session["test_much_fails"].message
     assert session["test_much_dies"].head()[:2] == ["rank 1 of 2 exited with code 5", "rank 0: passed"]
@@ -135,7 +130,7 @@ def test_a_failure_without_streams_is_told_like_any(session: FaultSession, name:
 def test_a_death_without_streams_shows_its_line(session: FaultSession, name: str) -> None:
     verdict = session[name]
     assert verdict.outcomes == ["failure"]
-    assert verdict.head()[0] == "rank 1 of 2 died: SIGABRT"
+    assert verdict.head()[0].startswith("rank 1 of 2 died: SIGABRT")
     assert f"in {name}" in verdict.text
 
 
@@ -143,14 +138,9 @@ def test_closed_descriptors_alone_are_no_failure(session: FaultSession) -> None:
     assert session["test_descriptors_closed"].outcomes == ["passed"]
 
 
-@pytest.mark.parametrize("name", ["test_stdout_closed", "test_stdout_closed_and_failed"])
-def test_a_closed_stdout_is_the_failure_of_the_rank_that_closed_it(session: FaultSession, name: str) -> None:
-    """pytest itself captures with the object that was closed: the rank's session cannot go on."""
-    verdict = session[name]
-    assert verdict.outcomes[0] == "failure"
-    assert verdict.head()[0] == "rank 1 of 2 failed"
-    assert "I/O operation on closed file" in verdict.message
-    assert ("after closing" in verdict.text) == (name == "test_stdout_closed_and_failed")
+def test_a_closed_stdout_does_no_harm(session: FaultSession) -> None:
+    assert session["test_stdout_closed"].outcomes == ["passed"]
+    assert session["test_stdout_closed_and_failed"].message == "rank 1: ValueError: after closing"
 
 
 def test_a_rank_that_reads_from_the_terminal_is_told_that_there_is_none(session: FaultSession) -> None:
