@@ -96,7 +96,8 @@ def test_healthy_after_leaks(world):
 """
 
 STATE = """
-def test_signals(only):
+def test_signals(world, only):
+    pathlib.Path(f"pid-{world.rank}.txt").write_text(str(os.getpid()))
     if only:
         signal.alarm(100)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -116,6 +117,8 @@ def test_limit(only):
 
 def test_everything_is_put_back(world):
     import faulthandler
+    pid = pathlib.Path(f"pid-{world.rank}.txt").read_text()
+    assert pid == str(os.getpid()), "what cannot be put back costs a new world"
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
