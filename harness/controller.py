@@ -5,6 +5,7 @@ Under pytest-xdist each of its workers is a controller. Must not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -18,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from harness import reporting
-from harness.exceptions import WorldError
+from harness.exceptions import LaunchError, WorldError
+from harness.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
+from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.requests import Refusal, Request, request_of
@@ -48,6 +51,8 @@ class Controller:
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = Worlds(self._start_world, self._complain)
+        self._termination = Termination()
+        self._interrupted: Interrupted | None = None
         self._preload = tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
 
@@ -69,11 +74,13 @@ class Controller:
             except OSError:  # pytest says what is wrong with it
                 return
             if mentions:
-                self._launch().prestart()
+                with contextlib.suppress(OSError):  # told where a test asks for a world, if one does
+                    self._launch().prestart()
 
     def _launch(self) -> ProcessLauncher:
         if self._launcher is None:
             self._launcher = ProcessLauncher(self._start_method, self._preload)
+            self._termination.heed()
         return self._launcher
 
     @pytest.hookimpl(trylast=True)
@@ -125,14 +132,11 @@ class Controller:
         order = self._order(item, request, nextitem)
         try:
             outcome = world.run(order, request.timeout)
-        except WorldError as error:
-            world.kill()
+        except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
+            self._worlds.discard(world)
             return _refuse(item, Refusal("failed", str(error)))
-        except BaseException:
-            world.kill()
-            raise
         if len(outcome.finished()) < len(outcome.ranks):
-            world.kill()
+            self._worlds.discard(world)
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         self._pass_on_warnings(item, outcome)
@@ -212,15 +216,21 @@ class Controller:
     # Worlds
 
     def _start_world(self, key: WorldKey) -> World:
-        world = World(key, f"world-{next(self._numbers)}", self._session_spec(), self._launch())
+        try:
+            world = World(key, f"world-{next(self._numbers)}", self._session_spec(), self._launch())
+            basetemp = self._basetemp()
+        except OSError as error:
+            raise LaunchError(explain(error)) from error
         try:
             world.start(
                 seed=self._config.getoption("world_seed"),
-                basetemp=self._basetemp(),
+                basetemp=basetemp,
                 timeout=self._config.getoption("world_timeout"),
             )
-        except BaseException:
+        except BaseException as error:
             world.kill()
+            if isinstance(error, OSError):
+                raise LaunchError(explain(error)) from error
             raise
         return world
 
@@ -254,9 +264,21 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        result = yield
+        try:
+            result = yield
+        except BREAKS_OFF:
+            self._interrupted = self._worlds.interrupt(TEAR_DOWN_WITHIN)
+            raise
+        except (pytest.Session.Failed, pytest.Session.Interrupted):  # -x, --maxfail, a session's timeout
+            self._worlds.close()
+            raise
         self._worlds.close()  # while what goes wrong can still fail the run
         return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._interrupted is not None:
+            item = self._last_items.get(self._interrupted.world or "")
+            self._interrupted.write(terminalreporter, "" if item is None else str(item.nodeid))
 
     def pytest_sessionfinish(self) -> None:
         self._worlds.kill()  # none is left but after an interruption
@@ -266,6 +288,7 @@ class Controller:
         self._stop_server()
 
     def _stop_server(self) -> None:
+        self._termination.restore()
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None

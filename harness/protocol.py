@@ -113,7 +113,12 @@ class Close:
     """End the session: tear down what is up, leave."""
 
 
-ToRank = RunItem | Agreed | ShowStacks | Close
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Break off what runs, as a Ctrl-C would; then tear down what is up, leave."""
+
+
+ToRank = RunItem | Agreed | ShowStacks | Close | Interrupt
 
 
 # Rank -> controller

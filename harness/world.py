@@ -27,6 +27,7 @@ from harness.protocol import (
     Doing,
     Finished,
     FromRank,
+    Interrupt,
     RankSpec,
     Ready,
     Reported,
@@ -398,6 +399,21 @@ class World:
 
     # The end
 
+    def interrupt(self) -> dict[int, str]:
+        """Break off what the ranks run; return what each was doing. `reap` waits for their tear-down.
+
+        To be called when `run` was left by an exception.
+        """
+        outcomes = [RankOutcome(rank) for rank in range(len(self._ranks))]
+        said = self._ask({outcome.rank for outcome in outcomes}, outcomes)
+        for outcome in outcomes:
+            self._send(outcome.rank, Interrupt())
+        words = {
+            rank: f"{doing.collective} at {doing.where}" if doing.collective else doing.where
+            for rank, doing in said.items()
+        }
+        return words | {rank: died.how for rank, died in self._died.items()}
+
     def say_close(self) -> None:
         """Ask the ranks to tear down their sessions; `reap` waits for them."""
         for rank in range(len(self._ranks)):
@@ -411,7 +427,7 @@ class World:
             started.process.join(max(0.0, until - time.monotonic()))
             if started.process.is_alive():
                 complaints.append(f"rank {rank} of {self.key} did not end in {timeout:g} s and was killed")
-            elif started.process.exitcode != 0 and rank not in self._died:
+            elif started.process.exitcode not in (0, None) and rank not in self._died:
                 died = Died(started.process.exitcode, self._log(rank), 0.0)
                 complaints.append(f"rank {rank} of {self.key} {died.how} as it closed\n{died.output}")
         self.kill()
@@ -428,21 +444,10 @@ class World:
     def kill(self) -> None:
         """End every rank at once, with what their tests have started, and remove the world's directory."""
         for started in self._ranks:
-            _kill(started)
+            started.kill()
         for started in self._ranks:
-            started.process.join(2.0)
-            started.wire.close()
+            started.close()
             if started.process.pid is not None:
                 self._launcher.forget(started.process.pid)
         self._ranks = []
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _kill(started: RankProcess) -> None:
-    pid = started.process.pid
-    if pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    if started.process.is_alive():  # it may not lead a group of its own yet
-        started.process.kill()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from harness.protocol import RankSpec
+from harness.launch.limits import explain
+from harness.protocol import Broken, RankSpec
 
 
 def become_rank(spec: RankSpec, wire: Connection) -> None:
@@ -20,6 +22,26 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
     whatever a test leaves running can be ended together with the rank.
     """
     os.setsid()
+    _undo_server()
+    try:
+        _take_over(spec)
+    except OSError as error:
+        wire.send((Broken(explain(error)),))
+        return
+    from harness.rank import Rank
+
+    Rank(spec, wire).run()
+
+
+def _undo_server() -> None:
+    """Heed the signals that the server ignores, and let exceptions be told as in any process."""
+    sys.excepthook = sys.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(each, signal.SIG_DFL)
+
+
+def _take_over(spec: RankSpec) -> None:
     _let_go_of_server()
     Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
     session = spec.session
@@ -32,9 +54,6 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
         _redirect_streams(spec.log_path)
     else:
         _write_whole_lines()
-    from harness.rank import Rank
-
-    Rank(spec, wire).run()
 
 
 def _let_go_of_server() -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.limits import explain
 from harness.protocol import (
     Agreed,
     Broken,
     Close,
     FromRank,
+    Interrupt,
     RankSpec,
     Ready,
     RunItem,
@@ -45,6 +47,8 @@ class Rank:
         self.spec = spec
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device)
+        self.interrupted = False
+        """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
         self._wire = wire
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
@@ -57,7 +61,7 @@ class Rank:
         with Path(self.spec.stacks_path).open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
-            self.group.join()
+            self._join()
             # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
             logging.getLogger("c10d-NullHandler-default").disabled = True
             session = RankSession(self)
@@ -68,6 +72,13 @@ class Rank:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(0)  # threads that tests have left would keep the process
+
+    def _join(self) -> None:
+        try:
+            self.group.join()
+        except Exception as error:  # torch raises its own kinds; what they say is what counts
+            self.send(Broken(f"it could not join its process group: {explain(error)}"))
+            os._exit(1)
 
     def ready(self) -> None:
         """Tell the controller that items may come."""
@@ -128,5 +139,9 @@ class Rank:
             match message:
                 case ShowStacks():
                     self.send(describe_rank(main, self.spec.session.cwd))
+                case Interrupt():
+                    self.interrupted = True
+                    self.group.sever()  # the main thread may wait in a collective, where no signal reaches it
+                    signal.pthread_kill(main, signal.SIGINT)
                 case RunItem() | Agreed() | Close():
                     self._inbox.put(message)

@@ -129,6 +129,8 @@ class RankSession:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
+            if self._rank.interrupted:
+                raise  # pytest tears down what is up and ends the session
             # Raised inside one rank they are that test's failure; stopping the run is the controller's.
             longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
             self.pytest_runtest_logreport(_failure(item.nodeid, item.location, longrepr, "call"))

@@ -1,0 +1,141 @@
+"""Processes around the ranks that are killed: the controller, a worker of pytest-xdist, the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from suites.selftest.conftest import Project
+
+# How long ranks and server may live on; the bound is generous, machines are busy. Measured: 0.3 s.
+SOON = 4.0
+
+HANG = """
+@pytest.mark.ranks(4)
+def test_hangs(world):
+    import subprocess
+    subprocess.Popen(["sleep", "300"])
+    note(world, "reached")
+    match world.rank:
+        case 0: time.sleep(300)
+        case 1: sum(range(10**12))
+        case 2: os.kill(os.getpid(), signal.SIGSTOP)
+        case 3: dist.barrier()
+"""
+
+
+def test_ranks_and_server_end_when_the_controller_is_killed(project: Project) -> None:
+    project.write(HANG)
+    process = project.start()
+    project.until(lambda: all(project.pids("reached", rank) for rank in range(4)), "the test has begun")
+    process.kill()
+    process.communicate(timeout=10)
+    project.assert_nothing_is_left(SOON)
+
+
+def test_ranks_end_in_their_start_when_the_controller_is_killed(project: Project) -> None:
+    project.write("def test_a(world): pass")
+    (project.path / "conftest.py").write_text("""
+import os, pathlib, signal, time
+if "RANK" in os.environ:
+    pathlib.Path(f"reached-{os.environ['RANK']}.txt").write_text(str(os.getpid()))
+    sum(range(10**12)) if os.environ["RANK"] == "0" else os.kill(os.getpid(), signal.SIGSTOP)
+""")
+    process = project.start()
+    project.until(lambda: project.pids("reached") and project.pids("reached", rank=1), "ranks start")
+    process.kill()
+    process.communicate(timeout=10)
+    project.assert_nothing_is_left(SOON)
+
+
+def test_the_server_ends_in_an_import_without_end_when_the_controller_is_killed(project: Project) -> None:
+    (project.path / "endless.py").write_text(
+        "import pathlib, time\npathlib.Path('reached-0.txt').write_text('0')\ntime.sleep(300)\n"
+    )
+    project.write("def test_a(world): pass", "ranks_preload = endless\npythonpath = .")
+    process = project.start()
+    project.until(lambda: project.pids("reached"), "the server imports")
+    process.kill()
+    process.communicate(timeout=10)
+    project.assert_nothing_is_left(SOON)
+
+
+def test_the_server_is_replaced_and_living_worlds_do_not_mind(project: Project) -> None:
+    project.write("""
+def kill_server(world):
+    if world.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    while os.getppid() == world_server: time.sleep(0.01)
+
+world_server = os.getppid()
+
+def test_kills_the_server(world):
+    note(world, "first")
+    kill_server(world)
+    world.barrier()
+
+def test_goes_on(world):
+    note(world, "first")
+    world.barrier()
+
+@pytest.mark.ranks(3)
+def test_on_a_world_of_a_new_server(world):
+    note(world, "second")
+    world.barrier()
+
+@pytest.mark.ranks(2, fresh=True)
+def test_dies(world):
+    if world.rank == 1:
+        os._exit(7)
+
+def test_outlives_it(world):
+    note(world, "first")
+    world.barrier()
+""")
+    output = project.run()
+    assert "1 failed, 4 passed" in output
+    assert "rank 1 of 2 exited with code 7" in output
+    assert len(set(project.pids("first"))) == 1
+    assert "Traceback" not in output
+    project.assert_nothing_is_left()
+
+
+def test_a_server_that_dies_as_a_world_starts_is_replaced(project: Project) -> None:
+    project.write("def test_a(world): pass\ndef test_b(world): world.barrier()\n")
+    (project.path / "conftest.py").write_text("""
+import os, pathlib, signal, time
+if os.environ.get("RANK") == "1" and not pathlib.Path("died").exists():
+    pathlib.Path("died").touch()
+    os.kill(os.getppid(), signal.SIGKILL)
+    os._exit(3)
+""")
+    output = project.run()
+    assert "1 passed, 1 error" in output
+    assert "no world of 2 ranks (gloo, cpu): rank 1" in output
+    project.assert_nothing_is_left()
+
+
+def test_a_dead_xdist_worker_takes_its_ranks_along_and_nobody_elses(project: Project) -> None:
+    project.write("""
+@pytest.mark.parametrize("turn", range(8))
+def test_on_ranks(world, turn):
+    note(world, os.environ["PYTEST_XDIST_WORKER"])
+    time.sleep(0.1)
+    world.barrier()
+""")
+    (project.path / "test_unmarked.py").write_text("""
+import os, pathlib, signal, time
+def test_crashes():
+    worker = os.environ["PYTEST_XDIST_WORKER"]
+    while not pathlib.Path(f"{worker}-0.txt").exists(): time.sleep(0.01)
+    pathlib.Path("dead").write_text(f"{worker} {os.getpid()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+""")
+    process = project.start("-n2", "test_sample.py", "test_unmarked.py")
+    output = process.communicate(timeout=60)[0]
+    assert "1 failed, 8 passed" in output
+    assert "crashed while running 'test_unmarked.py::test_crashes'" in output
+    worker = (project.path / "dead").read_text().split()[0]
+    (other,) = {"gw0", "gw1"} - {worker}
+    assert len(set(project.pids(other))) == 1
+    project.assert_nothing_is_left()

@@ -1,0 +1,115 @@
+"""A run that is broken off: by Ctrl-C once or twice, by SIGTERM, at any moment. Nothing is left of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from suites.selftest.conftest import Project
+
+INTERRUPT = signal.SIGINT
+
+WAITS = """
+@pytest.fixture(scope="session")
+def wide(world):
+    yield
+    note(world, "wide-torn-down")
+
+@pytest.fixture
+def narrow(world):
+    yield
+    note(world, "narrow-torn-down")
+
+@pytest.mark.ranks(1)
+def test_other_world(world, wide): pass
+
+def test_waits(world, wide, narrow):
+    note(world, "reached")
+    if world.rank == 1:
+        time.sleep(300)
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_broken_off_run_tears_down_and_says_what_each_rank_did(
+    project: Project, number: signal.Signals
+) -> None:
+    project.write(WAITS)
+    process = project.start()
+    project.until(lambda: project.pids("reached") and project.pids("reached", rank=1), "the test has begun")
+    time.sleep(0.3)  # from the line that notes it to the one that waits
+    output = project.break_off(process, number)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    told = output.split("broken off on ranks", 1)[1].splitlines()
+    assert told[1:4] == [
+        "test_sample.py::test_waits was running:",
+        "  rank 0: all_reduce #1 (float [3]) at test_sample.py:26 in test_waits",
+        "  rank 1: test_sample.py:25 in test_waits",
+    ]
+    assert ("KeyboardInterrupt" if number == INTERRUPT else "Exit: SIGTERM") in output
+    assert "Traceback" not in output
+    for rank in (0, 1):
+        assert len(project.pids("narrow-torn-down", rank)) == 1
+        assert len(project.pids("wide-torn-down", rank)) == (2 if rank == 0 else 1)
+    project.assert_nothing_is_left()
+
+
+def test_a_second_ctrl_c_ends_what_does_not_heed_the_first(project: Project) -> None:
+    project.write("""
+def test_hangs(world):
+    import subprocess
+    if world.rank == 0:
+        subprocess.Popen(["sleep", "300"])
+    note(world, "reached")
+    if world.rank == 1:
+        sum(range(10**12))
+    dist.barrier()
+""")
+    process = project.start()
+    project.until(lambda: project.pids("reached", rank=1), "the test has begun")
+    begun = time.monotonic()
+    project.break_off(process, INTERRUPT, INTERRUPT)
+    # One who waited for the tear-down of the rank that holds the GIL would take five seconds.
+    assert time.monotonic() - begun < 4
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    project.assert_nothing_is_left()
+
+
+REACHED = (
+    "import os, time, pathlib\npathlib.Path('reached-0.txt').write_text(str(os.getpid()))\ntime.sleep(300)\n"
+)
+
+
+def test_ctrl_c_leaves_nothing_while_the_server_imports(project: Project) -> None:
+    (project.path / "slow.py").write_text(REACHED)
+    project.write("def test_a(world): pass", "ranks_preload = slow\npythonpath = .")
+    _break_off_when_reached(project)
+
+
+def test_ctrl_c_leaves_nothing_during_collection(project: Project) -> None:
+    project.write("def test_a(world): pass")
+    (project.path / "test_slow_import.py").write_text(REACHED)
+    _break_off_when_reached(project)
+
+
+def test_ctrl_c_leaves_nothing_while_a_world_starts(project: Project) -> None:
+    project.write("def test_a(world): pass")
+    (project.path / "conftest.py").write_text(
+        f"import os\nif os.environ.get('RANK') == '1':\n    {REACHED.replace(chr(10), ';')}\n"
+    )
+    _break_off_when_reached(project)
+
+
+def _break_off_when_reached(project: Project) -> None:
+    process = project.start()
+    project.until(lambda: project.pids("reached"), "the moment has come")
+    output = project.break_off(process, INTERRUPT)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "!! KeyboardInterrupt !!" in output
+    assert "Traceback" not in output
+    project.assert_nothing_is_left()
