@@ -12,18 +12,22 @@ import tempfile
 
 from harness.exceptions import LaunchError
 
-FILES_OF_A_RANK = 4
-"""Descriptors that the controller needs for one rank: the wire, its end's notice, and two while it starts."""
-FILES_AT_LEAST = 12
-"""Descriptors kept free for what pytest, the tests and the server open."""
+FILES_OF_A_RANK = 3
+"""Descriptors that the controller keeps for one rank: the wire, and two that tell of its end."""
+FILES_AT_LEAST = 4
+"""Descriptors that starting a rank takes for a moment."""
 
 
 def explain(error: BaseException) -> str:
     """Say what went wrong, and what to do where a limit of the machine was met."""
     said = str(error) or type(error).__name__
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of getcwd, and of nothing else
+        return "The directory that pytest runs in is gone"
     for number, cure in _CURES.items():
         if getattr(error, "errno", None) == number or os.strerror(number) in said:
             return f"{said}. {cure()}"
+    if "Unable to find address for: lo" in said:  # gloo's words
+        return f"{said}. Bring the loopback interface up: `ip link set lo up`"
     return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
 
 

@@ -235,7 +235,7 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
         "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
-        "choice?"
+        "choice? Or has the file changed since pytest collected it?"
     )
     return _failure(order.nodeid, (order.path, None, order.nodeid), text, "setup")
 

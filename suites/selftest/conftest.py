@@ -47,6 +47,7 @@ class Project:
         tmpdir: Path | None = None,
         environ: dict[str, str] | None = None,
         prepare: Callable[[], object] | None = None,
+        cwd: str = ".",
     ) -> subprocess.Popen[str]:
         """Start pytest.
 
@@ -58,7 +59,7 @@ class Project:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
         return subprocess.Popen(
             command,
-            cwd=self.path,
+            cwd=self.path / cwd,
             env={**os.environ, **mine, **(environ or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
