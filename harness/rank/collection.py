@@ -19,16 +19,18 @@ class RankCollection:
         self._items: dict[str, pytest.Item] = {}
         self._errors: dict[str, str] = {}
         """Why a file could not be collected, for every file that was tried; empty where all went well."""
+        self._collecting = ""
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
     def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
         """Return the item, or None if the file has no such item on this rank."""
         if path not in self._errors:
             self._errors[path] = ""
+            self._collecting = path
             try:
                 items = session.perform_collect([path])
-            except pytest.UsageError as error:
-                self._errors[path] = str(error)
+            except pytest.UsageError as error:  # it may follow from what a report has said better
+                self._errors[path] = self._errors[path] or str(error)
             else:
                 self._items.update({str(item.nodeid): item for item in items})
         return self._items.get(nodeid)
@@ -48,10 +50,8 @@ class RankCollection:
         return self._directories.setdefault((path, parent), (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            for path, error in self._errors.items():
-                if not error and path.endswith(str(report.nodeid).split("::")[0]):
-                    self._errors[path] = report.longreprtext
+        if report.failed:  # of the file, or of a directory on the way to it
+            self._errors[self._collecting] = report.longreprtext
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:

@@ -32,9 +32,9 @@ class DefaultGroup:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-        # The flight recorder, for collectives in flight; the second name is nccl's of old.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # the flight recorder, for collectives in flight
+        if key.backend == "nccl":  # its name of old; where gloo is used torch only complains of it
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "64")
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":

@@ -113,3 +113,41 @@ def _break_off_when_reached(project: Project) -> None:
     assert "!! KeyboardInterrupt !!" in output
     assert "Traceback" not in output
     project.assert_nothing_is_left()
+
+
+ENDS = """
+@pytest.fixture(scope="session")
+def wide(world):
+    yield
+    note(world, "wide-torn-down")
+
+def test_a(world, wide): note(world, "ran")
+"""
+
+
+def test_a_run_that_stops_at_its_first_failure_tears_down_on_ranks(project: Project) -> None:
+    project.write(ENDS + "def test_b(world): assert world.rank\ndef test_c(world): note(world, 'ran')")
+    assert "stopping after 1 failures" in project.run("-x")
+    assert len(project.pids("ran")) == len(project.pids("wide-torn-down", rank=1)) == 1
+    project.assert_nothing_is_left()
+
+
+def test_what_ends_a_run_in_the_controller_ends_its_worlds(project: Project) -> None:
+    project.write(ENDS + "def test_b(world): time.sleep(300)\ndef test_c(world, wide): note(world, 'ran')")
+    (project.path / "conftest.py").write_text("""
+import os, pytest, signal
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):  # as a plugin with time limits of its own does
+    if item.name == "test_b" and "RANK" not in os.environ:
+        signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the plugin's time is over", pytrace=False))
+        signal.alarm(1)
+    return (yield)
+""")
+    (project.path / "test_then.py").write_text("import pytest\ndef test_ends(): pytest.exit('enough')")
+    output = project.run()
+    assert "ERROR test_sample.py::test_b - the plugin's time is over" in output
+    assert "Exit: enough" in output
+    assert len(project.pids("ran")) == 2
+    assert len(project.pids("wide-torn-down", rank=1)) == 1
+    project.assert_nothing_is_left()
