@@ -9,7 +9,6 @@ import contextlib
 import gc
 import itertools
 import os
-import shlex
 import sys
 import uuid
 import warnings
@@ -25,18 +24,9 @@ from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.requests import Refusal, Request, request_of
+from harness.rerun import rerun_line
 from harness.world import ItemOutcome, World
 from harness.worlds import Worlds
-
-# What changes how an item runs, with defaults: a line that runs it again has to repeat it.
-OUR_OPTIONS = {
-    "backend": None,
-    "device": None,
-    "engine": "lockstep",
-    "world_seed": 0,
-    "world_timeout": 60.0,
-    "fresh_worlds": False,
-}
 
 _request_key = pytest.StashKey[Request | Refusal]()
 
@@ -140,7 +130,7 @@ class Controller:
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         self._pass_on_warnings(item, outcome)
-        return reporting.merge(outcome, item, self._rerun(item), self._config.getoption("world_seed"))
+        return reporting.merge(outcome, item, rerun_line(item), self._config.getoption("world_seed"))
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request.key, nextitem)
@@ -179,21 +169,6 @@ class Controller:
         if call.excinfo is not None:
             failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
             report.outcome, report.longrepr = failed.outcome, failed.longrepr
-
-    def _rerun(self, item: pytest.Item) -> str:
-        """The command that runs one item again: its node id, and what the user chose of our options."""
-        config = self._config
-        path = os.path.relpath(item.path, config.invocation_params.dir)
-        words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
-        if config.option.inifilename:
-            words += ["-c", str(config.option.inifilename)]
-        for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
-            words += [word for value in values or () for word in (flag, str(value))]
-        for option, default in OUR_OPTIONS.items():
-            value = config.getoption(option)
-            if value != default:
-                words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return shlex.join(words)
 
     # What ranks say beside their reports
 

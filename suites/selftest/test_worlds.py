@@ -372,9 +372,17 @@ def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -
 
 def test_the_line_that_runs_it_again_repeats_what_changes_a_run(project: Project) -> None:
     project.write("def test_a(world): assert False")
+    (project.path / "conftest.py").write_text("""
+def pytest_addoption(parser):
+    parser.addoption("--mine")
+    parser.addoption("--several", nargs="+")
+    parser.getgroup("theirs").addoption("--flag", action="store_true")
+""")
     options = ["-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=3", "-c", "pytest.ini"]
-    line = next(line for line in project.run(*options).splitlines() if line.startswith("pytest test_sample"))
+    others = ["--mine=a b", "-vk", "a", "--flag", "--tb=short", "-W", "error", "--several", "x", "y", "-n0"]
+    output = project.run("test_sample.py", *options, *others)
+    line = next(line for line in output.splitlines() if line.startswith("pytest test_sample"))
     assert line == (
         "pytest test_sample.py::test_a -c pytest.ini -o console_output_style=classic -p no:cacheprovider "
-        "--world-seed 3 --fresh-worlds"
+        "--world-seed 3 --fresh-worlds '--mine=a b' --flag -W error --several x y"
     )
