@@ -76,13 +76,14 @@ class ProcessLauncher:
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
 
     def prestart(self) -> None:
-        """Let the server begin its imports, and return at once. Starts it anew if it has died."""
-        if not self._forks:
-            return
+        """Let the server begin its imports, and return at once. Starts it anew if it has died.
+
+        Where ranks are spawned it imports nothing: it only looks after what a crashed controller leaves.
+        """
         self._forget_dead_server()
         setup = {
             "sys_path": sys.path,
-            "modules": self._preload,
+            "modules": self._preload if self._forks else None,
             "directory": self.directory,
             "controller": os.getpid(),
         }
@@ -178,8 +179,6 @@ class ProcessLauncher:
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""
-        if not self._forks:
-            return
         # multiprocessing has no public way to end it before the interpreter ends.
         running = _running_server()
         if running._forkserver_pid is not None and not self._checked:

@@ -39,8 +39,8 @@ def status_path(directory: str) -> Path:
     return Path(directory) / "server.json"
 
 
-def _prepare(sys_path: list[str], modules: list[str], directory: str, controller: int) -> None:
-    """Import what ranks need, once, and say how it went.
+def _prepare(sys_path: list[str], modules: list[str] | None, directory: str, controller: int) -> None:
+    """Import what ranks need, and `modules`, once, and say how it went; nothing where it is None.
 
     The garbage collector is off meanwhile, which takes a fifth of the time, and what is imported then is
     frozen: ranks neither traverse nor copy it.
@@ -50,7 +50,8 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str, controller
     _look_after(controller, directory)
     gc.disable()
     failures = {}
-    for name in (*RANKS_NEED, *_pytests_plugins(), *modules):
+    names = () if modules is None else (*RANKS_NEED, *_pytests_plugins(), *modules)
+    for name in names:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever a user's module raises is told to the user

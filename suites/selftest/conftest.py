@@ -35,6 +35,7 @@ class Project:
     header: str = HEADER
     shared_memory: set[str] = field(default_factory=lambda: {*os.listdir("/dev/shm")})
     """What was in /dev/shm before."""
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def write(self, tests: str, ini: str = "") -> None:
         (self.path / "test_sample.py").write_text(self.header + tests)
@@ -57,7 +58,7 @@ class Project:
         """
         mine = {"TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             cwd=self.path / cwd,
             env={**os.environ, **mine, **(environ or {})},
@@ -68,6 +69,8 @@ class Project:
             preexec_fn=prepare,
             start_new_session=True,  # as a terminal's job is: a Ctrl-C reaches all of its processes
         )
+        self.started.append(process)
+        return process
 
     def run(self, *args: str, tmpdir: Path | None = None, environ: dict[str, str] | None = None) -> str:
         """Run pytest to its end; return what it printed."""
@@ -106,6 +109,9 @@ class Project:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for process in self.started:
+            with process:
+                process.kill()
 
     def temporary_files(self) -> list[str]:
         """What is left in the temporary directory, beside the folders that pytest keeps for the user."""

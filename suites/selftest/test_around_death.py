@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from suites.selftest.conftest import Project
 
@@ -11,23 +13,24 @@ if TYPE_CHECKING:
 SOON = 4.0
 
 HANG = """
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(SIZE)
 def test_hangs(world):
     import subprocess
     subprocess.Popen(["sleep", "300"])
     note(world, "reached")
     match world.rank:
-        case 0: time.sleep(300)
-        case 1: sum(range(10**12))
-        case 2: os.kill(os.getpid(), signal.SIGSTOP)
+        case 0: sum(range(10**12))
+        case 1: os.kill(os.getpid(), signal.SIGSTOP)
+        case 2: time.sleep(300)
         case 3: dist.barrier()
 """
 
 
-def test_ranks_and_server_end_when_the_controller_is_killed(project: Project) -> None:
-    project.write(HANG)
+@pytest.mark.parametrize(("method", "size"), [("forkserver", 4), ("spawn", 2)])
+def test_ranks_and_server_end_when_the_controller_is_killed(project: Project, method: str, size: int) -> None:
+    project.write(HANG.replace("SIZE", str(size)), f"ranks_start_method = {method}")
     process = project.start()
-    project.until(lambda: all(project.pids("reached", rank) for rank in range(4)), "the test has begun")
+    project.until(lambda: all(project.pids("reached", rank) for rank in range(size)), "the test has begun")
     process.kill()
     process.communicate(timeout=10)
     project.assert_nothing_is_left(SOON)
@@ -62,56 +65,54 @@ def test_the_server_ends_in_an_import_without_end_when_the_controller_is_killed(
 
 def test_the_server_is_replaced_and_living_worlds_do_not_mind(project: Project) -> None:
     project.write("""
-def kill_server(world):
-    if world.rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    while os.getppid() == world_server: time.sleep(0.01)
-
-world_server = os.getppid()
+server = os.getppid()
 
 def test_kills_the_server(world):
-    note(world, "first")
-    kill_server(world)
+    note(world, "living")
+    if world.rank == 0:
+        os.kill(server, signal.SIGKILL)
+    while os.getppid() == server: time.sleep(0.01)
     world.barrier()
 
 def test_goes_on(world):
-    note(world, "first")
+    note(world, "living")
     world.barrier()
 
 @pytest.mark.ranks(3)
 def test_on_a_world_of_a_new_server(world):
-    note(world, "second")
     world.barrier()
 
 @pytest.mark.ranks(2, fresh=True)
 def test_dies(world):
     if world.rank == 1:
+        pathlib.Path("armed").touch()
         os._exit(7)
 
+@pytest.mark.ranks(2, fresh=True)
+def test_kills_the_server_as_its_world_starts(world): pass
+
 def test_outlives_it(world):
-    note(world, "first")
+    note(world, "living")
+    world.barrier()
+
+@pytest.mark.ranks(2, fresh=True)
+def test_on_a_world_of_a_third_server(world):
     world.barrier()
 """)
-    output = project.run()
-    assert "1 failed, 4 passed" in output
-    assert "rank 1 of 2 exited with code 7" in output
-    assert len(set(project.pids("first"))) == 1
-    assert "Traceback" not in output
-    project.assert_nothing_is_left()
-
-
-def test_a_server_that_dies_as_a_world_starts_is_replaced(project: Project) -> None:
-    project.write("def test_a(world): pass\ndef test_b(world): world.barrier()\n")
     (project.path / "conftest.py").write_text("""
-import os, pathlib, signal, time
-if os.environ.get("RANK") == "1" and not pathlib.Path("died").exists():
-    pathlib.Path("died").touch()
+import os, pathlib, signal
+if os.environ.get("RANK") == "1" and pathlib.Path("armed").exists():
+    pathlib.Path("armed").unlink()
     os.kill(os.getppid(), signal.SIGKILL)
     os._exit(3)
 """)
     output = project.run()
-    assert "1 passed, 1 error" in output
+    assert "1 failed, 5 passed, 1 error" in output
+    assert "rank 1 of 2 exited with code 7" in output
+    assert "ERROR test_sample.py::test_kills_the_server_as_its_world_starts" in output
     assert "no world of 2 ranks (gloo, cpu): rank 1" in output
+    assert len(set(project.pids("living"))) == 1
+    assert "Traceback" not in output
     project.assert_nothing_is_left()
 
 
