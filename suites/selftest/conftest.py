@@ -75,14 +75,14 @@ class Project:
     def run(self, *args: str, tmpdir: Path | None = None, environ: dict[str, str] | None = None) -> str:
         """Run pytest to its end; return what it printed."""
         process = self.start(*args, tmpdir=tmpdir, environ=environ)
-        return process.communicate(timeout=60)[0]
+        return process.communicate(timeout=120)[0]
 
     def break_off(self, process: subprocess.Popen[str], *signals: signal.Signals) -> str:
         """Send signals to all processes of a job, as a terminal does; return what pytest printed."""
         for number in signals:
             os.killpg(process.pid, number)
             time.sleep(0.3)
-        return process.communicate(timeout=30)[0]
+        return process.communicate(timeout=60)[0]
 
     def pids(self, what: str, rank: int = 0) -> list[str]:
         path = self.path / f"{what}-{rank}.txt"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from suites.selftest.conftest import Project
 
 # How long ranks and server may live on; the bound is generous, machines are busy. Measured: 0.3 s.
-SOON = 4.0
+SOON = 10.0
 
 HANG = """
 @pytest.mark.ranks(SIZE)
@@ -32,7 +32,7 @@ def test_ranks_and_server_end_when_the_controller_is_killed(project: Project, me
     process = project.start()
     project.until(lambda: all(project.pids("reached", rank) for rank in range(size)), "the test has begun")
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     project.assert_nothing_is_left(SOON)
 
 
@@ -47,7 +47,7 @@ if "RANK" in os.environ:
     process = project.start()
     project.until(lambda: project.pids("reached") and project.pids("reached", rank=1), "ranks start")
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     project.assert_nothing_is_left(SOON)
 
 
@@ -59,7 +59,7 @@ def test_the_server_ends_in_an_import_without_end_when_the_controller_is_killed(
     process = project.start()
     project.until(lambda: project.pids("reached"), "the server imports")
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     project.assert_nothing_is_left(SOON)
 
 
@@ -118,7 +118,7 @@ if os.environ.get("RANK") == "1" and pathlib.Path("armed").exists():
 
 def test_a_dead_xdist_worker_takes_its_ranks_along_and_nobody_elses(project: Project) -> None:
     project.write("""
-@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.parametrize("turn", range(4))
 def test_on_ranks(world, turn):
     note(world, os.environ["PYTEST_XDIST_WORKER"])
     time.sleep(0.1)
@@ -133,8 +133,8 @@ def test_crashes():
     os.kill(os.getpid(), signal.SIGKILL)
 """)
     process = project.start("-n2", "test_sample.py", "test_unmarked.py")
-    output = process.communicate(timeout=60)[0]
-    assert "1 failed, 8 passed" in output
+    output = process.communicate(timeout=120)[0]
+    assert "1 failed, 4 passed" in output
     assert "crashed while running 'test_unmarked.py::test_crashes'" in output
     worker = (project.path / "dead").read_text().split()[0]
     (other,) = {"gw0", "gw1"} - {worker}

@@ -69,10 +69,9 @@ def test_hangs(world):
 """)
     process = project.start()
     project.until(lambda: project.pids("reached", rank=1), "the test has begun")
-    begun = time.monotonic()
-    project.break_off(process, INTERRUPT, INTERRUPT)
-    # One who waited for the tear-down of the rank that holds the GIL would take five seconds.
-    assert time.monotonic() - begun < 4
+    output = project.break_off(process, INTERRUPT, INTERRUPT)
+    # After the first alone it would wait for the rank that holds the GIL, and tell how that ended.
+    assert "broken off on ranks" not in output
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     project.assert_nothing_is_left()
 

@@ -71,7 +71,7 @@ def test_a_full_temporary_directory_is_told_with_its_cure(project: Project, what
 def test_too_few_file_descriptors_are_told_with_the_cure(project: Project) -> None:
     project.write("@pytest.mark.ranks(8)\ndef test_a(world): pass")
     process = project.start(prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)))
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=120)[0]
     assert "open files and this process may have 32: raise the limit, with `ulimit -n 1024`" in output
     assert "1 error" in output
     assert "Traceback" not in output
@@ -98,7 +98,7 @@ def test_elsewhere(world): pass
     (project.path / "cwd").mkdir()
     environ = {**lack(project, "processes space-for-logs name"), "PWD": str(project.path / "cwd")}
     nowhere = Path("/nowhere/to/be/found")  # Python then takes /tmp
-    output = project.start("..", cwd="cwd", environ=environ, tmpdir=nowhere).communicate(timeout=60)[0]
+    output = project.start("..", cwd="cwd", environ=environ, tmpdir=nowhere).communicate(timeout=120)[0]
     assert (
         "died as it started rank 0: [Errno 11] Resource temporarily unavailable. The user, or the" in output
     )

@@ -47,6 +47,6 @@ def test_meets(world):
 
     (project.path / "go").touch()
     for run in runs:
-        assert "1 passed" in run.communicate(timeout=60)[0]
+        assert "1 passed" in run.communicate(timeout=120)[0]
     assert len({*project.pids("met"), *project.pids("met", rank=1)}) == 4
     project.assert_nothing_is_left()
