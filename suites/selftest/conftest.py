@@ -33,8 +33,6 @@ class Project:
     path: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     header: str = HEADER
-    shared_memory: set[str] = field(default_factory=lambda: {*os.listdir("/dev/shm")})
-    """What was in /dev/shm before."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def write(self, tests: str, ini: str = "") -> None:
@@ -120,11 +118,9 @@ class Project:
         ]
 
     def assert_nothing_is_left(self, seconds: float = 5) -> None:
-        """Wait for the end of all processes; no temporary file (sockets are such) or shared memory stays."""
+        """Wait for the end of all processes; no temporary file stays, and no socket, which is one."""
         self.until(lambda: not self.processes(), "no rank, server or child of a test is left", seconds)
         assert self.temporary_files() == []
-        # Of other runs on this machine there may be segments, but not for long.
-        self.until(lambda: {*os.listdir("/dev/shm")} <= self.shared_memory, "no shared memory is left")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,7 +37,7 @@ def test_ranks_and_server_end_when_the_controller_is_killed(project: Project, me
     project.assert_nothing_is_left(SOON)
 
 
-def test_ranks_end_in_their_start_when_the_controller_is_killed(project: Project) -> None:
+def test_ranks_end_in_their_start_when_the_terminal_is_closed(project: Project) -> None:
     project.write("def test_a(world): pass")
     (project.path / "conftest.py").write_text("""
 import os, pathlib, signal, time
@@ -46,8 +47,7 @@ if "RANK" in os.environ:
 """)
     process = project.start()
     project.until(lambda: project.pids("reached") and project.pids("reached", rank=1), "ranks start")
-    process.kill()
-    process.communicate(timeout=60)
+    project.break_off(process, signal.SIGHUP)
     project.assert_nothing_is_left(SOON)
 
 

@@ -30,7 +30,7 @@ def test_other_world(world, wide): pass
 def test_waits(world, wide, narrow):
     note(world, "reached")
     if world.rank == 1:
-        time.sleep(300)
+        dist.recv(torch.ones(5), src=0)
     dist.all_reduce(torch.ones(3))
 """
 
@@ -121,8 +121,16 @@ def test_a(world, wide): note(world, "ran")
 """
 
 
+STOPS = """
+@pytest.mark.ranks(3)  # the world of the fixture stays warm
+def test_b(world): assert world.rank
+
+def test_c(world, wide): note(world, "ran")
+"""
+
+
 def test_a_run_that_stops_at_its_first_failure_tears_down_on_ranks(project: Project) -> None:
-    project.write(ENDS + "def test_b(world): assert world.rank\ndef test_c(world): note(world, 'ran')")
+    project.write(ENDS + STOPS)
     assert "stopping after 1 failures" in project.run("-x")
     assert len(project.pids("ran")) == len(project.pids("wide-torn-down", rank=1)) == 1
     project.assert_nothing_is_left()
