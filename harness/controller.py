@@ -5,10 +5,10 @@ Under pytest-xdist each of its workers is a controller. Must not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
-import shlex
 import sys
 import uuid
 import warnings
@@ -20,28 +20,20 @@ import pytest
 
 from harness import reporting
 from harness.debugging import Debugging
-from harness.exceptions import WorldError
+from harness.exceptions import LaunchError, WorldError
+from harness.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
+from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.outcome import ItemOutcome
 from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
+from harness.rerun import rerun_line
 from harness.world import World
 from harness.worlds import Worlds
 
 if TYPE_CHECKING:
     from harness.launch.leases import Lease
-
-# What changes how an item runs, with defaults: a line that runs it again has to repeat it.
-OUR_OPTIONS = {
-    "backend": None,
-    "device": None,
-    "engine": "lockstep",
-    "world_seed": 0,
-    "world_timeout": 60.0,
-    "fresh_worlds": False,
-    "check_collectives": False,
-}
 
 _request_key = pytest.StashKey[Request | Refusal]()
 
@@ -56,6 +48,8 @@ class Controller:
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = Worlds(self._start_world, self._complain)
+        self._termination = Termination()
+        self._interrupted: Interrupted | None = None
         self._measures = config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
         # What the server runs as it imports, no rank runs: nobody would measure it.
         self._preload = () if self._measures else tuple(config.getini("ranks_preload"))
@@ -85,11 +79,13 @@ class Controller:
             except OSError:  # pytest says what is wrong with it
                 return
             if mentions:
-                self._launch().prestart()
+                with contextlib.suppress(OSError):  # told where a test asks for a world, if one does
+                    self._launch().prestart()
 
     def _launch(self) -> ProcessLauncher:
         if self._launcher is None:
             self._launcher = ProcessLauncher(self._start_method, self._preload, self._debugging.terminal)
+            self._termination.heed()
         return self._launcher
 
     @pytest.hookimpl(trylast=True)
@@ -142,18 +138,15 @@ class Controller:
         try:
             with self._debugging.attending(world):
                 outcome = world.run(order, request.timeout)
-        except WorldError as error:
-            world.kill()
+        except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
+            self._worlds.discard(world)
             return _refuse(item, Refusal("failed", str(error)))
-        except BaseException:
-            world.kill()
-            raise
         if len(outcome.finished()) < len(outcome.ranks):
-            world.kill()
+            self._worlds.discard(world)
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         self._pass_on_warnings(item, outcome)
-        return reporting.merge(outcome, item, self._rerun(item), self._config.getoption("world_seed"))
+        return reporting.merge(outcome, item, rerun_line(item), self._config.getoption("world_seed"))
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request.key, nextitem)
@@ -193,21 +186,6 @@ class Controller:
             failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
             report.outcome, report.longrepr = failed.outcome, failed.longrepr
 
-    def _rerun(self, item: pytest.Item) -> str:
-        """The command that runs one item again: its node id, and what the user chose of our options."""
-        config = self._config
-        path = os.path.relpath(item.path, config.invocation_params.dir)
-        words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
-        if config.option.inifilename:
-            words += ["-c", str(config.option.inifilename)]
-        for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
-            words += [word for value in values or () for word in (flag, str(value))]
-        for option, default in OUR_OPTIONS.items():
-            value = config.getoption(option)
-            if value != default:
-                words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return shlex.join(words)
-
     # What ranks say beside their reports
 
     def _pass_on_warnings(self, item: pytest.Item, outcome: ItemOutcome) -> None:
@@ -230,16 +208,22 @@ class Controller:
 
     def _start_world(self, key: WorldKey) -> World:
         lease = self._lease(key)
-        name = f"world-{next(self._numbers)}"
-        world = World(key, name, self._session_spec(), self._launch(), lease)
+        try:
+            name = f"world-{next(self._numbers)}"
+            world = World(key, name, self._session_spec(), self._launch(), lease)
+            basetemp = self._basetemp()
+        except OSError as error:
+            raise LaunchError(explain(error)) from error
         try:
             world.start(
                 seed=self._config.getoption("world_seed"),
-                basetemp=self._basetemp(),
+                basetemp=basetemp,
                 timeout=self._config.getoption("world_timeout"),
             )
-        except BaseException:
+        except BaseException as error:
             world.kill()
+            if isinstance(error, OSError):
+                raise LaunchError(explain(error)) from error
             raise
         return world
 
@@ -283,9 +267,21 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks leave
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        result = yield
+        try:
+            result = yield
+        except BREAKS_OFF:
+            self._interrupted = self._worlds.interrupt(TEAR_DOWN_WITHIN)
+            raise
+        except (pytest.Session.Failed, pytest.Session.Interrupted):  # -x, --maxfail, a session's timeout
+            self._worlds.close()
+            raise
         self._worlds.close()  # while what goes wrong can still fail the run
         return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._interrupted is not None:
+            item = self._last_items.get(self._interrupted.world or "")
+            self._interrupted.write(terminalreporter, "" if item is None else str(item.nodeid))
 
     def pytest_sessionfinish(self) -> None:
         self._worlds.kill()  # none is left but after an interruption
@@ -296,6 +292,7 @@ class Controller:
         self._debugging.close()
 
     def _stop_server(self) -> None:
+        self._termination.restore()
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None

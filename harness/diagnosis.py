@@ -73,6 +73,14 @@ def describe(issued: Issued) -> str:
     return f"{text} of group {issued.group}{members}"
 
 
+def place_of(doing: Doing) -> str:
+    """Name the collective that a rank has in flight, else what it has called, and its line."""
+    point = f" [{doing.point}]" if doing.point else ""
+    issued = in_flight(doing)
+    call = describe(issued) if issued is not None else doing.call
+    return f"{call}{' at ' if call else ''}{doing.where}{point}"
+
+
 class _Ranks:
     """What all ranks of a world are doing, compared."""
 

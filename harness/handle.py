@@ -18,10 +18,12 @@ from harness.launch.processes import RankProcess
 from harness.outcome import Died
 from harness.output import RankOutput
 from harness.places import users_line_of_dump
-from harness.protocol import DebuggerState, Doing, FromRank, RankSpec, RunItem, ToRank
+from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
 
 MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""
+ANSWER_WITHIN = 0.5
+"""Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
 _DUMP_WITHIN = 0.3
 """Seconds that faulthandler gets to write stacks."""
 
@@ -40,6 +42,7 @@ class RankHandle:
         self.rank = spec.rank
         self.died: Died | None = None
         self._spec = spec
+        self._started = started
         self._process = started.process
         self._wire = started.wire
         self._log_start = 0
@@ -162,21 +165,34 @@ class RankHandle:
 
     def how_it_closed(self) -> Died | None:
         """Return how the process ended if that was an accident nobody has been told of."""
-        if self._process.exitcode == 0 or self.died:
+        if self._process.exitcode in (0, None) or self.died:  # None: nobody can tell any more
             return None
         return Died(self._process.exitcode, self.log(), 0.0)
 
     def kill(self) -> None:
         """End the rank at once, with what its tests have started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if self._process.is_alive():  # it may not lead a group of its own yet
-            self._process.kill()
+        self._started.kill()
 
     def reap(self) -> None:
         """Wait for the end of a killed rank, and close the wire."""
-        self._process.join(2.0)
-        self._wire.close()
+        self._started.close()
+
+
+def ask(handles: Collection[RankHandle]) -> dict[int, Doing]:
+    """Return what ranks that have not died are doing; what else they say meanwhile is lost."""
+    answers: dict[int, Doing] = {}
+    for handle in handles:
+        handle.send(Probe(thoroughly=True))
+    until = time.monotonic() + ANSWER_WITHIN
+    while (silent := _silent(handles, answers)) and time.monotonic() < until:
+        for rank, message in receive(silent, until - time.monotonic()):
+            if isinstance(message, Doing):
+                answers[rank] = message
+    return answers | {handle.rank: handle.describe_silent() for handle in silent}
+
+
+def _silent(handles: Collection[RankHandle], answers: dict[int, Doing]) -> list[RankHandle]:
+    return [handle for handle in handles if handle.rank not in answers and handle.died is None]
 
 
 def receive(handles: Collection[RankHandle], timeout: float) -> list[tuple[int, FromRank | Died]]:

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
 from harness.exceptions import WorldError
-from harness.handle import RankHandle, receive
+from harness.handle import ANSWER_WITHIN, RankHandle, receive
 from harness.outcome import Died, ItemOutcome, RankOutcome, Stuck
 from harness.protocol import (
     DEFAULT_GROUP,
@@ -41,8 +41,6 @@ MOST_GRACE = 3.0
 """Seconds that a rank gets at most which is writing its report meanwhile: a busy machine takes long."""
 PROBE_EVERY = 0.3
 """Seconds between looks at ranks that have nothing to say."""
-ANSWER_WITHIN = 0.5
-"""Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
 COLLECT_WITHIN = 60.0
 """Seconds, at least, that importing a test file may take; it counts for no test."""
 
@@ -211,7 +209,7 @@ class ItemRun:
             return
         self._diagnoses[point] = found
         for rank in pending:
-            self._handles[rank].send(Sever())
+            self._handles[rank].send(Sever(point))
 
     def _give_up(self, ranks: set[int]) -> None:
         phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank

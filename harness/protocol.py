@@ -137,7 +137,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """Break the default group's connections: what waits in a collective shall fail."""
+    """Break the default group's connections: what waits in a collective of this subtest shall fail."""
+
+    point: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,12 @@ class Close:
     """End the session: tear down what is up, leave."""
 
 
-ToRank = RunItem | Agreed | Probe | Sever | Close
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Break off what runs, as a Ctrl-C would; then tear down what is up, leave."""
+
+
+ToRank = RunItem | Agreed | Probe | Sever | Close | Interrupt
 
 
 # Rank -> controller

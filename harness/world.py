@@ -11,18 +11,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.diagnosis import place_of
 from harness.exceptions import WorldError
-from harness.handle import RankHandle, receive
-from harness.item_run import ANSWER_WITHIN, ItemRun
+from harness.handle import RankHandle, ask, receive
+from harness.item_run import ItemRun
 from harness.launch.processes import ProcessLauncher
 from harness.outcome import Died, ItemOutcome
 from harness.output_directory import OutputDirectory
 from harness.protocol import (
     Broken,
     Close,
-    Doing,
     Finished,
-    Probe,
+    Interrupt,
     RankSpec,
     Ready,
     RunItem,
@@ -98,14 +98,7 @@ class World:
             self.lease.leave_to_ranks()
 
     def _not_ready(self, waiting: set[int], timeout: float) -> str:
-        answers: dict[int, Doing] = {}
-        for rank in waiting:
-            self._handles[rank].send(Probe(thoroughly=True))
-        until = time.monotonic() + ANSWER_WITHIN
-        while waiting - answers.keys() and time.monotonic() < until:
-            received = receive(self._handles, until - time.monotonic())
-            answers |= {rank: message for rank, message in received if isinstance(message, Doing)}
-        told = {rank: answers.get(rank) or self._handles[rank].describe_silent() for rank in sorted(waiting)}
+        told = ask([self._handles[rank] for rank in sorted(waiting)])
         names = ", ".join(map(str, told))
         stacks = "\n".join(f"rank {rank}: {doing.stacks}" for rank, doing in told.items())
         return f"rank {names} of {self.key} did not get ready in {timeout:g} s\n{stacks}"
@@ -142,6 +135,16 @@ class World:
         return any(handle.debugger == "quits" for handle in self._handles)
 
     # The end
+
+    def interrupt(self) -> dict[int, str]:
+        """Break off what the ranks run; return what each was doing. `reap` waits for their tear-down.
+
+        To be called when `run` was left by an exception.
+        """
+        said = {rank: place_of(doing) for rank, doing in ask(self._handles).items()}
+        for handle in self._handles:
+            handle.send(Interrupt())
+        return said | {handle.rank: handle.died.how for handle in self._handles if handle.died}
 
     def say_close(self) -> None:
         """Ask the ranks to tear down their sessions; `reap` waits for them."""

@@ -5,8 +5,12 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 
+from harness.exceptions import WorldError
+from harness.interruption import Interrupted
 from harness.protocol import WorldKey
 from harness.world import World
 
@@ -27,25 +31,29 @@ class Worlds:
         self._complain = complain
         self._warm: dict[WorldKey, World] = {}
         self._closing: list[World] = []
+        self._taken: World | None = None
+        """The one that runs a test: a controller runs one at a time."""
 
     def take(self, key: WorldKey, *, fresh: bool) -> World:
         """Return a world for one test: a warm one if there is one and `fresh` does not forbid it."""
         self._reap([world for world in self._closing if world.is_gone()])
-        world = None if fresh else self._warm.pop(key, None)
+        self._taken = world = None if fresh else self._warm.pop(key, None)
         if world is not None and world.lease is not None and not world.lease.resume():
             self._close(world)  # its ranks were asked to end, for a world that waits
             world = None
         if world is not None and not world.is_whole():
             self._complain(world, f"a rank of {key} ended after the test")
-            world.kill()
+            self.discard(world)
             world = None
         if world is None and not fresh:
             # Fixtures of the old world that outlive a test must be torn down before they are set up anew.
             self._reap([world for world in self._closing if world.key == key])
-        return world or self._start(key)
+        self._taken = world = world or self._start(key)
+        return world
 
     def give_back(self, world: World, *, keep: bool) -> None:
         """Keep a world warm, or let it tear down its session and end; it is not waited for."""
+        self._taken = None
         if not keep or (world.lease is not None and not world.lease.rest()):
             self._close(world)
             return
@@ -59,6 +67,11 @@ class Worlds:
             self._close(self._warm.pop(key))
         self._reap([world for world in self._closing if world.lease is not None])
 
+    def discard(self, world: World) -> None:
+        """End a world at once that can run nothing more."""
+        world.kill()
+        self._taken = None
+
     def close(self) -> None:
         """End all worlds, and wait until they have."""
         for world in self._warm.values():
@@ -66,11 +79,29 @@ class Worlds:
         self._warm = {}
         self._reap(list(self._closing))
 
+    def interrupt(self, within: float) -> Interrupted:
+        """Break off what runs, let all worlds tear down for `within` seconds; return what was broken off."""
+        until = time.monotonic() + within
+        for warm in self._warm.values():
+            self._close(warm)
+        self._warm = {}
+        taken = self._taken
+        doing: dict[int, str] = {}
+        with contextlib.suppress(WorldError):  # a rank left its session at the same moment
+            doing = taken.interrupt() if taken else {}
+        complaints = []
+        for world in [*self._closing, *([taken] if taken else [])]:
+            complaints += world.reap(max(0.0, until - time.monotonic()))
+        if taken:  # a tear-down that meets broken connections fails, which is no news
+            complaints = [complaint for complaint in complaints if "did not end" in complaint]
+        self._closing, self._taken = [], None
+        return Interrupted(taken.name if taken else None, doing, complaints)
+
     def kill(self) -> None:
         """End all worlds at once, without tearing anything down."""
-        for world in [*self._warm.values(), *self._closing]:
+        for world in [*self._warm.values(), *self._closing, *([self._taken] if self._taken else [])]:
             world.kill()
-        self._warm, self._closing = {}, []
+        self._warm, self._closing, self._taken = {}, [], None
 
     def _close(self, world: World) -> None:
         world.say_close()

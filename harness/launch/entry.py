@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from harness.protocol import RankSpec
+from harness.launch.limits import explain
+from harness.protocol import Broken, RankSpec
 from harness.terminal import SentTerminal
 
 
@@ -22,6 +24,26 @@ def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None)
     whatever a test leaves running can be ended together with the rank.
     """
     os.setsid()
+    _undo_server()
+    try:
+        _take_over(spec)
+    except OSError as error:
+        wire.send((Broken(explain(error)),))
+        return
+    from harness.rank import Rank
+
+    Rank(spec, wire, terminal).run()
+
+
+def _undo_server() -> None:
+    """Heed the signals that the server ignores, and let exceptions be told as in any process."""
+    sys.excepthook = sys.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(each, signal.SIG_DFL)
+
+
+def _take_over(spec: RankSpec) -> None:
     _let_go_of_server()
     # Tests start processes as they would anywhere: how this one was started is no matter of theirs.
     multiprocessing.set_start_method(None, force=True)
@@ -36,9 +58,6 @@ def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None)
         _redirect_streams(spec.log_path)
     else:
         _write_whole_lines()
-    from harness.rank import Rank
-
-    Rank(spec, wire, terminal).run()
 
 
 def _let_go_of_server() -> None:

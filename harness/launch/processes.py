@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -26,6 +26,8 @@ from typing import Any
 from harness.descendants import children_of, end
 from harness.exceptions import LaunchError
 from harness.launch import server
+from harness.launch.limits import check_open_files, explain
+from harness.launch.served import ServedProcess
 from harness.protocol import RankSpec
 from harness.terminal import Terminal
 
@@ -38,8 +40,23 @@ MOST_OF_TMPDIR = 70
 class RankProcess:
     """A started rank: its process and the controller's end of the wire."""
 
-    process: BaseProcess
+    process: BaseProcess | ServedProcess
     wire: Connection
+
+    def kill(self) -> None:
+        """End the process at once, with what it has started."""
+        pid = self.process.pid
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        if self.process.is_alive():  # it may not lead a group of its own yet
+            self.process.kill()
+
+    def close(self) -> None:
+        """Wait for the end of a killed process; give back what it takes here."""
+        self.process.join(2.0)
+        self.wire.close()
 
 
 class ProcessLauncher:
@@ -63,15 +80,29 @@ class ProcessLauncher:
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
 
     def prestart(self) -> None:
-        """Let the server begin its imports, and return at once. Starts it anew if it has died."""
-        if not self._forks:
-            return
-        setup = {"sys_path": sys.path, "modules": self._preload, "directory": self.directory}
+        """Let the server begin its imports, and return at once. Starts it anew if it has died.
+
+        Where ranks are spawned it imports nothing: it only looks after what a crashed controller leaves.
+        """
+        self._forget_dead_server()
+        setup = {
+            "sys_path": sys.path,
+            "modules": self._preload if self._forks else None,
+            "directory": self.directory,
+            "controller": os.getpid(),
+        }
         # One BLAS thread: the server must be single-threaded to be forked from.
         environ = {"OPENBLAS_NUM_THREADS": "1", server.SETUP_VARIABLE: json.dumps(setup)}
         forkserver.set_forkserver_preload([server.__name__])
-        with _environment(environ), _no_main_module():
+        with _environment(environ), _no_main_module(), _signals_held_back():
             forkserver.ensure_running()
+
+    def _forget_dead_server(self) -> None:
+        """Wait for the imports of the next server anew. Ranks of a dead one live on."""
+        pid = _running_server()._forkserver_pid
+        if pid is not None and _has_ended(pid):
+            self._checked = False
+            server.status_path(self.directory).unlink(missing_ok=True)
 
     def start(self, specs: list[RankSpec], deadline: float) -> list[RankProcess]:
         """Start one process for each spec; return them in the same order.
@@ -80,12 +111,25 @@ class ProcessLauncher:
             deadline: moment (`time.monotonic`) at which a server that is still importing is given up.
 
         Raises:
-            LaunchError: the server did not come up, or a module of `ranks_preload` cannot be imported.
+            LaunchError: the server did not come up, a module of `ranks_preload` cannot be imported, or the
+                machine lacks something; none of the processes is left.
         """
-        self.prestart()
-        self._await_server(deadline)
-        with _no_main_module():
-            return [self._start_one(spec) for spec in specs]
+        check_open_files(len(specs))
+        started: list[RankProcess] = []
+        try:
+            self.prestart()
+            self._await_server(deadline)
+            with _no_main_module():
+                for spec in specs:
+                    started.append(self._start_one(spec))
+        except BaseException as error:
+            for each in started:
+                each.kill()
+                each.close()
+            if isinstance(error, OSError):
+                raise LaunchError(explain(error)) from None
+            raise
+        return started
 
     def _start_one(self, spec: RankSpec) -> RankProcess:
         from harness.launch.entry import become_rank
@@ -95,9 +139,17 @@ class ProcessLauncher:
         process = self._context.Process(  # type: ignore[attr-defined]
             target=become_rank, args=(spec, theirs, terminal), name=f"rank-{spec.rank}", daemon=False
         )
-        process.start()
+        try:
+            process.start()
+        except EOFError:
+            raise LaunchError(
+                f"the server that ranks are forked from died as it started rank {spec.rank}: "
+                f"{server.last_words(self.directory) or 'it left no word'}"
+            ) from None
         theirs.close()
-        return RankProcess(process, ours)
+        if not self._forks:
+            return RankProcess(process, ours)
+        return RankProcess(ServedProcess(process, _is_running(_running_server()._forkserver_pid)), ours)
 
     def _await_server(self, deadline: float) -> None:
         """Wait until the server has imported everything; then look, once, at what it says of that."""
@@ -138,14 +190,14 @@ class ProcessLauncher:
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""
-        if not self._forks:
-            return
-        server.say_goodbye(self.directory)
         # multiprocessing has no public way to end it before the interpreter ends.
         running = _running_server()
         if running._forkserver_pid is not None and not self._checked:
             os.kill(running._forkserver_pid, signal.SIGKILL)  # it would finish its imports first
-        running._stop()
+        with contextlib.suppress(FileNotFoundError):  # the server has removed its socket with the directory
+            running._stop()
+        # multiprocessing removes it as the interpreter ends, and complains if it is gone.
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
 
 
 def _running_server() -> Any:
@@ -155,7 +207,26 @@ def _running_server() -> Any:
 
 def _has_ended(pid: int) -> bool:
     """Whether a child process has ended; it stays to be waited for."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has been waited for
+        return True
+
+
+def _is_running(pid: int) -> Callable[[], bool]:
+    """Return a test whether the server of now is still the one that runs."""
+    return lambda: _running_server()._forkserver_pid == pid and not _has_ended(pid)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Block what the server will ignore, for what it starts with; it unblocks when it ignores."""
+    resource_tracker.ensure_running()  # of multiprocessing: it would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, server.IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ what else to import. Standard library only until then.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -19,8 +21,13 @@ import warnings
 from pathlib import Path
 
 from harness.descendants import adopt_orphans, children_of, end
+from harness.launch.limits import explain
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What reaches all processes of a terminal or a job. The server ends when its controller has ended."""
+LOOK_EVERY = 0.2
+"""Seconds between looks at the controller while the server imports."""
 RANKS_NEED = (
     *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.utils._device"),
     *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
@@ -34,16 +41,19 @@ def status_path(directory: str) -> Path:
     return Path(directory) / "server.json"
 
 
-def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
-    """Import what ranks need, once, and say how it went.
+def _prepare(sys_path: list[str], modules: list[str] | None, directory: str, controller: int) -> None:
+    """Import what ranks need, and `modules`, once, and say how it went; nothing where it is None.
 
     The garbage collector is off meanwhile, which takes a fifth of the time, and what is imported then is
     frozen: ranks neither traverse nor copy it.
     """
     sys.path[:] = sys_path
+    sys.excepthook = functools.partial(_leave_word, os.getpid(), directory)
+    _look_after(controller, directory)
     gc.disable()
     failures = {}
-    for name in (*RANKS_NEED, *_pytests_plugins(), *modules):
+    names = () if modules is None else (*RANKS_NEED, *_pytests_plugins(), *modules)
+    for name in names:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever a user's module raises is told to the user
@@ -52,12 +62,47 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
     adopt_orphans()  # of ranks that were killed: what a test has put into a session of its own
     # The forkserver wonders about children that it did not start.
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
+    signal.setitimer(signal.ITIMER_REAL, 0)  # from here on the end of the controller's pipe tells
     # After the imports: handlers run in reverse order, and this one ends the process.
     atexit.register(_leave, os.getpid(), directory)
     status = {"failures": failures, "threads": _thread_count()}
     partial = status_path(directory).with_suffix(".partial")
     partial.write_text(json.dumps(status))
     partial.rename(status_path(directory))
+
+
+def _look_after(controller: int, directory: str) -> None:
+    """End, with the directory, as soon as the controller is gone, even in an import that never finishes."""
+
+    def look(*_: object) -> None:
+        if os.getppid() != controller:
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(0)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY, LOOK_EVERY)
+
+
+def _leave_word(server: int, directory: str, _: object, error: BaseException, *__: object) -> None:
+    """Let the controller tell why the server, or a fork of it on its way to be a rank, died."""
+    if not isinstance(error, EOFError) or os.getpid() == server:  # a fork whose controller lost interest
+        with contextlib.suppress(OSError):
+            _last_words_path(directory).write_text(explain(error))
+    os._exit(1)
+
+
+def last_words(directory: str) -> str:
+    """Return why a server died, as far as it knew; forget it."""
+    try:
+        words = _last_words_path(directory).read_text()
+    except OSError:
+        return ""
+    _last_words_path(directory).unlink(missing_ok=True)
+    return words
+
+
+def _last_words_path(directory: str) -> Path:
+    return Path(directory) / "server.died"
 
 
 def _pytests_plugins() -> list[str]:
@@ -76,32 +121,24 @@ def _thread_count() -> int:
         return threading.active_count()
 
 
-def say_goodbye(directory: str) -> None:
-    """Let the server know, before it is ended, that the controller looks after ranks and files itself.
-
-    The server could not tell by its parent: a killed process closes its pipes before it ceases to be one.
-    """
-    status_path(directory).unlink(missing_ok=True)
-
-
 def _leave(server_pid: int, directory: str) -> None:
-    """End at once; if the controller is gone without a goodbye, end its ranks and remove its directory.
+    """End at once, with the directory of the controller, which has ended, and the ranks that it has left.
 
     Ranks lead process groups of their own, so what their tests started ends with them, whether it holds the
     GIL or is stopped; what has left the group is a child of the server then.
     """
     if os.getpid() != server_pid:
         return
-    if status_path(directory).exists():
-        for entry in Path(directory).glob("ranks/*"):
-            try:
-                os.killpg(int(entry.name), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        end(lambda: children_of(server_pid), patience=0.0)
-        shutil.rmtree(directory, ignore_errors=True)
+    for entry in Path(directory).glob("ranks/*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(entry.name), signal.SIGKILL)
+    end(lambda: children_of(server_pid), patience=0.0)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # tearing down an interpreter full of torch takes 0.1 s
 
 
 if SETUP_VARIABLE in os.environ:
+    for each in IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     _prepare(**json.loads(os.environ.pop(SETUP_VARIABLE)))

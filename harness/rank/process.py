@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from harness.launch.limits import explain
 from harness.protocol import (
     Agreed,
     Broken,
@@ -23,6 +24,7 @@ from harness.protocol import (
     Doing,
     Finished,
     FromRank,
+    Interrupt,
     Moves,
     Probe,
     RankSpec,
@@ -62,6 +64,8 @@ class Rank:
         self.spec = spec
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device)
+        self.interrupted = False
+        """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
         self._wire = wire
         self._terminal = terminal
         self._outbox: list[FromRank] = []
@@ -70,6 +74,8 @@ class Rank:
         self._state: State = "idle"
         self._point = ""
         self._item_began = 0
+        self._severing = threading.Lock()
+        self._severable = ""
         self._position: object = None
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.stacks_path)
@@ -81,7 +87,7 @@ class Rank:
         gc.enable()  # the server has it off
         self.crash_reports.enable()
         threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
-        self.group.join()
+        self._join()
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
         if self._terminal is not None:
@@ -108,6 +114,13 @@ class Rank:
             self._wire.close()  # the controller must notice the rank's end, though the copy lives
             os.close(self._phases)
         self.group.let_go()
+
+    def _join(self) -> None:
+        try:
+            self.group.join()
+        except Exception as error:  # torch raises its own kinds; what they say is what counts
+            self.send(Broken(f"it could not join its process group: {explain(error)}"))
+            os._exit(1)
 
     def ready(self) -> None:
         """Tell the controller that items may come."""
@@ -155,7 +168,7 @@ class Rank:
 
     def begin_point(self, name: str) -> None:
         """Note which subtest the test has come to, and give every generator the seed of the world."""
-        self._point = name
+        self._point = self._severable = name
         self.reseed()
 
     def finish(self, message: Finished) -> None:
@@ -170,11 +183,18 @@ class Rank:
 
     def sever(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
+        self._own_connections()
         self.group.sever()
 
     def repair(self) -> None:
         """Meet the other ranks in a new process group."""
+        self._own_connections()
         self.group.repair()
+
+    def _own_connections(self) -> None:
+        """Let the controller cut none from here on: it may ask late, and those of the new group stand by then."""
+        with self._severing:
+            self._severable = ""
 
     def reseed(self) -> None:
         """Give every generator of this process the seed of the world."""
@@ -193,8 +213,14 @@ class Rank:
             match message:
                 case Probe(thoroughly):
                     self._answer(main, thoroughly)
-                case Sever():
-                    self.group.sever()
+                case Sever(point):
+                    with self._severing:
+                        if point == self._severable:
+                            self.group.sever()
+                case Interrupt():
+                    self.interrupted = True
+                    self.group.sever()  # the main thread may wait in a collective, where no signal reaches it
+                    signal.pthread_kill(main, signal.SIGINT)
                 case RunItem():
                     self._state, self._item_began = "runs", time.time_ns()
                     self._inbox.put(message)

@@ -168,6 +168,8 @@ class RankSession:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         except BaseException as error:
+            if self._rank.interrupted and isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
+                raise  # pytest tears down what is up and ends the session
             # KeyboardInterrupt, pytest.exit, or whatever a hook raises. Inside one rank it is that test's
             # failure; stopping the run is the controller's.
             phase = PHASES[min(self._phases_over, 2)]
@@ -326,7 +328,7 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
         "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
-        "choice?"
+        "choice? Or has the file changed since pytest collected it?"
     )
     path, *names = order.nodeid.split("::")
     return _failure(order.nodeid, (path, None, ".".join(names)), text, "setup")

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import pytest
 from _pytest._code.code import ReprFileLocation
 
+from harness.diagnosis import place_of
 from harness.outcome import Died, Stuck
 from harness.places import users_line_of_dump
 from harness.protocol import VICTIM_OF_A_POINT, Finished
-from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location, where
+from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
 
 # What a rank says when another one broke off: never the cause, if there is another.
 BROKEN_CONNECTION = re.compile(
@@ -130,7 +131,7 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
                 if context.timed_out
                 else f"given up after {context.seconds:.1f} s"
             )
-            title = f"{when}, in {where(rank.fate)}"
+            title = f"{when}, in {place_of(rank.fate.doing)}"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
 
 

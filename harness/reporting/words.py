@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from harness.diagnosis import Diagnosis, describe, in_flight
+from harness.diagnosis import Diagnosis, place_of
 from harness.outcome import Died, RankOutcome, Stuck
 from harness.protocol import Finished
 from harness.xfail import is_xfail_call
@@ -62,7 +62,7 @@ class RankReports:
         if isinstance(self.fate, Died):
             return self.fate.how
         if isinstance(self.fate, Stuck):
-            return f"was in {where(self.fate)}"
+            return f"was in {place_of(self.fate.doing)}"
         if skip := self.skip():
             return f"skipped ({skip[1]})"
         if xfail := self.xfail_call():
@@ -101,14 +101,6 @@ def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:
             counts[report.head_line] += 1
             ranks.subtests[report.head_line, counts[report.head_line]] = report
     return ranks
-
-
-def where(stuck: Stuck) -> str:
-    doing = stuck.doing
-    point = f" [{doing.point}]" if doing.point else ""
-    issued = in_flight(doing)
-    call = describe(issued) if issued is not None else doing.call
-    return f"{call}{' at ' if call else ''}{doing.where}{point}"
 
 
 def links(report: pytest.TestReport) -> list[Link]:

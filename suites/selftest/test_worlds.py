@@ -2,97 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-HEADER = """
-import os, pathlib, signal, time, random
-import pytest, torch, torch.distributed as dist
-pytestmark = pytest.mark.ranks(2)
-
-def note(world, what):
-    pathlib.Path(f"{what}-{world.rank}.txt").open("a").write(f"{os.getpid()}\\n")
-"""
-
-
-@dataclass
-class Project:
-    """A directory with a test file, and the pytest processes run in it; they carry a mark."""
-
-    path: Path
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def write(self, tests: str, ini: str = "") -> None:
-        (self.path / "test_sample.py").write_text(HEADER + tests)
-        (self.path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
-        (self.path / "tmp").mkdir(exist_ok=True)
-
-    def start(self, *args: str, tmpdir: Path | None = None) -> subprocess.Popen[str]:
-        environ = {**os.environ, "TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, cwd=self.path, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
-
-    def run(self, *args: str, tmpdir: Path | None = None) -> str:
-        """Run pytest to its end; return what it printed."""
-        process = self.start(*args, tmpdir=tmpdir)
-        return process.communicate(timeout=60)[0]
-
-    def pids(self, what: str, rank: int = 0) -> list[str]:
-        path = self.path / f"{what}-{rank}.txt"
-        return path.read_text().split() if path.exists() else []
-
-    def processes(self) -> list[int]:
-        """The living processes that come from this project's pytest."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended
-                if self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
-
-    def kill(self) -> None:
-        """End what a failed test has left, so that it disturbs no other."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def temporary_files(self) -> list[str]:
-        """What is left in the temporary directory, beside the folders that pytest keeps for the user."""
-        return [
-            entry.name for entry in (self.path / "tmp").iterdir() if not entry.name.startswith("pytest-of-")
-        ]
-
-
-@pytest.fixture
-def project() -> Iterator[Project]:
-    # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as path:
-        project = Project(Path(path))
-        yield project
-        project.kill()
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """Wait for something another process does; the bound is for a machine that is busy with other things."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
-        time.sleep(0.02)
+if TYPE_CHECKING:
+    from suites.selftest.conftest import Project
 
 
 def test_worlds_are_warm_by_size_fresh_on_request_and_replaced_after_a_failure(project: Project) -> None:
@@ -192,7 +110,7 @@ def test_b(world): assert torch.get_default_dtype() == torch.float64; torch.set_
 def test_c(world): assert torch.get_default_dtype() == torch.float64
 """)
     (project.path / "test_after.py").write_text(
-        HEADER + "def test_after(world): assert torch.get_default_dtype() == torch.float32"
+        project.header + "def test_after(world): assert torch.get_default_dtype() == torch.float32"
     )
     output = project.run("test_sample.py", "test_after.py")
     assert "4 passed" in output
@@ -224,7 +142,7 @@ def test_leaves_a_child(world):
     subprocess.Popen(["sleep", "300"])
 """)
     assert "2 failed, 2 passed" in project.run()
-    until(lambda: not project.processes(), "no rank, server or child of a test is left", seconds=5)
+    project.until(lambda: not project.processes(), "no rank, server or child of a test is left", seconds=5)
     assert project.temporary_files() == []
     assert sorted(os.listdir("/dev/shm")) == shared_memory
 
@@ -244,22 +162,22 @@ def test_hangs(world):
 def test_nothing_is_left_after_ctrl_c(project: Project) -> None:
     project.write(HANGS)
     process = project.start()
-    until(lambda: project.pids("reached", rank=1), "the test has begun")
+    project.until(lambda: project.pids("reached", rank=1), "the test has begun")
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=10)[0]
     assert "KeyboardInterrupt" in output
     assert process.returncode == pytest.ExitCode.INTERRUPTED
-    until(lambda: not project.processes(), "ranks and server have ended", seconds=5)
+    project.until(lambda: not project.processes(), "ranks and server have ended", seconds=5)
     assert project.temporary_files() == []
 
 
 def test_nothing_is_left_after_the_controller_was_killed(project: Project) -> None:
     project.write(HANGS)
     process = project.start()
-    until(lambda: project.pids("reached", rank=1), "the test has begun")
+    project.until(lambda: project.pids("reached", rank=1), "the test has begun")
     process.kill()
     process.communicate(timeout=10)
-    until(lambda: not project.processes(), "ranks and server have ended by themselves", seconds=5)
+    project.until(lambda: not project.processes(), "ranks and server have ended by themselves", seconds=5)
     assert project.temporary_files() == []
 
 
@@ -402,7 +320,7 @@ def test_importing_the_next_file_is_no_part_of_a_test(project: Project) -> None:
     project.write("@pytest.mark.ranks(2, timeout=1)\ndef test_quick(world): world.barrier()")
     later = "import time, torch\ntime.sleep(2)\ntorch.set_default_dtype(torch.float64)\n"
     (project.path / "test_slow_import.py").write_text(
-        later + HEADER + "def test_after(world): assert torch.get_default_dtype() == torch.float64"
+        later + project.header + "def test_after(world): assert torch.get_default_dtype() == torch.float64"
     )
     assert "2 passed" in project.run("-W", "error")
 
@@ -454,9 +372,17 @@ def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -
 
 def test_the_line_that_runs_it_again_repeats_what_changes_a_run(project: Project) -> None:
     project.write("def test_a(world): assert False")
+    (project.path / "conftest.py").write_text("""
+def pytest_addoption(parser):
+    parser.addoption("--mine")
+    parser.addoption("--several", nargs="+")
+    parser.getgroup("theirs").addoption("--flag", action="store_true")
+""")
     options = ["-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=3", "-c", "pytest.ini"]
-    line = next(line for line in project.run(*options).splitlines() if line.startswith("pytest test_sample"))
+    others = ["--mine=a b", "-vk", "a", "--flag", "--tb=short", "-W", "error", "--several", "x", "y", "-n0"]
+    output = project.run("test_sample.py", *options, *others)
+    line = next(line for line in output.splitlines() if line.startswith("pytest test_sample"))
     assert line == (
         "pytest test_sample.py::test_a -c pytest.ini -o console_output_style=classic -p no:cacheprovider "
-        "--world-seed 3 --fresh-worlds"
+        "--world-seed 3 --fresh-worlds '--mine=a b' --flag -W error --several x y"
     )

@@ -1,0 +1,85 @@
+"""What a machine lacks when an operating system's call fails, in words that end with the cure.
+
+Used in the controller and in ranks; standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import tempfile
+
+from harness.exceptions import LaunchError
+
+FILES_OF_A_RANK = 3
+"""Descriptors that the controller keeps for one rank: the wire, and two that tell of its end."""
+FILES_AT_LEAST = 4
+"""Descriptors that starting a rank takes for a moment."""
+
+
+def explain(error: BaseException) -> str:
+    """Say what went wrong, and what to do where a limit of the machine was met."""
+    said = str(error) or type(error).__name__
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of getcwd, and of nothing else
+        return "The directory that pytest runs in is gone"
+    for number, cure in _CURES.items():
+        if getattr(error, "errno", None) == number or os.strerror(number) in said:
+            return f"{said}. {cure()}"
+    if "Unable to find address for: lo" in said:  # gloo's words
+        return f"{said}. Bring the loopback interface up: `ip link set lo up`"
+    return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
+
+
+def check_open_files(size: int) -> None:
+    """Refuse to start ranks that would leave this process, or the server, without file descriptors.
+
+    Raises:
+        LaunchError: with the limit and a number that would do.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    need = len(os.listdir("/dev/fd")) + FILES_OF_A_RANK * size + FILES_AT_LEAST
+    if need > limit:
+        raise LaunchError(
+            f"{size} ranks need about {need} open files and this process may have {limit}: "
+            f"raise the limit, with `ulimit -n {max(1024, 2 * need)}` in the shell"
+        )
+
+
+def _more_space() -> str:
+    return f"Free some space, or set TMPDIR to a directory that has it (it is {_temporary()} now)"
+
+
+def _own_directory() -> str:
+    return f"If that is in the temporary directory ({_temporary()}), set TMPDIR to one that you may write to"
+
+
+def _more_files() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"A process may open {limit} files here: raise the limit, with `ulimit -n 1024` in the shell"
+
+
+def _more_processes() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else limit
+    return (
+        f"The user, or the container, has too many processes or threads: end some, run fewer ranks at once, "
+        f"or raise the limit (`ulimit -u` is {allowed}; a container has one of its own)"
+    )
+
+
+def _temporary() -> str:
+    return tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+
+
+_CURES = {
+    errno.ENOSPC: _more_space,
+    errno.EDQUOT: _more_space,
+    errno.EROFS: _own_directory,
+    errno.EACCES: _own_directory,
+    errno.EMFILE: _more_files,
+    errno.ENFILE: _more_files,
+    errno.EAGAIN: _more_processes,
+}

@@ -1,0 +1,110 @@
+"""The command that runs one item again, with the options that change how it runs.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# What changes how an item runs, with defaults: a line that runs it again has to repeat it.
+OUR_OPTIONS = {
+    "backend": None,
+    "device": None,
+    "engine": "lockstep",
+    "world_seed": 0,
+    "world_timeout": 60.0,
+    "fresh_worlds": False,
+    "check_collectives": False,
+}
+
+# Options of pytest and pytest-xdist select tests, write reports and spread work: one test that is run again
+# needs none of them, but for those that change how it runs.
+_NOT_REPEATED = {
+    "general",
+    "terminal reporting",
+    "collect",
+    "debugconfig",
+    "logging",
+    "xdist",
+    "cov",
+    "ranks",
+}
+_REPEATED = {"importmode", "rootdir", "confcutdir", "noconftest", "assertmode", "pyargs"}
+
+_others_key = pytest.StashKey[list[str]]()
+
+
+def rerun_line(item: pytest.Item) -> str:
+    """Compose the command: node id, then what the user chose of pytest's, our and other plugins' options."""
+    config = item.config
+    path = os.path.relpath(item.path, config.invocation_params.dir)
+    words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
+    if config.option.inifilename:
+        words += ["-c", str(config.option.inifilename)]
+    for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
+        words += [word for value in values or () for word in (flag, str(value))]
+    for option, default in OUR_OPTIONS.items():
+        value = config.getoption(option)
+        if value != default:
+            words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join([*words, *_others_options(config)])
+
+
+def _others_options(config: pytest.Config) -> list[str]:
+    """Return, as they were typed, the options of other plugins and of the user's own conftests."""
+    if _others_key in config.stash:
+        return config.stash[_others_key]
+    wanted = _options(config)
+    words = [str(word) for word in config.invocation_params.args]
+    repeated: list[str] = []
+    while words and words[0] != "--":
+        taken = 1
+        if action := _action_of(words[0], wanted):
+            taken += _count_values(action, words)
+            repeated += words[:taken] if wanted[action] else []
+        words = words[taken:]
+    config.stash[_others_key] = repeated  # they are the same for every test
+    return repeated
+
+
+def _options(config: pytest.Config) -> dict[argparse.Action, bool]:
+    """Every option there is, and whether it is to be repeated.
+
+    pytest has no public list of them: where a release keeps it elsewhere, the line tells less.
+    """
+    groups: list[Any] = getattr(config._parser, "_groups", [])
+    return {
+        action: group.name not in _NOT_REPEATED or action.dest in _REPEATED
+        for group in groups
+        for action in getattr(getattr(group, "_arggroup", None), "_group_actions", ())
+    }
+
+
+def _action_of(word: str, options: dict[argparse.Action, bool]) -> argparse.Action | None:
+    """Find the option that a word stands for: whole, with `=`, or short with its value attached."""
+    names = {name: action for action in options for name in action.option_strings}
+    return names.get(word) or names.get(word.split("=", 1)[0]) or names.get(word[:2])
+
+
+def _count_values(action: argparse.Action, words: list[str]) -> int:
+    """Count the words after an option's that are its values, as argparse would."""
+    if words[0] not in action.option_strings:  # the value is part of the word
+        return 0
+    if action.nargs is None or isinstance(action.nargs, int):
+        return 1 if action.nargs is None else action.nargs
+    values = list(_until_an_option(words[1:]))
+    return min(len(values), 1) if action.nargs == "?" else len(values)
+
+
+def _until_an_option(words: list[str]) -> Iterator[str]:
+    for word in words:
+        if word.startswith("-"):
+            return
+        yield word
