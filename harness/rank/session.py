@@ -258,9 +258,10 @@ class RankSession:
         if now != baseline:
             left = [*baseline.changes(now), *left]
             baseline.restore()
+        self._rank.crash_reports.enable()  # last: the test may have left another handler
+        if now != baseline:
             self._last = RankState.capture()
             self._is_in_order = not baseline.changes(self._last)
-        self._rank.crash_reports.enable()
         forget_meshes()
         if left:
             self._leaks.tell(RankStateWarning, "; ".join(left))
