@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.adapters import Engine
-    from harness.exceptions import PeerFailed, RankStateWarning
+    from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
     from harness.lockstep import RunSubtests
     from harness.rank.view import RankWorld
     from harness.recorders import CollectivesLog, ForwardDtypes
@@ -23,6 +23,7 @@ _HOMES = {
     "Engine": "harness.adapters",
     "ForwardDtypes": "harness.recorders",
     "PeerFailed": "harness.exceptions",
+    "RankLeakWarning": "harness.exceptions",
     "RankStateWarning": "harness.exceptions",
     "RankWorld": "harness.rank.view",
     "RunSubtests": "harness.lockstep",
@@ -33,6 +34,7 @@ __all__ = [
     "Engine",
     "ForwardDtypes",
     "PeerFailed",
+    "RankLeakWarning",
     "RankStateWarning",
     "RankWorld",
     "RunSubtests",

@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 
 from harness import reporting
+from harness.debugging import Debugging
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
 from harness.outcome import ItemOutcome
+from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.requests import Refusal, Request, request_of
+from harness.requests import Refusal, Request, output_directory_of, request_of
 from harness.world import World
 from harness.worlds import Worlds
 
@@ -50,8 +52,15 @@ class Controller:
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = Worlds(self._start_world, self._complain)
-        self._preload = tuple(config.getini("ranks_preload"))
+        self._measures = config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
+        # What the server runs as it imports, no rank runs: nobody would measure it.
+        self._preload = () if self._measures else tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
+        self._debugging = Debugging(config)
+        self._output_directory = output_directory_of(config)
+        if self._output_directory:
+            worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
+            OutputDirectory(self._output_directory).clear_logs(worker)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -75,7 +84,7 @@ class Controller:
 
     def _launch(self) -> ProcessLauncher:
         if self._launcher is None:
-            self._launcher = ProcessLauncher(self._start_method, self._preload)
+            self._launcher = ProcessLauncher(self._start_method, self._preload, self._debugging.terminal)
         return self._launcher
 
     @pytest.hookimpl(trylast=True)
@@ -83,16 +92,13 @@ class Controller:
         for item in items:
             if request := request_of(item):
                 item.stash[_request_key] = request
-        asking = [item for item in items if isinstance(item.stash.get(_request_key, None), Request)]
+        found = {str(item.nodeid): item.stash.get(_request_key, None) for item in items}
+        asking = {nodeid: request.key for nodeid, request in found.items() if isinstance(request, Request)}
+        if items:
+            self._debugging.check(asking)
         if not asking:
             self._stop_server()  # the word stood in a file, but no test needs it
             return
-        if self._config.option.usepdb or self._config.option.trace:
-            option = "--pdb" if self._config.option.usepdb else "--trace"
-            raise pytest.UsageError(
-                f"{option} cannot reach into ranks, which have no terminal, and {asking[0].nodeid} "
-                f"runs on ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
-            )
         # What stands now stands to the end, torch's modules above all. Collections of garbage, and the end of
         # the interpreter, need not walk through it: 0.4 s of a run.
         gc.freeze()
@@ -114,6 +120,9 @@ class Controller:
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self._debugging.has_quit():
+            self._worlds.close()  # a rank's wider fixtures are torn down, as where pytest quits
+            pytest.exit("Quitting debugger")
         return True
 
     def _run(
@@ -126,7 +135,8 @@ class Controller:
             return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
         order = self._order(item, request, nextitem)
         try:
-            outcome = world.run(order, request.timeout)
+            with self._debugging.attending(world):
+                outcome = world.run(order, request.timeout)
         except WorldError as error:
             world.kill()
             return _refuse(item, Refusal("failed", str(error)))
@@ -231,7 +241,7 @@ class Controller:
         # Every rank would open --debug's file anew, as soon as it reads its arguments.
         args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
         if hasattr(config.option, "no_cov"):
-            args.append("--no-cov")  # pytest-cov in a rank would erase what the controller has measured
+            args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         workerinput = getattr(config, "workerinput", None) or {
             "workerid": "master",
@@ -246,7 +256,10 @@ class Controller:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=workerinput,
-            captures=config.getoption("capture") != "no",
+            measures=self._measures,
+            debugged_rank=config.getoption("rank_pdb"),
+            captures=config.getoption("capture") in ("fd", "sys"),
+            output_directory=self._output_directory,
         )
 
     def _basetemp(self) -> Path:
@@ -254,7 +267,7 @@ class Controller:
         factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
         return factory.getbasetemp()
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks leave
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         result = yield
         self._worlds.close()  # while what goes wrong can still fail the run
@@ -266,6 +279,7 @@ class Controller:
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()
         self._stop_server()
+        self._debugging.close()
 
     def _stop_server(self) -> None:
         if self._launcher is not None:

@@ -7,6 +7,10 @@ class RankStateWarning(UserWarning):
     """A test left something behind in its rank that would have changed later tests; it was put back."""
 
 
+class RankLeakWarning(UserWarning):
+    """A test left something in its rank: a process (it was ended), a thread, an open file, shared memory."""
+
+
 class PeerFailed(AssertionError):
     """This rank had no quarrel with the point of a test that it shares with others, but another rank had."""
 

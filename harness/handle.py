@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Collection
@@ -17,11 +16,12 @@ from typing import Any
 
 from harness.launch.processes import RankProcess
 from harness.outcome import Died
+from harness.output import RankOutput
 from harness.places import users_line_of_dump
-from harness.protocol import Doing, FromRank, RankSpec, RunItem, ToRank
+from harness.protocol import DebuggerState, Doing, FromRank, RankSpec, RunItem, ToRank
 
 MOST_OUTPUT = 6000
-"""Characters of a rank's last output that are shown."""
+"""Bytes of a rank's last output that are shown, of each stream."""
 _DUMP_WITHIN = 0.3
 """Seconds that faulthandler gets to write stacks."""
 
@@ -32,6 +32,8 @@ class RankHandle:
     Attributes:
         rank: Its number.
         died: How its process ended, once that was noticed.
+        can_debug: Whether it is the rank of `--rank-pdb`.
+        debugger: The state of its debugger in the current item, or at the end of the last one.
     """
 
     def __init__(self, spec: RankSpec, started: RankProcess) -> None:
@@ -41,6 +43,8 @@ class RankHandle:
         self._process = started.process
         self._wire = started.wire
         self._log_start = 0
+        self.can_debug = spec.rank == spec.session.debugged_rank
+        self.debugger: DebuggerState = "left"
 
     def __str__(self) -> str:
         return f"rank {self.rank}"
@@ -59,6 +63,7 @@ class RankHandle:
             phases.write(b"0")  # not truncated first: some file systems then wait for the disk
         with contextlib.suppress(OSError):  # there is no log under -s
             self._log_start = os.path.getsize(self._spec.log_path)
+        self.debugger = "left"
         self.send(order)
 
     def send(self, message: ToRank) -> None:
@@ -81,7 +86,8 @@ class RankHandle:
                 messages.extend(self._wire.recv())
         except (EOFError, OSError):
             self._process.join(5.0)  # its exit status follows the end of the wire
-        self.died = Died(self._process.exitcode, self.log(), time.time(), self.phases_over())
+        output = self.output().read(MOST_OUTPUT)
+        self.died = Died(self._process.exitcode, output, time.time(), self.phases_over())
         return [*messages, self.died]
 
     # What can be seen from outside
@@ -128,16 +134,24 @@ class RankHandle:
 
     def log(self) -> str:
         """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""
-        try:
-            with open(self._spec.log_path, errors="replace") as log:
-                log.seek(self._log_start)
-                text = log.read()
-        except OSError:
-            return ""
-        text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
-        if len(text) < MOST_OUTPUT:
-            return text
-        return f"{text[: MOST_OUTPUT // 2]}\n[…]\n{text[-MOST_OUTPUT // 2 :]}"
+        return self.output().logged(MOST_OUTPUT)
+
+    def output(self) -> RankOutput:
+        """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
+        return RankOutput(Path(self._spec.captured_path), Path(self._spec.log_path), self._log_start)
+
+    # Its debugger
+
+    def is_debugged(self) -> bool:
+        """Whether the user looks at the rank, or runs it line by line."""
+        return self.debugger in ("prompts", "runs") and self.died is None
+
+    def interrupt_debugger(self) -> bool:
+        """Pass Ctrl-C on to the debugger if it waits at its prompt; return whether it does."""
+        waits = self.debugger == "prompts" and self.died is None
+        if waits:
+            os.kill(self.pid, signal.SIGINT)
+        return waits
 
     # The end
 

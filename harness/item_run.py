@@ -20,6 +20,7 @@ from harness.protocol import (
     Began,
     Broken,
     Collecting,
+    Debugger,
     Doing,
     Finished,
     FromRank,
@@ -104,7 +105,10 @@ class ItemRun:
 
     def _end_what_is_over(self, pending: set[int]) -> None:
         now = time.monotonic()
-        if any(outcome.has_failed() for outcome in self._outcomes):
+        if any(self._handles[rank].is_debugged() for rank in pending):
+            self._wait_for_the_user()
+            return
+        if any(outcome.has_failed() for outcome in self._outcomes) and not self._may_stop(pending):
             self._grace = min(self._grace, now + GRACE)
             self._last_grace = min(self._last_grace, now + MOST_GRACE)
         if now >= self._deadline:
@@ -114,6 +118,17 @@ class ItemRun:
             self._end_grace(self._without_failure(pending))
         elif now >= self._next_probe:
             self._probe(pending)
+
+    def _may_stop(self, pending: set[int]) -> bool:
+        """Whether the rank of `--rank-pdb` may still come to a breakpoint, or fail."""
+        return any(self._handles[rank].can_debug for rank in self._without_failure(pending))
+
+    def _wait_for_the_user(self) -> None:
+        """Forget what would end a rank early: whatever waits, waits for the debugger."""
+        self._grace = self._last_grace = float("inf")
+        self._next_probe = time.monotonic() + PROBE_EVERY
+        self._suspicion = None
+        self._answers.clear()
 
     # What ranks say
 
@@ -148,6 +163,8 @@ class ItemRun:
                     self._deadline = time.monotonic() + self._timeout
             case Doing():
                 self._answers[rank] = message
+            case Debugger(state):
+                self._handles[rank].debugger = state
             case Moves() | Ready():
                 pass
             case Broken(text):
@@ -204,7 +221,9 @@ class ItemRun:
         for rank in ranks & self._pending():
             outcome = self._outcomes[rank]
             outcome.doing = outcome.doing or answers[rank]
-            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], self._handles[rank].log())
+            handle = self._handles[rank]
+            printed = handle.log(), handle.output().captured()
+            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed)
 
     def _end_grace(self, late: set[int]) -> None:
         """Give up ranks that others wait for in vain; one that is about to tell of its failure may do so."""

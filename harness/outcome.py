@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.diagnosis import Diagnosis
+from harness.output import Sections
 from harness.protocol import Doing, Finished, Vote, Warned
 
 
@@ -48,6 +49,8 @@ class Stuck:
     phases_over: int = 0
     output: str = ""
     """What it wrote outside of pytest's capture since the item began."""
+    captured: Sections = ()
+    """What it had printed in the phase it was in."""
 
 
 Fate = Finished | Died | Stuck

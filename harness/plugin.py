@@ -5,6 +5,7 @@ In a run, and in a rank of it, everything else is delegated: to `controller` the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"
     )
     group.addoption(
+        "--rank-pdb",
+        type=int,
+        metavar="RANK",
+        help="debug rank RANK: at its failures and breakpoints; the others wait, without a deadline",
+    )
+    group.addoption(
         "--check-collectives",
         action="store_true",
         help="after each test compare the collectives of all ranks: a mismatch that nobody noticed fails it",
@@ -51,6 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="whose captured output a failure shows: of the ranks to blame, of all, of none",
     )
     group.addoption(
+        "--rank-output-dir",
+        metavar="DIR",
+        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log",
+    )
+    group.addoption(
         "--subtest",
         action="append",
         default=[],
@@ -59,6 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
+    parser.addini(
+        "ranks_leaks",
+        "what a test that leaves something behind in its rank gets: warn, error (at tear-down) or off",
+        default="warn",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,9 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
     from harness.controller import Controller
+    from harness.reporting.annotations import Annotations, wanted
     from harness.requests import check_options
 
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
+    if not hasattr(config, "workerinput") and wanted(config, os.environ):
+        config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
     if not _only_distributes(config):
         config.pluginmanager.register(Controller(config), "harness-controller")
 

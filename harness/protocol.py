@@ -42,8 +42,14 @@ class SessionSpec:
     sys_path: tuple[str, ...]
     environ: dict[str, str]
     workerinput: dict[str, Any]
+    measures: bool
+    """Whether pytest-cov does in the controller."""
+    debugged_rank: int | None
+    """Of `--rank-pdb`."""
     captures: bool
-    """False under ``-s``: the ranks write where the controller writes."""
+    """False under ``-s`` and ``--capture=tee-sys``: the ranks write where the controller writes."""
+    output_directory: str = ""
+    """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,11 @@ class RankSpec:
     def log_path(self) -> str:
         """What the rank writes to its standard streams outside of pytest's capture."""
         return self.path(f"rank-{self.rank}.log")
+
+    @property
+    def captured_path(self) -> str:
+        """The directory of the files that pytest captures output in."""
+        return self.path(f"rank-{self.rank}.captured")
 
     @property
     def phases_path(self) -> str:
@@ -226,6 +237,17 @@ class Moves:
     """The rank's main thread has moved since it was last asked."""
 
 
+DebuggerState = Literal["prompts", "runs", "left", "quits"]
+"""It waits for the user; it runs the test on by lines; it is closed; it was quit, and with it the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Debugger:
+    """The rank's debugger has changed its state."""
+
+    state: DebuggerState
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The item's protocol is over."""
@@ -241,4 +263,6 @@ class Finished:
 
 
 # A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
-FromRank = Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Moves | Finished
+FromRank = (
+    Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Moves | Debugger | Finished
+)

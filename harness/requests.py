@@ -6,15 +6,19 @@ Runs in the controller; imports torch only where someone asks for GPUs.
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
+from harness import debugging
 from harness.launch.processes import START_METHODS
 from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
 from harness.protocol import WorldKey
+
+LEAK_POLICIES = ("warn", "error", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     if device == "cuda" and (lack := _lack_of_gpus(key)):
         return Refusal("skipped", lack)
     timeout = mark.timeout or config.getoption("world_timeout")
+    if debugging.is_debugged(key, config):
+        timeout = float("inf")
     return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout)
 
 
@@ -89,6 +95,23 @@ def default_backend(config: pytest.Config) -> str:
     return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
 
 
+def output_directory_of(config: pytest.Config) -> str:
+    """Return the absolute path that `--rank-output-dir` means, "" if it is not given."""
+    path: str | None = config.getoption("rank_output_dir")
+    return "" if path is None else str(config.invocation_params.dir / path)
+
+
+def _check_output_directory(config: pytest.Config) -> None:
+    if not (path := output_directory_of(config)):
+        return
+    if config.getoption("capture") == "no":
+        raise pytest.UsageError("--rank-output-dir: -s leaves nothing to keep; leave it out")
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise pytest.UsageError(f"--rank-output-dir: no folder can be made: {error}") from None
+
+
 def check_options(config: pytest.Config) -> None:
     """Refuse options that no world can satisfy, before anything is collected.
 
@@ -108,10 +131,15 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+    debugging.check_options(config)
     try:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    _check_output_directory(config)
     start_method = config.getini("ranks_start_method")
     if start_method not in START_METHODS:
         raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
+    policy = config.getini("ranks_leaks")
+    if policy not in LEAK_POLICIES:
+        raise pytest.UsageError(f"ranks_leaks = {policy!r}: choose {', '.join(LEAK_POLICIES)}")

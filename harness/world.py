@@ -15,7 +15,20 @@ from harness.handle import RankHandle, receive
 from harness.item_run import ANSWER_WITHIN, ItemRun
 from harness.launch.processes import ProcessLauncher
 from harness.outcome import Died, ItemOutcome
-from harness.protocol import Broken, Close, Doing, Probe, RankSpec, Ready, RunItem, SessionSpec, WorldKey
+from harness.output_directory import OutputDirectory
+from harness.protocol import (
+    Broken,
+    Close,
+    Doing,
+    Finished,
+    Probe,
+    RankSpec,
+    Ready,
+    RunItem,
+    SessionSpec,
+    Warned,
+    WorldKey,
+)
 
 CLOSE_WITHIN = 10.0
 """Seconds a rank gets to tear down its session."""
@@ -31,6 +44,7 @@ class World:
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
         self._handles: list[RankHandle] = []
+        self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
@@ -79,9 +93,32 @@ class World:
         """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
 
         Raises:
-            WorldError: a rank has left its session.
+            WorldError: a rank has left its session, or what `--rank-output-dir` holds cannot be replaced.
         """
-        return ItemRun(self._handles, timeout).run(order)
+        if self._kept is None:
+            return ItemRun(self._handles, timeout).run(order)
+        self._kept.clear(order.nodeid)
+        outcome = ItemRun(self._handles, timeout).run(order)
+        self._keep_output(self._kept, order.nodeid, outcome)
+        return outcome
+
+    def _keep_output(self, kept: OutputDirectory, nodeid: str, outcome: ItemOutcome) -> None:
+        """Keep what ranks that died or were ended had printed; the others have done so themselves."""
+        for handle, rank in zip(self._handles, outcome.ranks, strict=True):
+            if not isinstance(rank.fate, Finished):
+                try:
+                    handle.output().append_to(kept.of_test(nodeid), rank.rank)
+                except OSError as error:
+                    text = f"--rank-output-dir: output of rank {rank.rank} is missing: {error}"
+                    rank.warnings.append(Warned("pytest", "PytestWarning", text, __file__, 0))
+
+    def interrupt_debugger(self) -> bool:
+        """Pass Ctrl-C on to a rank whose debugger waits at its prompt; return whether there is one."""
+        return any(handle.interrupt_debugger() for handle in self._handles)
+
+    def has_quit_debugger(self) -> bool:
+        """Whether the user has quit the debugger of a rank in the last item."""
+        return any(handle.debugger == "quits" for handle in self._handles)
 
     # The end
 
@@ -117,5 +154,7 @@ class World:
         for handle in self._handles:
             handle.reap()
             self._launcher.forget(handle.pid)
+            if self._kept is not None:
+                self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)
         self._handles = []
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import sys
 from multiprocessing import forkserver
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.protocol import RankSpec
+from harness.terminal import SentTerminal
 
 
-def become_rank(spec: RankSpec, wire: Connection) -> None:
+def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
     """Take over the controller's surroundings, then run the rank until it is told to close.
 
     The process leads a session of its own: a Ctrl-C on the terminal reaches the controller alone, and
@@ -21,6 +23,8 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
     """
     os.setsid()
     _let_go_of_server()
+    # Tests start processes as they would anywhere: how this one was started is no matter of theirs.
+    multiprocessing.set_start_method(None, force=True)
     Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
     session = spec.session
     os.environ.clear()
@@ -34,7 +38,7 @@ def become_rank(spec: RankSpec, wire: Connection) -> None:
         _write_whole_lines()
     from harness.rank import Rank
 
-    Rank(spec, wire).run()
+    Rank(spec, wire, terminal).run()
 
 
 def _let_go_of_server() -> None:

@@ -23,9 +23,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from harness.descendants import children_of, end
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.protocol import RankSpec
+from harness.terminal import Terminal
 
 START_METHODS = ("forkserver", "spawn")
 MOST_OF_TMPDIR = 70
@@ -46,12 +48,14 @@ class ProcessLauncher:
     Args:
         start_method: "forkserver" (forks of a server that has imported torch) or "spawn" (new interpreters).
         preload: modules that the server imports beside torch and pytest.
+        terminal: what one rank of each world gets as its standard streams.
     """
 
-    def __init__(self, start_method: str, preload: tuple[str, ...]) -> None:
+    def __init__(self, start_method: str, preload: tuple[str, ...], terminal: Terminal | None = None) -> None:
         self._context: BaseContext = multiprocessing.get_context(start_method)
         self._forks = start_method == "forkserver"
         self._preload = preload
+        self._terminal = terminal
         self._checked = False
         # multiprocessing makes this directory (mode 0700), keeps the server's socket in it and removes it.
         with _short_temporary_directory():
@@ -86,9 +90,10 @@ class ProcessLauncher:
     def _start_one(self, spec: RankSpec) -> RankProcess:
         from harness.launch.entry import become_rank
 
+        terminal = self._terminal if self._terminal and self._terminal.rank == spec.rank else None
         ours, theirs = self._context.Pipe()
         process = self._context.Process(  # type: ignore[attr-defined]
-            target=become_rank, args=(spec, theirs), name=f"rank-{spec.rank}", daemon=False
+            target=become_rank, args=(spec, theirs, terminal), name=f"rank-{spec.rank}", daemon=False
         )
         process.start()
         theirs.close()
@@ -122,8 +127,14 @@ class ProcessLauncher:
         self._checked = True
 
     def forget(self, pid: int) -> None:
-        """Note that a rank is gone."""
+        """Note that a rank is gone, and end what its tests have put out of reach of the rank's own end."""
         Path(f"{self.directory}/ranks/{pid}").unlink(missing_ok=True)
+        if self._forks and (server_pid := _running_server()._forkserver_pid) is not None:
+            end(lambda: children_of(server_pid) - self._ranks(), patience=0.0)
+
+    def _ranks(self) -> set[int]:
+        """Return the processes that are ranks, of whatever world: they note it as they start."""
+        return {int(name) for name in os.listdir(f"{self.directory}/ranks")}
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""

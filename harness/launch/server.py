@@ -15,7 +15,10 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
+
+from harness.descendants import adopt_orphans, children_of, end
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
 RANKS_NEED = (
@@ -46,6 +49,9 @@ def _prepare(sys_path: list[str], modules: list[str], directory: str) -> None:
         except (Exception, SystemExit) as error:  # whatever a user's module raises is told to the user
             failures[name] = f"{type(error).__name__}: {error}"
     gc.freeze()
+    adopt_orphans()  # of ranks that were killed: what a test has put into a session of its own
+    # The forkserver wonders about children that it did not start.
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
     # After the imports: handlers run in reverse order, and this one ends the process.
     atexit.register(_leave, os.getpid(), directory)
     status = {"failures": failures, "threads": _thread_count()}
@@ -82,7 +88,7 @@ def _leave(server_pid: int, directory: str) -> None:
     """End at once; if the controller is gone without a goodbye, end its ranks and remove its directory.
 
     Ranks lead process groups of their own, so what their tests started ends with them, whether it holds the
-    GIL or is stopped.
+    GIL or is stopped; what has left the group is a child of the server then.
     """
     if os.getpid() != server_pid:
         return
@@ -92,6 +98,7 @@ def _leave(server_pid: int, directory: str) -> None:
                 os.killpg(int(entry.name), signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        end(lambda: children_of(server_pid), patience=0.0)
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # tearing down an interpreter full of torch takes 0.1 s
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import gc
 import logging
 import os
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
@@ -34,11 +33,15 @@ from harness.protocol import (
     Vote,
     Voted,
 )
+from harness.rank.capture import capture_into
+from harness.rank.copies import Copies
+from harness.rank.crash_reports import CrashReports
 from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, position
 from harness.rank.process_group import DefaultGroup
 from harness.rank.raised import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
+from harness.terminal import SentTerminal
 
 
 class Rank:
@@ -48,11 +51,12 @@ class Rank:
     that the rank can say what it is doing, or end with its controller, while a test runs.
     """
 
-    def __init__(self, spec: RankSpec, wire: Connection) -> None:
+    def __init__(self, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device)
         self._wire = wire
+        self._terminal = terminal
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -61,29 +65,41 @@ class Rank:
         self._item_began = 0
         self._position: object = None
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
+        self.crash_reports = CrashReports(spec.stacks_path)
+        self.copies = Copies(spec.rank, self._let_go)
 
     def run(self) -> None:
         """Live until told to close."""
         gc.enable()  # the server has it off
-        with Path(self.spec.stacks_path).open("w") as stacks:
-            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
-            self.group.join()
-            # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
-            logging.getLogger("c10d-NullHandler-default").disabled = True
-            session = RankSession(self)
-            try:
-                status = pytest.main(list(self.spec.session.args), plugins=[session])
-            except BaseException as error:
-                if not session.started:  # sys.exit in a conftest: the process would end without a word
-                    self.send(Broken(f"it raised before it ran a test\n{describe_raised(error)}"))
-                raise
-            if not session.started:
-                self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
-            self.group.leave()
-            for stream in (sys.stdout, sys.stderr):
+        self.crash_reports.enable()
+        threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
+        self.group.join()
+        # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
+        logging.getLogger("c10d-NullHandler-default").disabled = True
+        if self._terminal is not None:
+            self._terminal.take()
+        capture_into(self.spec.captured_path)
+        session = RankSession(self)
+        try:
+            status = pytest.main(list(self.spec.session.args), plugins=[session])
+        except BaseException as error:
+            if not session.started:  # sys.exit in a conftest: the process would end without a word
+                self.send(Broken(f"it raised before it ran a test\n{describe_raised(error)}"))
+            raise
+        if not session.started:
+            self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
+        self.group.leave()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError):  # a test has closed it
                 stream.flush()
-            os._exit(0)  # threads that tests have left would keep the process
+        os._exit(0)  # threads that tests have left would keep the process
+
+    def _let_go(self) -> None:
+        """In a copy of this process that a test has forked: leave to the rank what is the rank's."""
+        if not self._wire.closed:  # else a copy of a copy
+            self._wire.close()  # the controller must notice the rank's end, though the copy lives
+            os.close(self._phases)
+        self.group.let_go()
 
     def ready(self) -> None:
         """Tell the controller that items may come."""
@@ -91,11 +107,13 @@ class Rank:
 
     def post(self, message: FromRank) -> None:
         """Send a message with the next one that cannot wait: each write wakes the controller."""
+        self.copies.end_copy()
         with self._sending:
             self._outbox.append(message)
 
     def send(self, message: FromRank) -> None:
         """Send a message, after those that were posted."""
+        self.copies.end_copy()
         with self._sending:
             self._outbox.append(message)
             self._wire.send(tuple(self._outbox))

@@ -25,6 +25,7 @@ class DefaultGroup:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._generation = 0
+        self._of_rank: list[dist.ProcessGroup] = []
         self.device = _device(spec)
 
     def join(self) -> None:
@@ -33,9 +34,10 @@ class DefaultGroup:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-        # The flight recorder, for collectives in flight; the second name is nccl's of old.
+        # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MOST_RECORDED))
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MOST_RECORDED))
+        if key.backend == "nccl":
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MOST_RECORDED))
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":
@@ -60,9 +62,23 @@ class DefaultGroup:
         if self._spec.key.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
             return
-        for connection in _gloo_connections():
-            connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        for fd in _gloo_connections():
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def let_go(self) -> None:
+        """Be without groups in a forked copy of the rank, and leave the rank's connections to the rank.
+
+        The copy's descriptors of them are made to lead nowhere: else ranks would not notice this one's death
+        while the copy lives. It can have no use for the groups, as their threads are not copied; it may make
+        its own.
+        """
+        self._of_rank = [*dist.distributed_c10d._world.pg_map]  # never destroyed: it would shut them down
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in _gloo_connections():
+            os.dup2(null, fd)
+        os.close(null)
+        _forget_groups()
 
     def repair(self) -> None:
         """Leave the group and meet the other ranks in a new one. Every rank must do so."""
@@ -91,8 +107,19 @@ def _loopback() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def _gloo_connections() -> Iterator[socket.socket]:
-    """Yield a duplicate of every connection that gloo has open in this process.
+def _forget_groups() -> None:
+    """Make torch forget all groups of this process without destroying them; it has no public way."""
+    c10d = dist.distributed_c10d
+    c10d._update_default_pg(None)
+    world = c10d._world
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, name, {}).clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+def _gloo_connections() -> Iterator[int]:
+    """Yield the descriptor of every connection that gloo has open in this process.
 
     They are told from Python's own by what gloo does not do: it leaves its sockets open across exec.
     """
@@ -101,13 +128,12 @@ def _gloo_connections() -> Iterator[socket.socket]:
             fd = int(name)
             if not stat.S_ISSOCK(os.fstat(fd).st_mode) or fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 continue
-            connection = socket.socket(fileno=os.dup(fd))
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                is_theirs = copy.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(copy)
         except OSError:  # closed meanwhile: the directory's own descriptor is
             continue
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(connection):
-            yield connection
-        else:
-            connection.close()
+        if is_theirs:
+            yield fd
 
 
 def _is_connected(connection: socket.socket) -> bool:

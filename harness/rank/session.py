@@ -13,12 +13,21 @@ import pytest
 import torch
 from _pytest.reports import pytest_report_to_serializable
 
+from harness.cut import MOST_OF_A_MESSAGE, cut
 from harness.exceptions import RankStateWarning
 from harness.lockstep import RunSubtests
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, Reported, RunItem, Warned
+from harness.rank import debugger
+from harness.rank.capture import tee_where_captured_in_memory
 from harness.rank.collection import RankCollection
+from harness.rank.leaks import Leaks
+from harness.rank.measuring import Measuring
+from harness.rank.output import TestOutput
+from harness.rank.plain import plain
 from harness.rank.raised import describe_raised
 from harness.rank.state import RankState, count_collectives, count_groups, forget_meshes
+from harness.rank.streams import Streams
+from harness.rank.xml_notes import XmlNotes
 from harness.xfail import is_xfail_call
 
 if TYPE_CHECKING:
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
-# early, distributing, debugging, writing reports. An option that a missing plugin would add is left out.
+# early, distributing, writing reports. An option that a missing plugin would add is left out.
 _CONTROLLERS_OPTIONS: dict[str, Any] = {
     "keyword": "",
     "markexpr": "",
@@ -40,8 +49,6 @@ _CONTROLLERS_OPTIONS: dict[str, Any] = {
     "stepwise_skip": False,
     "cacheclear": False,
     "cacheshow": None,
-    "usepdb": False,
-    "trace": False,
     "setupshow": False,
     "durations": None,
     "xmlpath": None,
@@ -71,11 +78,22 @@ class RankSession:
         self.lockstep = rank
         self.started = False
         self._baseline: RankState | None = None
-        self._baselines_below: dict[object, RankState] = {}
+        self._is_in_order = True
+        self._last: RankState | None = None
+        self._of_fixtures: dict[object, tuple[RankState, RankState]] = {}
+        """What fixtures of wider scope have changed: the state before and after."""
         self._collection = RankCollection()
         self._phases_over = 0
+        self._xml = XmlNotes()
+        self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
+        self._streams = Streams()
 
     # The session
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
+        tee_where_captured_in_memory(early_config)
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
@@ -83,6 +101,9 @@ class RankSession:
         options = vars(config.option)
         options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
+        debugger.plug_in(config, self._rank)
+        if self._spec.session.measures:
+            config.pluginmanager.register(Measuring(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
@@ -91,6 +112,11 @@ class RankSession:
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
         config.pluginmanager.register(self._collection)
+        self._xml.attach(config)
+        config.pluginmanager.register(self._rank.copies)
+        config.pluginmanager.register(self._streams)
+        self._leaks = Leaks(self._spec.rank, config.getini("ranks_leaks"))
+        config.pluginmanager.register(self._leaks)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -99,7 +125,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
-        self._baseline = RankState.capture()
+        self._baseline = self._last = RankState.capture()
         self._rank.ready()
         while True:
             match self._rank.next_order():
@@ -115,10 +141,11 @@ class RankSession:
             self._rank.group.sever()
         else:
             self.world.enter_test(order.shared_tmp_path)
+            self._output.begin(item)
             self._rank.reseed()
             self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
-        usable = torch.distributed.is_initialized()
+        usable = torch.distributed.is_initialized() and self._is_in_order
         self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
@@ -152,28 +179,42 @@ class RankSession:
         """Tear down what was kept up for another item.
 
         Under pytest-xdist a controller knows its next item, but not whether the next one of this world will
-        be its own.
+        be its own. What has changed since the last test was no test's doing: plugins that run around tests,
+        pytest-timeout say, may set a timer.
         """
+        assert self._baseline is not None
+        assert self._last is not None
+        if (now := RankState.capture()) != self._last:
+            self._baseline = self._baseline.with_changes(self._last, now)
         item.session._setupstate.teardown_exact(item)
 
     # Reporting
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> None:
+        self._output.settle(item)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_of_subtest = type(report) is not pytest.TestReport
+        if is_of_subtest:
+            self._output.settle_subtest(report)
         self._send_report(report)
-        if type(report) is not pytest.TestReport:
-            return  # of a subtest: the test goes on
+        if is_of_subtest:
+            return  # the test goes on
         self._phases_over = PHASES.index(report.when) + 1
         self._rank.note_phases_over(self._phases_over)
         if report.when != "teardown" and _raised(report):
             self._rank.group.sever()
 
     def _send_report(self, report: pytest.TestReport) -> None:
-        data = _plain(self._serialise(report))
-        if not _raised(report):
-            self._rank.post(Reported(data))
-        else:
+        data = self._serialise(report)
+        if notes := self._xml.take():
+            data["xml_notes"] = notes
+        if _raised(report):
             ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
-            self._rank.send(Reported(data, self._rank.collectives() if ends_phase else None))
+            self._rank.send(Reported(plain(data), self._rank.collectives() if ends_phase else None))
+        else:  # posted reports are lost if the process dies: no loss, unless there is something to show
+            (self._rank.send if _printed(report) else self._rank.post)(Reported(plain(data)))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
         """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
@@ -188,10 +229,13 @@ class RankSession:
         assert data is not None
         return data
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._output.keep_of_file(report)
+
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
             category = warning_message.category
-            text, filename = str(warning_message.message), warning_message.filename
+            text, filename = cut(str(warning_message.message), MOST_OF_A_MESSAGE), warning_message.filename
             self._rank.post(
                 Warned(category.__module__, category.__qualname__, text, filename, warning_message.lineno)
             )
@@ -203,14 +247,21 @@ class RankSession:
         __tracebackhide__ = True
         result = yield
         assert self._baseline is not None
-        now = RankState.capture()
-        if now != self._baseline:
-            self._baseline.restore()
-        forget_meshes()
-        if left := self._baseline.changes(now):
-            message = f"rank {self._spec.rank}: the test left behind {'; '.join(left)}"
-            warnings.warn(RankStateWarning(message), stacklevel=1)
+        self._put_back(self._baseline)
         return result
+
+    def _put_back(self, baseline: RankState) -> None:
+        now = self._last = RankState.capture()
+        left = self._streams.take_notes()
+        if now != baseline:
+            left = [*baseline.changes(now), *left]
+            baseline.restore()
+            self._last = RankState.capture()
+            self._is_in_order = not baseline.changes(self._last)
+        self._rank.crash_reports.enable()
+        forget_meshes()
+        if left:
+            self._leaks.tell(RankStateWarning, "; ".join(left))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
@@ -222,7 +273,7 @@ class RankSession:
         result = yield
         now = RankState.capture()
         if now != before:
-            self._baselines_below[fixturedef] = self._baseline
+            self._of_fixtures[fixturedef] = before, now
             self._baseline = self._baseline.with_changes(before, now)
         return result
 
@@ -235,7 +286,10 @@ class RankSession:
         return result
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        self._baseline = self._baselines_below.pop(fixturedef, self._baseline)
+        changes = self._of_fixtures.pop(fixturedef, None)
+        if changes is not None and self._baseline is not None:
+            before, after = changes
+            self._baseline = self._baseline.with_changes(after, before)
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
@@ -264,6 +318,11 @@ def _represent(item: pytest.Item, error: BaseException) -> object:
         return describe_raised(error)
 
 
+def _printed(report: pytest.TestReport) -> bool:
+    """Whether the phase has captured output, and another phase will follow."""
+    return report.when != "teardown" and any(title.endswith(report.when) for title, _ in report.sections)
+
+
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
@@ -276,17 +335,3 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
 
 def _failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
-
-
-def _plain(value: Any) -> Any:
-    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
-
-    Reports hold anything: recorded properties, and what users' hooks set as attributes.
-    """
-    match value:
-        case dict():
-            return {str(name): _plain(item) for name, item in value.items()}
-        case list() | tuple():
-            return (list if isinstance(value, list) else tuple)(map(_plain, value))
-        case _:
-            return value if value is None or type(value) in (bool, int, float, str) else str(value)

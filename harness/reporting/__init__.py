@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
 import pytest
 
 from harness.diagnosis import Diagnosis
-from harness.outcome import ItemOutcome, Stuck
+from harness.outcome import Died, ItemOutcome, Stuck
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
+from harness.reporting.properties import (
+    hand_down,
+    merge_properties,
+    pass_on_xml_notes,
+    properties_of_failure,
+)
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
 
 __all__ = ["merge"]
@@ -27,6 +33,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
     context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, outcome.diagnosis)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
+    pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
     merged = []
@@ -38,6 +45,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
             merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
+    hand_down(merged)
     return merged
 
 
@@ -90,13 +98,15 @@ def _merge_phase(
         merged.start = min(report.start for report in reports.values())
         merged.stop = max(report.stop for report in reports.values())
         merged.duration = max(report.duration for report in reports.values())
-    merged.sections = _sections(context, reports, {problem.rank for problem in causes})
-    merged.user_properties = _unique(prop for report in reports.values() for prop in report.user_properties)
+    printed = {rank.rank: sections for rank in ranks if (sections := _printed(rank, phase, reports))}
+    merged.sections = _sections(context, printed, {problem.rank for problem in causes})
+    merged.user_properties = merge_properties(reports.values())
     if any(cause.report is None for cause in causes):  # ranks that were cut short have no duration of it
         merged.duration = max(merged.duration, context.seconds)
     if causes:
         merged.outcome = "failed"
-        merged.longrepr = explain(context, causes, ranks, reports)
+        merged.longrepr = told = explain(context, causes, ranks, reports)
+        merged.user_properties += properties_of_failure(context, causes, told)
     return merged
 
 
@@ -119,24 +129,31 @@ def _template(
     return pytest.TestReport(context.item.nodeid, context.item.location, keywords, "passed", None, phase)
 
 
+def _printed(rank: RankReports, phase: Phase, reports: dict[int, pytest.TestReport]) -> list[tuple[str, str]]:
+    """What a rank had printed by the end of a phase; of one that ended without a word, what is known."""
+    if rank.rank in reports:
+        return reports[rank.rank].sections
+    if not isinstance(rank.fate, Died | Stuck) or PHASES.index(phase) < PHASES.index(rank.reached()):
+        return []
+    before = next((report.sections for report in reversed(rank.phases.values())), [])
+    captured = (
+        rank.fate.captured if isinstance(rank.fate, Stuck) else ()
+    )  # a death tells its last output itself
+    return [*before, *((f"Captured {stream} {rank.reached()}", text) for stream, text in captured)]
+
+
 def _sections(
-    context: Context, reports: dict[int, pytest.TestReport], to_blame: set[int]
+    context: Context, printed: dict[int, list[tuple[str, str]]], to_blame: set[int]
 ) -> list[tuple[str, str]]:
     shown = context.config.getoption("rank_output")
     if shown == "none":
         return []
-    ranks = sorted(reports, key=lambda rank: (rank not in to_blame, rank))
+    ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
+    # pytest's XML report strings texts together and leaves out their titles.
+    titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
     return [
-        (f"{title} (rank {rank})", text)
+        (f"{title} (rank {rank})", f"rank {rank}:\n{text}" if titled else text)
         for rank in ranks
         if shown == "all" or not to_blame or rank in to_blame
-        for title, text in reports[rank].sections
+        for title, text in printed[rank]
     ]
-
-
-def _unique(values: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
-    for value in values:
-        if value not in found:
-            found.append(value)
-    return found

@@ -52,8 +52,9 @@ def test_a_debugger_is_refused_with_what_to_do_instead(pytester: pytest.Pytester
     result = pytester.runpytest_subprocess(option, timeout=60)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.str().strip() == (
-        f"ERROR: {option} cannot reach into ranks, which have no terminal, and test_it.py::test_x runs on "
-        f"ranks. Leave {option} out, or deselect the tests marked `ranks` with -m 'not ranks'"
+        f"ERROR: {option} alone cannot reach into ranks, and test_it.py::test_x runs on ranks. Add "
+        "--rank-pdb 0 for a debugger in rank 0 (it works without --pdb, too), or deselect the tests marked "
+        "`ranks` with -m 'not ranks'"
     )
 
 

@@ -1,0 +1,81 @@
+"""Processes below one: found by /proc, and ended with all that they have started.
+
+Used by the controller, the server and the ranks; standard library only. Where a system has no /proc there is
+nothing to be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+POLL_EVERY = 0.002
+"""Seconds. Only a child that is somebody's own can be waited for without polling."""
+END_WITHIN = 2.0
+"""Seconds that killed processes get to vanish; more passes only where the kernel cannot let go of one."""
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose parent ends, instead of the system's first."""
+    with contextlib.suppress(AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the children of a process, zombies too; empty if it is gone."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return found
+
+
+def with_descendants(pids: set[int]) -> set[int]:
+    """Return the processes and all that are below them."""
+    found, new = set(pids), pids
+    while new:
+        new = set().union(*map(children_of, new)) - found
+        found |= new
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and has not ended; one that nobody has waited for yet (a zombie) has."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def end(roots: Callable[[], set[int]], patience: float) -> None:
+    """End processes with everything below them: SIGTERM, and after `patience` seconds SIGKILL.
+
+    Args:
+        roots: finds the topmost of them; asked again and again, as orphans come up in their place.
+        patience: seconds between the two signals; 0 sends the second one only.
+    """
+    asked: set[int] = set()
+    start = time.monotonic()
+    while (alive := {pid for pid in with_descendants(roots()) if is_running(pid)}) and (
+        waited := time.monotonic() - start
+    ) < patience + END_WITHIN:
+        if waited >= patience:
+            _signal(alive, signal.SIGKILL)
+        else:
+            _signal(alive - asked, signal.SIGTERM)
+            asked |= alive
+        time.sleep(POLL_EVERY)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

@@ -1,0 +1,256 @@
+"""What a process has running and open: child processes, threads, files and sockets, shared memory.
+
+Runs inside a rank.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver, resource_sharer, resource_tracker
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from harness.descendants import children_of, is_running, with_descendants
+
+_SEGMENTS = "/dev/shm"
+_MOST_OF_COMMAND = 120
+"""Characters of a command line that are shown."""
+# What torch starts once in a process and keeps to its end, by a piece of the command line.
+_TORCHS_PROCESSES = (
+    "torch/_inductor/compile_worker",  # compiles kernels for all that is compiled later
+    "torch_shm_manager",  # unlinks shared tensors when their last user is gone
+)
+# Threads that serve a process to its end, by the name of the thread or of its class.
+_INFRASTRUCTURE = {
+    "InductorSubproc",  # reads what torch's compile worker answers
+    "TMonitor",  # tqdm's, one for all progress bars
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Belongings:
+    """What a process has at one moment."""
+
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    files: frozenset[str]
+    """Numbers of descriptors, as the system writes them."""
+    segments: frozenset[str]
+    """Names in /dev/shm, whoever made them."""
+
+    @classmethod
+    def capture(cls) -> Belongings:
+        return cls(_children(), frozenset(threading.enumerate()), _files(), _listing(_SEGMENTS))
+
+    @classmethod
+    def capture_children(cls) -> Belongings:
+        """Look for processes only."""
+        return cls(_children(), frozenset(), frozenset(), frozenset())
+
+    def __sub__(self, other: Belongings) -> Belongings:
+        return Belongings(
+            self.children - other.children,
+            self.threads - other.threads,
+            self.files - other.files,
+            self.segments - other.segments,
+        )
+
+    def __or__(self, other: Belongings) -> Belongings:
+        return Belongings(
+            self.children | other.children,
+            self.threads | other.threads,
+            self.files | other.files,
+            self.segments | other.segments,
+        )
+
+    def __and__(self, other: Belongings) -> Belongings:
+        return self - (self - other)
+
+    def __bool__(self) -> bool:
+        return bool(self.children or self.threads or self.files or self.segments)
+
+    def of_tests(self, made: set[str]) -> Belongings:
+        """Leave out what has ended, what Python and torch keep for the process's life, what others made.
+
+        Args:
+            made: names of the segments that this process has made.
+        """
+        return Belongings(
+            frozenset(pid for pid in self.children if is_running(pid) and not _is_torchs(pid)),
+            frozenset(thread for thread in self.threads if thread.is_alive() and not _serves_all(thread)),
+            frozenset(fd for fd in self.files if _name_of_file(fd)),
+            frozenset(name for name in self.segments if _is_ours(name, made)),
+        )
+
+    def _files_to_tell(self) -> list[str]:
+        """Leave out pipes where processes were left too: they lead there."""
+        files = sorted(self.files, key=int)
+        return [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
+
+    def describe(self) -> list[str]:
+        """Name each of them; processes with all that are below them."""
+        children = sorted(with_descendants(set(self.children)))
+        threads = sorted(self.threads, key=lambda thread: thread.name)
+        return [
+            *(f"process {pid} ({_command_of(pid)}), which was ended" for pid in children),
+            *(f"thread {_describe_thread(thread)}" for thread in threads),
+            *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in self._files_to_tell()),
+            *(f"shared memory {_SEGMENTS}/{name}" for name in sorted(self.segments)),
+        ]
+
+
+# Processes
+
+
+def _children() -> frozenset[int]:
+    """Return the children of this process, and those of the server that multiprocessing forks some from."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none: the usual case costs one system call
+        return frozenset()
+    found = children_of(os.getpid())
+    servers = {pid for pid, _ in _servers() if pid is not None}
+    forked = (children_of(pid) for pid in servers & found)
+    return frozenset(found.union(*forked) - servers)
+
+
+def _servers() -> list[tuple[int | None, int | None]]:
+    """Return the processes that multiprocessing starts once for all, each with the pipe that keeps it."""
+    tracker: Any = resource_tracker
+    server: Any = forkserver
+    tracker, server = tracker._resource_tracker, server._forkserver
+    return [(tracker._pid, tracker._fd), (server._forkserver_pid, server._forkserver_alive_fd)]
+
+
+def reap(pids: frozenset[int]) -> None:
+    """Wait for those of the children that have ended; tell the modules that keep lists of them first."""
+    if not pids:
+        return
+    multiprocessing.active_children()
+    subprocess._cleanup()  # type: ignore[attr-defined]
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _is_torchs(pid: int) -> bool:
+    return any(word in _command_of(pid) for word in _TORCHS_PROCESSES)
+
+
+def _command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "gone"
+    if words == Path("/proc/self/cmdline").read_bytes():
+        names = {child.pid: f"multiprocessing's {child.name}" for child in multiprocessing.active_children()}
+        return names.get(pid, "a fork of this rank")
+    text = words.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return text if len(text) < _MOST_OF_COMMAND else f"{text[:_MOST_OF_COMMAND]}…"
+
+
+# Threads
+
+
+def _serves_all(thread: threading.Thread) -> bool:
+    """Whether a thread is no test's: a native one that has run some Python, or one started once for all."""
+    sharer: Any = resource_sharer
+    return (
+        isinstance(thread, threading._DummyThread)
+        or thread is sharer._resource_sharer._thread  # multiprocessing's, once a descriptor was sent
+        or not _INFRASTRUCTURE.isdisjoint((thread.name, type(thread).__name__))
+    )
+
+
+def _describe_thread(thread: threading.Thread) -> str:
+    target = getattr(thread, "_target", None)  # deleted when it has run
+    name = getattr(target, "__qualname__", type(thread).__qualname__)
+    return f"{thread.name!r} (runs {name}{_place(sys._current_frames().get(thread.ident or 0))})"
+
+
+def _place(frame: FrameType | None) -> str:
+    """Name the innermost line that belongs neither to Python nor to an installed package, if there is one."""
+    while frame is not None and frame.f_code.co_filename.startswith(_installed()):
+        frame = frame.f_back
+    return "" if frame is None else f", now at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return ("<", paths["stdlib"], paths["purelib"], paths["platlib"])
+
+
+# Files and sockets
+
+
+def _files() -> frozenset[str]:
+    """Return the open descriptors, but the one that the look at them takes."""
+    try:
+        found = os.listdir("/proc/self/fd")
+        mine = os.open("/proc/self/fd", os.O_RDONLY)  # the lowest free number, as the one of the listing was
+    except OSError:
+        return frozenset()
+    os.close(mine)
+    return frozenset(found) - {str(mine)}
+
+
+def _name_of_file(number: str) -> str:
+    """Name what a descriptor stands for; empty if it is closed, or belongs to Python, torch or a driver."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{number}")
+        mode, flags = os.fstat(int(number)).st_mode, fcntl.fcntl(int(number), fcntl.F_GETFD)
+    except OSError:
+        return ""
+    if any(str(pipe) == number for _, pipe in _servers()):
+        return ""
+    # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are told elsewhere.
+    native = not (stat.S_ISREG(mode) or flags & fcntl.FD_CLOEXEC)
+    device = path.startswith("/dev/") and not path.startswith(_SEGMENTS)
+    if native or device or path.startswith("anon_inode:"):
+        return ""
+    name = _name_of_socket(int(number)) if stat.S_ISSOCK(mode) else f"file {path}"
+    # Of multiprocessing: sockets and memory that serve a process to its end.
+    return "" if "/pymp-" in name or "/pym-" in name else name
+
+
+def _name_of_socket(number: int) -> str:
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+        try:
+            peer = f" to {_address(copy.getpeername())}"
+        except OSError:
+            peer = ""
+        return f"socket {copy.family.name} {_address(copy.getsockname())}{peer}"
+    return "socket"
+
+
+def _address(address: Any) -> str:
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address) or "unnamed"
+
+
+# Shared memory
+
+
+def _listing(path: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(path))
+    except OSError:
+        return frozenset()
+
+
+def _is_ours(segment: str, made: set[str]) -> bool:
+    """Whether this process has made a segment; torch writes the number of the process into the name."""
+    ours = segment in made or segment.startswith(f"torch_{os.getpid()}_")
+    return ours and os.path.exists(f"{_SEGMENTS}/{segment}")

@@ -1,0 +1,142 @@
+"""pytest's own debugger in the rank of `--rank-pdb`, and what `breakpoint()` does in every other rank."""
+
+from __future__ import annotations
+
+import bdb
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Generator
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.config import create_terminal_writer
+from _pytest.debugging import PdbInvoke
+from _pytest.runner import check_interactive_exception
+
+from harness.exceptions import PeerFailed
+from harness.protocol import Debugger
+
+if TYPE_CHECKING:
+    from harness.rank.process import Rank
+
+
+def plug_in(config: pytest.Config, rank: Rank) -> None:
+    """Let pytest debug in this rank, or let its breakpoints say why it does not stop there."""
+    chosen: int | None = config.option.rank_pdb
+    if chosen != rank.spec.rank:
+        config.option.usepdb = config.option.trace = False
+        exists = chosen is not None and chosen < rank.spec.key.size
+        config.pluginmanager.register(NoDebugger(rank, chosen if exists else None))
+        return
+    # With this option pytest leaves tear-downs of unittest, and Ctrl-C, to the debugger.
+    config.option.usepdb = True
+    config.pluginmanager.set_blocked("pdbinvoke")  # it opens after the report; see RankDebugger
+    config.pluginmanager.register(RankDebugger(rank))
+
+
+class RankDebugger:
+    """Opens pytest's debugger on a failure before anybody hears of the failure.
+
+    So the other ranks wait where they are, and this rank's connections stand, until the user has seen enough.
+    The controller knows when the debugger waits at its prompt, and when the test runs on under it.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._state: str = "left"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if self._state != "quits" and _is_worth_a_look(call, report):
+            self._open(item, call, report)
+        return report
+
+    def _open(self, item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
+        # There is no terminal plugin in a rank, and all that pytest's debugger wants of it is this.
+        reporter = SimpleNamespace(_tw=create_terminal_writer(item.config, sys.__stdout__))
+        plugins = item.config.pluginmanager
+        plugins.register(reporter, "terminalreporter")
+        try:
+            PdbInvoke().pytest_exception_interact(item, call, report)
+            self._tell("left")
+        except Exception:  # of another debugger than pdb; it must not cost the report of the test
+            self._tell("left")
+            report.sections.append(("The debugger failed itself", traceback.format_exc()))
+        except pytest.fail.Exception:
+            item.session.shouldfail = "Quitting debugger"  # no further point of a test's subtests
+        finally:
+            _give_back_ctrl_c()
+            plugins.unregister(reporter)
+            vars(report).pop("_pdbshown", None)  # the merged report says more than was shown
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            _give_back_ctrl_c()
+
+    def pytest_enter_pdb(self, pdb: Any) -> None:
+        interaction = pdb.interaction
+
+        def told(*args: Any) -> None:
+            self._tell("prompts")
+            try:
+                interaction(*args)
+                quits = getattr(pdb, "quitting", False)  # by the end of its input
+            except pytest.exit.Exception:
+                quits = True
+            if quits:
+                self._tell("quits")
+                pytest.fail("the user quit the debugger, which ends the run", pytrace=False)
+            elif self._state == "prompts":
+                self._tell("runs")
+
+        pdb.interaction = told
+
+    def pytest_leave_pdb(self) -> None:
+        self._tell("left")
+
+    def _tell(self, state: Any) -> None:
+        self._state = state
+        self._rank.send(Debugger(state))
+
+
+class NoDebugger:
+    """Passes by breakpoints where another rank is debugged, and fails at them where none is."""
+
+    def __init__(self, rank: Rank, debugged: int | None) -> None:
+        self._world = rank.world
+        self._debugged = debugged
+
+    def pytest_enter_pdb(self, config: pytest.Config, pdb: Any) -> None:
+        if capture := config.pluginmanager.getplugin("capturemanager"):
+            capture.resume()  # pytest has suspended it for the debugger
+        pdb.set_trace = self._pass_by
+
+    def _pass_by(self, frame: FrameType) -> None:
+        place = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+        here = f"{place}: breakpoint in rank {self._world.rank} of {self._world.size}"
+        if self._debugged is None:
+            run = f"run the test with --rank-pdb {self._world.rank}"
+            pytest.fail(f"{here}: ranks have no terminal of their own; {run}", pytrace=False)
+        sys.stderr.write(f"{here}: passed by, as the debugger is in rank {self._debugged}\n")
+
+
+def _give_back_ctrl_c() -> None:
+    """Take away the handler by which pdb lets Ctrl-C stop what goes on after its command `c`."""
+    if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), bdb.Bdb):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_worth_a_look(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:
+    """Whether something was raised here, neither expected nor because of another rank alone."""
+    if call.excinfo is None or isinstance(call.excinfo.value, PeerFailed):
+        return False
+    return check_interactive_exception(call, report)

@@ -1,0 +1,103 @@
+"""Failures as annotations of a GitHub Actions run: `::error file=…,line=…,title=…::message`.
+
+Runs where pytest has its terminal; must not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest._code.code import ExceptionChainRepr
+
+from harness.cut import cut
+
+MOST_OF_A_MESSAGE = 4000
+"""Characters. GitHub shows the beginning of a longer one."""
+SAME_WORK = "pytest_github_actions_annotate_failures"
+"""A plugin that writes annotations too; where it is loaded, this one keeps silent."""
+
+
+def wanted(config: pytest.Config, environ: Mapping[str, str]) -> bool:
+    """Whether this process runs in GitHub Actions and is the one to write annotations."""
+    return environ.get("GITHUB_ACTIONS") == "true" and not config.pluginmanager.hasplugin(SAME_WORK)
+
+
+class Annotations:
+    """Collects failures, of tests with and without ranks alike, and writes a line for each at the end."""
+
+    def __init__(self, config: pytest.Config, environ: Mapping[str, str]) -> None:
+        self._config = config
+        self._root = Path(environ.get("GITHUB_WORKSPACE") or _checkout(config.rootpath)).resolve()
+        self._lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # "contains 1 failed subtest" is no news beside the subtest.
+        if report.failed and not str(report.longrepr).startswith("contains "):
+            self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._note(report)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self._lines:
+            terminalreporter.write_line(line)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        message = _message(report)
+        properties = dict(getattr(report, "user_properties", ()))
+        if "rerun" in properties:
+            message += f"\nre-run: {properties['rerun']}"
+        path, lineno = self._place(report)
+        title = getattr(report, "head_line", None) or str(report.nodeid)
+        where = f"file={_escape_property(path)},line={lineno},title={_escape_property(title)}"
+        self._lines.append(f"::error {where}::{_escape(message)}")
+
+    def _place(self, report: pytest.TestReport | pytest.CollectReport) -> tuple[str, int]:
+        """The innermost line of the traceback that belongs to the checkout, else where the test begins."""
+        for path, lineno in reversed(_lines_of(report)):
+            if inside := self._find(path):
+                return inside, lineno
+        file, first, _ = report.location or (str(report.nodeid).split("::")[0], 0, "")
+        return os.path.relpath(self._config.rootpath / file, self._root), (first or 0) + 1
+
+    def _find(self, path: str) -> str | None:
+        """Name a file from the checkout's root; pytest names it from either of two directories."""
+        for base in (self._config.invocation_params.dir, self._config.rootpath):
+            full = (base / path).resolve()
+            if full.is_file():
+                ours = full.is_relative_to(self._root) and "site-packages" not in full.parts
+                return str(full.relative_to(self._root)) if ours else None
+        return None
+
+
+def _lines_of(report: Any) -> list[tuple[str, int]]:
+    longrepr = report.longrepr
+    places = []
+    if isinstance(longrepr, ExceptionChainRepr):
+        places = [getattr(entry, "reprfileloc", None) for entry in longrepr.chain[-1][0].reprentries]
+    places.append(getattr(longrepr, "reprcrash", None))
+    return [(place.path, place.lineno) for place in places if place is not None]
+
+
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return cut(report.longreprtext if crash is None else crash.message, MOST_OF_A_MESSAGE)
+
+
+def _checkout(path: Path) -> Path:
+    """The nearest directory above that git knows as a checkout, else the path itself."""
+    return next((folder for folder in (path, *path.parents) if (folder / ".git").exists()), path)
+
+
+def _escape(text: str) -> str:
+    """As GitHub's toolkit escapes data: https://github.com/actions/toolkit, packages/core/src/command.ts."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _escape_property(text: str) -> str:
+    return _escape(text).replace(":", "%3A").replace(",", "%2C")
