@@ -14,6 +14,7 @@ import uuid
 import warnings
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,9 +25,12 @@ from harness.launch.processes import ProcessLauncher
 from harness.outcome import ItemOutcome
 from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.requests import Refusal, Request, output_directory_of, request_of
+from harness.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
 from harness.world import World
 from harness.worlds import Worlds
+
+if TYPE_CHECKING:
+    from harness.launch.leases import Lease
 
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.
 OUR_OPTIONS = {
@@ -61,6 +65,7 @@ class Controller:
         if self._output_directory:
             worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
             OutputDirectory(self._output_directory).clear_logs(worker)
+        self._at_once = ranks_at_once(config)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -224,7 +229,9 @@ class Controller:
     # Worlds
 
     def _start_world(self, key: WorldKey) -> World:
-        world = World(key, f"world-{next(self._numbers)}", self._session_spec(), self._launch())
+        lease = self._lease(key)
+        name = f"world-{next(self._numbers)}"
+        world = World(key, name, self._session_spec(), self._launch(), lease)
         try:
             world.start(
                 seed=self._config.getoption("world_seed"),
@@ -235,6 +242,13 @@ class Controller:
             world.kill()
             raise
         return world
+
+    def _lease(self, key: WorldKey) -> Lease | None:
+        if self._at_once is None and key.device == "cpu":
+            return None
+        from harness.leasing import lease_for
+
+        return lease_for(key, self._config, self._worlds.make_room)
 
     def _session_spec(self) -> SessionSpec:
         config = self._config

@@ -76,6 +76,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "what a test that leaves something behind in its rank gets: warn, error (at tear-down) or off",
         default="warn",
     )
+    parser.addini(
+        "ranks_at_once",
+        "how many ranks may run at once over all pytest runs of this user on this machine",
+        "int",
+        None,
+    )
+    parser.addini("ranks_wait", "seconds that a world waits until others leave it room", "float", 600.0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

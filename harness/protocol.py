@@ -63,6 +63,15 @@ class RankSpec:
     directory: str
     """Private directory (mode 0700) of the world: stores, logs, stacks."""
     basetemp: str
+    lease: str | None = None
+    """What the world has leased of the machine: the path of its entry in the ledger, without suffix."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that the world has leased, as CUDA_VISIBLE_DEVICES has them; empty on CPUs."""
+
+    @property
+    def gpu(self) -> int | None:
+        """The rank's GPU, counted among those of the world, which are all that it sees; None on CPUs."""
+        return self.rank % len(self.gpus) if self.gpus else None
 
     def path(self, name: str) -> str:
         return f"{self.directory}/{name}"

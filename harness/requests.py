@@ -60,6 +60,9 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
     if device == "cuda" and (lack := _lack_of_gpus(key)):
         return Refusal("skipped", lack)
+    at_once = ranks_at_once(config)
+    if at_once is not None and size > at_once:
+        return Refusal("failed", _too_large(size, at_once, config))
     timeout = mark.timeout or config.getoption("world_timeout")
     if debugging.is_debugged(key, config):
         timeout = float("inf")
@@ -75,8 +78,16 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
     return int(callspec.params["ranks_size"])
 
 
+def _too_large(size: int, at_once: int, config: pytest.Config) -> str:
+    where = f" in {config.inipath}" if config.inipath else ""
+    return (
+        f"a world of {size} rank{'s' if size > 1 else ''} is larger than `ranks_at_once = {at_once}`{where}: "
+        f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
+    )
+
+
 def _lack_of_gpus(key: WorldKey) -> str | None:
-    have = _count_gpus()
+    have = count_gpus()
     need = key.size if key.backend == "nccl" else 1
     if need <= have:
         return None
@@ -84,7 +95,8 @@ def _lack_of_gpus(key: WorldKey) -> str | None:
     return f"{ranks} need {need} GPUs, this machine has {have}; run with --backend gloo"
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """Return how many GPUs this process sees."""
     torch = importlib.import_module("torch")
     return int(torch.cuda.device_count())
 
@@ -126,7 +138,7 @@ def check_options(config: pytest.Config) -> None:
     device = config.getoption("device")
     if device is not None and device not in BACKENDS[backend]:
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
-    if (backend == "nccl" or device == "cuda") and _count_gpus() == 0:
+    if (backend == "nccl" or device == "cuda") and count_gpus() == 0:
         asked = "--device cuda" if device == "cuda" else "--backend nccl"
         raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
@@ -137,9 +149,26 @@ def check_options(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     _check_output_directory(config)
+    _check_leases(config)
     start_method = config.getini("ranks_start_method")
     if start_method not in START_METHODS:
         raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
     policy = config.getini("ranks_leaks")
     if policy not in LEAK_POLICIES:
         raise pytest.UsageError(f"ranks_leaks = {policy!r}: choose {', '.join(LEAK_POLICIES)}")
+
+
+def ranks_at_once(config: pytest.Config) -> int | None:
+    """Return how many ranks may run at once over all runs of this user on this machine; None: any number."""
+    bound: int | None = config.getini("ranks_at_once")
+    return bound
+
+
+def _check_leases(config: pytest.Config) -> None:
+    for name, unit in (("ranks_at_once", "a whole number"), ("ranks_wait", "a number of seconds")):
+        try:
+            value = config.getini(name)
+        except (TypeError, ValueError, pytest.UsageError) as error:
+            raise pytest.UsageError(f"{name}: write {unit} above 0 ({error})") from None
+        if value is not None and not value > 0:
+            raise pytest.UsageError(f"{name} = {value}: write {unit} above 0")

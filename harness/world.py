@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.exceptions import WorldError
 from harness.handle import RankHandle, receive
@@ -30,6 +31,9 @@ from harness.protocol import (
     WorldKey,
 )
 
+if TYPE_CHECKING:
+    from harness.launch.leases import Lease
+
 CLOSE_WITHIN = 10.0
 """Seconds a rank gets to tear down its session."""
 
@@ -37,9 +41,17 @@ CLOSE_WITHIN = 10.0
 class World:
     """N ranks that share a default process group."""
 
-    def __init__(self, key: WorldKey, name: str, session: SessionSpec, launcher: ProcessLauncher) -> None:
+    def __init__(
+        self,
+        key: WorldKey,
+        name: str,
+        session: SessionSpec,
+        launcher: ProcessLauncher,
+        lease: Lease | None = None,
+    ) -> None:
         self.key = key
         self.name = name
+        self.lease = lease
         self._session = session
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
@@ -55,9 +67,16 @@ class World:
         """
         deadline = time.monotonic() + timeout
         os.makedirs(self._directory, mode=0o700)
+        leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
         specs = [
             RankSpec(
-                rank, self.key, self._session, seed, self._directory, f"{basetemp}/{self.name}-rank{rank}"
+                rank,
+                self.key,
+                self._session,
+                seed,
+                self._directory,
+                f"{basetemp}/{self.name}-rank{rank}",
+                *leased,
             )
             for rank in range(self.key.size)
         ]
@@ -75,6 +94,8 @@ class World:
                         raise WorldError(f"rank {rank} {message.how} while it started\n{message.output}")
             if waiting and time.monotonic() >= deadline:
                 raise WorldError(self._not_ready(waiting, timeout))
+        if self.lease is not None:
+            self.lease.leave_to_ranks()
 
     def _not_ready(self, waiting: set[int], timeout: float) -> str:
         answers: dict[int, Doing] = {}
@@ -158,3 +179,5 @@ class World:
                 self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)
         self._handles = []
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self.lease is not None:
+            self.lease.end()

@@ -32,6 +32,9 @@ class Worlds:
         """Return a world for one test: a warm one if there is one and `fresh` does not forbid it."""
         self._reap([world for world in self._closing if world.is_gone()])
         world = None if fresh else self._warm.pop(key, None)
+        if world is not None and world.lease is not None and not world.lease.resume():
+            self._close(world)  # its ranks were asked to end, for a world that waits
+            world = None
         if world is not None and not world.is_whole():
             self._complain(world, f"a rank of {key} ended after the test")
             world.kill()
@@ -43,12 +46,18 @@ class Worlds:
 
     def give_back(self, world: World, *, keep: bool) -> None:
         """Keep a world warm, or let it tear down its session and end; it is not waited for."""
-        if not keep:
+        if not keep or (world.lease is not None and not world.lease.rest()):
             self._close(world)
             return
         self._warm[world.key] = world
         if len(self._warm) > MOST_WARM:
             self._close(self._warm.pop(next(iter(self._warm))))
+
+    def make_room(self) -> None:
+        """End the worlds that have leases, and wait until they have: whoever waits in line holds nothing."""
+        for key in [key for key, world in self._warm.items() if world.lease is not None]:
+            self._close(self._warm.pop(key))
+        self._reap([world for world in self._closing if world.lease is not None])
 
     def close(self) -> None:
         """End all worlds, and wait until they have."""

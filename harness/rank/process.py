@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -43,6 +44,12 @@ from harness.rank.session import RankSession, seed_everything
 from harness.rank.view import RankWorld
 from harness.terminal import SentTerminal
 
+if TYPE_CHECKING:
+    from harness.rank.lease import RankLease
+
+LOOK_EVERY = 0.2
+"""Seconds between looks of an idle rank whether its world's lease is asked back."""
+
 
 class Rank:
     """A rank from its start to its end.
@@ -67,6 +74,7 @@ class Rank:
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.stacks_path)
         self.copies = Copies(spec.rank, self._let_go)
+        self._lease = _lease(spec)
 
     def run(self) -> None:
         """Live until told to close."""
@@ -125,7 +133,13 @@ class Rank:
 
     def next_order(self) -> RunItem | Agreed | Close:
         """Wait for the controller to say what to do next."""
-        return self._inbox.get()
+        if self._lease is None:
+            return self._inbox.get()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=LOOK_EVERY)
+            if self._lease.is_asked_back():
+                return Close()
 
     def agree(self, vote: Vote) -> tuple[Vote, ...]:
         """Tell all ranks how this one fared at a point of a test; return every rank's vote, in rank order.
@@ -190,8 +204,16 @@ class Rank:
     def _answer(self, main: int, thoroughly: bool) -> None:
         """Say what the main thread is doing, or only that it has moved since the last time."""
         before, self._position = self._position, position(main)
-        if thoroughly or before == self._position:
+        if thoroughly or self._state != "runs" or before == self._position:
             base = self.spec.session.cwd
             self.send(describe_rank(main, base, self._item_began, self._state, self._point))
         else:
             self.send(Moves())
+
+
+def _lease(spec: RankSpec) -> RankLease | None:
+    if spec.lease is None:
+        return None
+    from harness.rank.lease import RankLease
+
+    return RankLease(spec.lease)

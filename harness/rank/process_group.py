@@ -41,6 +41,8 @@ class DefaultGroup:
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":
+            # Whatever a test calls `cuda:0` is a GPU of this world. Read when CUDA is first used: not yet.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
             torch.cuda.set_device(self.device)
         self._generation += 1
         dist.init_process_group(
@@ -97,9 +99,9 @@ class DefaultGroup:
 
 
 def _device(spec: RankSpec) -> torch.device:
-    if spec.key.device == "cpu":
+    if spec.gpu is None:
         return torch.device("cpu")
-    return torch.device("cuda", spec.rank % torch.cuda.device_count())
+    return torch.device("cuda", spec.gpu)
 
 
 def _loopback() -> str:

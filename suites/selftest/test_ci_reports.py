@@ -85,9 +85,11 @@ NOTES = """
             return
         hook = report_config.hook
         data = hook.pytest_report_to_serializable(config=report_config, report=report)
-        data = json.loads(json.dumps(data))
+        data = json.loads(json.dumps(data, default=lambda value: "not JSON"))
+        whole = "not JSON" not in str(data)
         again = hook.pytest_report_from_serializable(config=report_config, data=data)
         same = again.longreprtext == report.longreprtext and len(again.sections) == len(report.sections)
+        same = same and whole
         with open("reports.txt", "a") as file:
             file.write(json.dumps([report.nodeid, report.when, report.outcome, same]) + "\\n")
 
@@ -173,11 +175,12 @@ def test_the_properties_of_a_point_name_the_point(faults: Session) -> None:
 
 
 def test_a_test_that_fails_twice_has_the_properties_of_each_failure(faults: Session) -> None:
-    told = [dict(properties(case)) for case in faults.cases("test_fails_twice")]
-    assert [(each["rank"], each["cause"]) for each in told] == [
-        ("0", "assert 0 == 1"),
-        ("1", "AssertionError: not as expected"),
+    told = [properties(case) for case in faults.cases("test_fails_twice")]
+    assert [each[:-1] for each in told] == [
+        [("rank", "0"), ("cause", "assert 0 == 1")],
+        [("rank", "1"), ("cause", "AssertionError: not as expected")],
     ]
+    assert [each[-1][0] for each in told] == ["rerun", "rerun"]
 
 
 def test_every_item_is_one_case_and_one_more_where_its_teardown_failed_too(faults: Session) -> None:
