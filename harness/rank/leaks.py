@@ -62,6 +62,7 @@ class Leaks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         try:
             result = yield
         except BaseException:
@@ -72,6 +73,7 @@ class Leaks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         if fixturedef.scope == "function":
             return (yield)
         before = self._capture()
