@@ -13,6 +13,8 @@ from contextlib import suppress
 
 import pytest
 
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+
 
 class Copies:
     """Ends copies of this process wherever one comes back to the rank's own code.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from harness.rank.process import Rank
 
 
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+
+
 def plug_in(config: pytest.Config, rank: Rank) -> None:
     """Let pytest debug in this rank, or let its breakpoints say why it does not stop there."""
     chosen: int | None = config.option.rank_pdb

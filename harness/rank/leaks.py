@@ -21,6 +21,8 @@ from harness.rank.belongings import Belongings, reap
 
 Policy = Literal["warn", "error", "off"]
 
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+
 SETTLE_WITHIN = 0.1
 """Seconds that what a test has stopped, but not waited for, gets to end by itself."""
 TERMINATE_WITHIN = 0.2

@@ -33,6 +33,8 @@ from harness.xfail import is_xfail_call
 if TYPE_CHECKING:
     from harness.rank.process import Rank
 
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+
 PHASES: tuple[Literal["setup", "call", "teardown"], ...] = ("setup", "call", "teardown")
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
@@ -162,7 +164,6 @@ class RankSession:
         return found if order.next_item else [*found, None]
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
-        __tracebackhide__ = True
         self._phases_over = 0
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
@@ -244,7 +245,6 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         result = yield
         assert self._baseline is not None
         self._put_back(self._baseline)
@@ -266,7 +266,6 @@ class RankSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         """Let what a fixture of wider scope than a function changes stand until that fixture ends."""
-        __tracebackhide__ = True
         if fixturedef.scope == "function" or self._baseline is None:
             return (yield)
         before = RankState.capture()

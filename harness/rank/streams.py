@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+
 _NAMES = ("stdout", "stderr")
 
 

@@ -19,12 +19,6 @@ from harness.engine import FullyShardedDataParallel
 
 pytestmark = pytest.mark.ranks(2, timeout=30)
 
-def test_operation(world):
-    if world.rank == 1:
-        dist.all_gather([torch.ones(3)] * 2, torch.ones(3))
-    else:
-        dist.all_reduce(torch.ones(3))  # here
-
 def test_order(world):
     tensor = torch.ones(3)
     steps = [lambda: dist.all_reduce(tensor), lambda: dist.broadcast(tensor, 0)]
@@ -35,27 +29,6 @@ def test_one_missing(world):
     if world.rank == 0:
         dist.all_reduce(torch.ones(3))
     dist.barrier()
-
-def test_last_missing(world):
-    dist.barrier()
-    if world.rank == 1:
-        dist.all_reduce(torch.ones(3))  # alone
-
-def test_in_flight(world):
-    if world.rank == 1:
-        dist.all_reduce(torch.ones(3), async_op=True)
-
-def test_dtype(world):
-    dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.float64][world.rank]))
-
-def test_shape(world):
-    dist.all_reduce(torch.ones([3, 100_000][world.rank]))
-
-def test_object(world):
-    if world.rank == 1:
-        dist.all_gather_object([None] * 2, "x")
-    else:
-        dist.broadcast_object_list(["x"], 0)
 
 class Disagrees(torch.autograd.Function):
     @staticmethod
@@ -152,10 +125,8 @@ def test_the_next_test_of_the_file_runs_on_a_healthy_world(session: FaultSession
 @pytest.mark.parametrize(
     ("name", "operations"),
     [
-        ("test_operation", ("all_reduce", "all_gather")),
         ("test_order", ("all_reduce", "broadcast")),
         ("test_one_missing", ("all_reduce", "barrier")),
-        ("test_object", ("broadcast", "all_gather")),
         ("test_operation_in_backward", ("all_gather", "all_reduce")),
     ],
 )
@@ -164,33 +135,17 @@ def test_a_mismatch_names_what_each_rank_is_in(
 ) -> None:
     verdict = session[name]
     assert verdict.outcomes == ["failure"]
-    first, second = operations
-    sentence = rf"mismatch: rank 0 is in {first} #\d( .*)? while rank 1 is in {second} #\d( .*)?"
+    sentence = r"mismatch: rank 0 is in {} #\d+.* while rank 1 is in {} #\d+.*".format(*operations)
     assert re.fullmatch(sentence, verdict.message)
     assert verdict.head()[0] == verdict.message
-    assert session.place("# here") in verdict.head()[1] or name != "test_operation"
     assert verdict.seconds < 20  # far from the deadline
 
 
-@pytest.mark.parametrize("name", ["test_dtype", "test_shape"])
-def test_a_mismatch_of_dtype_or_shape_is_a_failure_that_names_the_operation(
-    session: FaultSession, name: str
-) -> None:
-    assert session[name].outcomes == ["failure"]
-    assert "all_reduce" in session[name].text
-
-
-@pytest.mark.parametrize(
-    ("name", "code"), [("test_last_missing", "# alone"), ("test_one_missing_in_backward", "# a hook")]
-)
-def test_a_collective_that_the_other_rank_misses_names_both(
-    session: FaultSession, name: str, code: str
-) -> None:
-    head = session[name].head()
-    assert head[0].startswith("rank 1 waits in all_reduce #")
-    assert head[0].endswith(" (float [3]), which rank 0 never reached: it has ended the test")
-    assert head[1].startswith("rank 1 of 2 given up after ")
-    assert session.place(code) in head[1]
+def test_a_collective_that_a_hook_of_backward_issues_alone_names_both(session: FaultSession) -> None:
+    head = session["test_one_missing_in_backward"].head()
+    sentence = r"rank 1 waits in all_reduce #\d+ .*, which rank 0 never reached: it has ended the test"
+    assert re.fullmatch(sentence, head[0])
+    assert session.place("# a hook") in head[1]
 
 
 def test_two_groups_in_opposite_order_are_a_deadlock(session: FaultSession) -> None:
@@ -211,11 +166,6 @@ def test_a_point_that_stands_still_is_named_and_the_others_run(session: FaultSes
     assert "contains 1 failed subtest" in verdict.text
 
 
-def test_a_collective_left_in_flight_is_a_failure(session: FaultSession) -> None:
-    assert session["test_in_flight"].outcomes == ["failure"]
-    assert session["test_in_flight"].head()[0].startswith("rank 1 of 2 left all_reduce #")
-
-
 def test_a_failure_in_a_hook_of_backward_is_the_cause(session: FaultSession) -> None:
     verdict = session["test_failure_in_backward"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
@@ -233,8 +183,8 @@ def test_ddp_says_which_rank_did_not_use_a_parameter(session: FaultSession) -> N
 def test_an_engine_whose_unit_one_rank_skips_is_told_with_the_collective(session: FaultSession) -> None:
     verdict = session["test_engine_with_a_skipped_unit"]
     assert verdict.outcomes == ["failure"]
-    assert verdict.message.startswith("rank 0 waits in all_to_all #")
-    assert verdict.message.endswith(", which rank 1 never reached: it has ended the test")
+    sentence = r"rank 0 waits in all_to_all #\d+ .*, which rank 1 never reached: it has ended the test"
+    assert re.fullmatch(sentence, verdict.head()[0])
     assert verdict.seconds < 20  # a bound against hanging
 
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def test_healthy_after_leaks(world):
 """
 
 STATE = """
-def test_signals(only):
+def test_signals(world, only):
+    pathlib.Path(f"pid-{world.rank}.txt").write_text(str(os.getpid()))
     if only:
         signal.alarm(100)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -116,12 +118,19 @@ def test_limit(only):
 
 def test_everything_is_put_back(world):
     import faulthandler
+    pid = pathlib.Path(f"pid-{world.rank}.txt").read_text()
+    assert pid == str(os.getpid()), "what cannot be put back costs a new world"
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert gc.isenabled() and sys.getrecursionlimit() != 77777 and "/somewhere" not in sys.path
     assert os.umask(0o022) == 0o022 and faulthandler.is_enabled()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
+
+@pytest.mark.ranks(2, timeout=1.5)
+def test_stacks_after_sigusr1_was_taken(only):
+    if only:
+        sum(range(10**12))
 
 def test_closed_stream(only):
     if only:
@@ -133,11 +142,6 @@ def test_prints(world):
 def test_destroyed_group(only):
     if only:
         dist.destroy_process_group()
-
-@pytest.mark.ranks(2, timeout=1.5)
-def test_stacks_after_sigusr1_was_taken(only):
-    if only:
-        sum(range(10**12))
 """
 
 TIDY = """
@@ -316,7 +320,10 @@ class Session:
         for name, text in files.items():
             (path / f"test_{name}.py").write_text(HEADER + text)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--world-timeout=20"]
-        self.done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=120)
+        # Files, not pipes: those would be waited for as long as a process that is left holds them.
+        with (path / "output.txt").open("w") as output:
+            done = subprocess.run(command, cwd=path, stdout=output, stderr=output, timeout=120)
+        self.returncode, self.output = done.returncode, (path / "output.txt").read_text()
         self.told: dict[str, Any] = {}
         if (path / "told.json").exists():
             self.told = json.loads((path / "told.json").read_text())
@@ -380,6 +387,10 @@ def test_open_files_and_sockets_are_told_by_name(session: Session) -> None:
 def test_shared_memory_that_is_left_is_told_and_gone_after_the_run(session: Session) -> None:
     name = (session.path / "segment.txt").read_text()
     assert session.left("test_segment") == f"shared memory /dev/shm/{name}"
+    # multiprocessing's tracker sees to it, as soon as it notices the end of the run.
+    deadline = time.monotonic() + 20
+    while Path(f"/dev/shm/{name}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert not Path(f"/dev/shm/{name}").exists()
 
 
@@ -531,5 +542,5 @@ def test_under_off_nothing_is_told_and_processes_are_ended(tmp_path: Path) -> No
 
 def test_an_unknown_policy_is_refused_before_collection(tmp_path: Path) -> None:
     session = Session(tmp_path, "fail", policies="nonsense")
-    assert session.done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert session.done.stderr.strip() == "ERROR: ranks_leaks = 'fail': choose warn, error, off"
+    assert session.returncode == pytest.ExitCode.USAGE_ERROR
+    assert session.output.strip() == "ERROR: ranks_leaks = 'fail': choose warn, error, off"
