@@ -64,6 +64,7 @@ class Leaks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         try:
             result = yield
         except BaseException:
@@ -74,6 +75,7 @@ class Leaks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         if fixturedef.scope == "function":
             return (yield)
         before = self._capture()

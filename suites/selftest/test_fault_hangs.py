@@ -58,6 +58,11 @@ def test_sleep_with_the_gil(world):
     if world.rank == 1:
         sleep_with_the_gil()
 
+@pytest.mark.ranks(2, timeout=30)
+def test_stopped(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
 def test_loop_while_the_other_waits(world):
     if world.rank == 1:
         while True: pass
@@ -165,6 +170,12 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_told_with_its_line(session:
     assert session.place("# alone") in verdict.head()[1]
 
 
+def test_a_rank_that_is_stopped_is_told_before_the_deadline(session: FaultSession) -> None:
+    head = session["test_stopped"].head()
+    assert head[0] == "rank 1 is stopped"
+    assert head[1].startswith("rank 1 of 2 given up after ")
+
+
 def test_looking_at_a_rank_that_holds_the_gil_does_not_wake_it(session: FaultSession) -> None:
     verdict = session["test_sleep_with_the_gil"]
     assert verdict.outcomes == ["failure"]
@@ -186,7 +197,8 @@ def test_a_rank_that_hangs_is_blamed_for_the_one_that_waits(
     verdict = session[f"test_{what}_while_the_other_waits"]
     assert verdict.outcomes == ["failure"]
     assert re.match(r"rank 0 waits in barrier #\d+, which rank 1 " + re.escape(where), verdict.head()[0])
-    assert verdict.head()[1].startswith("rank 1 of 2 still ran at the deadline of 1 s, in ")
+    # The deadline comes at the moment when a standstill would be told.
+    assert re.match(r"rank 1 of 2 (still ran at the deadline of 1 s|given up after)", verdict.head()[1])
 
 
 @pytest.mark.parametrize("doing", ["computes", "holds_the_gil"])
