@@ -192,7 +192,7 @@ class Rank:
         self.group.repair()
 
     def _own_connections(self) -> None:
-        """Let the controller cut none from here on: it may ask late, and those of the new group stand by then."""
+        """Let the controller cut none from here on: it may ask so late that the new group stands."""
         with self._severing:
             self._severable = ""
 
