@@ -94,9 +94,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
-    from harness.controller import Controller
+    from harness.controller.hooks import Controller
+    from harness.controller.requests import check_options
     from harness.reporting.annotations import Annotations, wanted
-    from harness.requests import check_options
 
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
     if not hasattr(config, "workerinput") and wanted(config, os.environ):

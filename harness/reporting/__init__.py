@@ -13,8 +13,6 @@ from typing import Literal
 
 import pytest
 
-from harness.diagnosis import Diagnosis
-from harness.outcome import Died, ItemOutcome, Stuck
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
 from harness.reporting.properties import (
@@ -24,6 +22,8 @@ from harness.reporting.properties import (
     properties_of_failure,
 )
 from harness.reporting.words import PHASES, Context, Phase, RankReports, read_outcome
+from harness.world.diagnosis import Diagnosis
+from harness.world.outcome import Died, ItemOutcome, Stuck
 
 __all__ = ["merge"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from harness.outcome import Stuck
 from harness.reporting.problems import BROKEN_CONNECTION, Problem
 from harness.reporting.words import Context, Link, RankReports, lines, links, messages
+from harness.world.outcome import Stuck
 
 
 def explain(

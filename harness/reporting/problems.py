@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import pytest
 from _pytest._code.code import ReprFileLocation
 
-from harness.diagnosis import place_of
-from harness.outcome import Died, Stuck
 from harness.places import users_line_of_dump
 from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
+from harness.world.diagnosis import place_of
+from harness.world.outcome import Died, Stuck
 
 # What a rank says when another one broke off: never the cause, if there is another.
 BROKEN_CONNECTION = re.compile(

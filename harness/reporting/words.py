@@ -13,9 +13,9 @@ from typing import Literal
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
-from harness.diagnosis import Diagnosis, place_of
-from harness.outcome import Died, RankOutcome, Stuck
 from harness.protocol import Finished
+from harness.world.diagnosis import Diagnosis, place_of
+from harness.world.outcome import Died, RankOutcome, Stuck
 from harness.xfail import is_xfail_call
 
 Phase = Literal["setup", "call", "teardown"]

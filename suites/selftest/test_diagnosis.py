@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
+from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
 
 PLACE = "test_a.py:7 in test_a"
 

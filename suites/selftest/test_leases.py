@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import leasing
+from harness.controller import leasing
 from harness.exceptions import LaunchError
 from harness.launch import leases as leases_module
 from harness.launch import ledger

@@ -9,10 +9,10 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from harness.controller.interruption import Interrupted
 from harness.exceptions import WorldError
-from harness.interruption import Interrupted
 from harness.protocol import WorldKey
-from harness.world import World
+from harness.world.world import World
 
 MOST_WARM = 4
 """Warm worlds kept at once. A run over more sizes and backends than that starts some anew."""

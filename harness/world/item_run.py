@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from harness.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
 from harness.exceptions import WorldError
-from harness.handle import ANSWER_WITHIN, RankHandle, receive
-from harness.outcome import Died, ItemOutcome, RankOutcome, Stuck
 from harness.protocol import (
     DEFAULT_GROUP,
     Agreed,
@@ -34,6 +31,9 @@ from harness.protocol import (
     Voted,
     Warned,
 )
+from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
+from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
+from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from harness import debugging
+from harness.controller import debugging
 from harness.launch.processes import START_METHODS
 from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark

@@ -15,7 +15,7 @@ import pytest
 
 from harness.protocol import WorldKey
 from harness.terminal import Terminal
-from harness.world import World
+from harness.world.world import World
 
 
 class Debugging:

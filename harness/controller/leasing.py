@@ -12,11 +12,11 @@ from functools import partial
 
 import pytest
 
+from harness.controller.requests import count_gpus, ranks_at_once
 from harness.launch.claim import Claim, Need
 from harness.launch.leases import Lease, Leases
 from harness.launch.ledger import Ledger, default_directory
 from harness.protocol import WorldKey
-from harness.requests import count_gpus, ranks_at_once
 
 _told = pytest.StashKey[bool]()
 

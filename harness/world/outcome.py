@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.diagnosis import Diagnosis
-from harness.output import Sections
 from harness.protocol import Doing, Finished, Vote, Warned
+from harness.world.diagnosis import Diagnosis
+from harness.world.output import Sections
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness import reporting
-from harness.debugging import Debugging
+from harness.controller.debugging import Debugging
+from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
+from harness.controller.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
+from harness.controller.rerun import rerun_line
 from harness.exceptions import LaunchError, WorldError
-from harness.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
-from harness.outcome import ItemOutcome
 from harness.output_directory import OutputDirectory
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
-from harness.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
-from harness.rerun import rerun_line
-from harness.world import World
-from harness.worlds import Worlds
+from harness.world.outcome import ItemOutcome
+from harness.world.world import World
+from harness.world.worlds import Worlds
 
 if TYPE_CHECKING:
     from harness.launch.leases import Lease
@@ -230,7 +230,7 @@ class Controller:
     def _lease(self, key: WorldKey) -> Lease | None:
         if self._at_once is None and key.device == "cpu":
             return None
-        from harness.leasing import lease_for
+        from harness.controller.leasing import lease_for
 
         return lease_for(key, self._config, self._worlds.make_room)
 

@@ -11,12 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.diagnosis import place_of
 from harness.exceptions import WorldError
-from harness.handle import RankHandle, ask, receive
-from harness.item_run import ItemRun
 from harness.launch.processes import ProcessLauncher
-from harness.outcome import Died, ItemOutcome
 from harness.output_directory import OutputDirectory
 from harness.protocol import (
     Broken,
@@ -30,6 +26,10 @@ from harness.protocol import (
     Warned,
     WorldKey,
 )
+from harness.world.diagnosis import place_of
+from harness.world.handle import RankHandle, ask, receive
+from harness.world.item_run import ItemRun
+from harness.world.outcome import Died, ItemOutcome
 
 if TYPE_CHECKING:
     from harness.launch.leases import Lease

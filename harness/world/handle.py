@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.processes import RankProcess
-from harness.outcome import Died
-from harness.output import RankOutput
 from harness.places import users_line_of_dump
 from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
+from harness.world.outcome import Died
+from harness.world.output import RankOutput
 
 MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""

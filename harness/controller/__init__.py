@@ -1,0 +1,1 @@
+"""The controller: the pytest process that collects, sends marked items to worlds, and reports."""
