@@ -238,7 +238,7 @@ class Controller:
         config = self._config
         # Every rank would open --debug's file anew, as soon as it reads its arguments.
         args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
-        if hasattr(config.option, "no_cov"):
+        if config.pluginmanager.hasplugin("_cov"):
             args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         workerinput = getattr(config, "workerinput", None) or {
