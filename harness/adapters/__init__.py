@@ -1,0 +1,49 @@
+"""One face for the engines that the suites hold to the same behaviour.
+
+The public names are loaded on first use, so that names of engines can be checked without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.adapters.capabilities import Capability, NotOffered
+    from harness.adapters.face import Composable, Engine, Group, Traffic
+    from harness.adapters.finding import find, known_names
+    from harness.adapters.spec import Precision, ProcessGroups, ShardSpec
+
+_HOMES = {
+    "Capability": "capabilities",
+    "Composable": "face",
+    "Engine": "face",
+    "Group": "face",
+    "NotOffered": "capabilities",
+    "Precision": "spec",
+    "ProcessGroups": "spec",
+    "ShardSpec": "spec",
+    "Traffic": "face",
+    "find": "finding",
+    "known_names": "finding",
+}
+
+__all__ = [
+    "Capability",
+    "Composable",
+    "Engine",
+    "Group",
+    "NotOffered",
+    "Precision",
+    "ProcessGroups",
+    "ShardSpec",
+    "Traffic",
+    "find",
+    "known_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
