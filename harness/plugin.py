@@ -59,6 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="of run_subtests, run only the points with these settings",
     )
+    group.addoption(
+        "--conformance",
+        metavar="DIR",
+        help="write to DIR which claims each engine holds, as a page, as Markdown and as JSON",
+    )
     parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
 
@@ -77,6 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     check_engines(config)
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
+    if config.getoption("conformance"):
+        from harness.conformance.collecting import register
+
+        register(config)
     if not _only_distributes(config):
         config.pluginmanager.register(Controller(config), "harness-controller")
 
