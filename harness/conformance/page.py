@@ -10,7 +10,7 @@ from harness.conformance.anchors import Anchors
 from harness.conformance.outcome import Outcome, Point
 from harness.conformance.page_claims import claims_table, heads, linked
 from harness.conformance.table import Claim, Table
-from harness.conformance.telling import counted, in_brief, known_deviations, left_out, of_run
+from harness.conformance.telling import MARKS, counted, in_brief, known_deviations, left_out, of_run
 
 MOST_TEXTS = 3
 """Failures of one claim on one engine whose text is shown; the others are named."""
@@ -49,7 +49,9 @@ def _body(table: Table) -> Iterator[str]:
 
 
 def _shares(table: Table, anchors: Anchors) -> Iterator[str]:
-    yield '<section aria-labelledby="held">\n<h2 id="held">Points held</h2>\n<div class="wide">\n<table>'
+    yield '<section aria-labelledby="held">\n<h2 id="held">Points held</h2>'
+    yield "<p>In large how many of the points that an engine was asked it holds; below it, claims.</p>"
+    yield '<div class="wide">\n<table>'
     yield f"<thead><tr><th scope=col>Suite</th>{heads(table)}</tr></thead>\n<tbody>"
     for suite, claims in table.by("suite").items():
         link = f'<a href="#{anchors.of_group(claims[0])}">{escape(suite)}</a>'
@@ -66,9 +68,12 @@ def _share_cells(table: Table, claims: list[Claim]) -> str:
 def _share_cell(table: Table, engine: str, claims: list[Claim]) -> str:
     share = table.share(engine, claims)
     bar = f'<div class="bar" aria-hidden="true"><i style="width:{share.percent}%"></i></div>'
-    words = ", ".join(f"{number} {outcome}" for outcome, number in counted(table, engine, claims))
+    words = "<br>".join(
+        f"{MARKS[outcome]} {number} {outcome}" for outcome, number in counted(table, engine, claims)
+    )
     return (
-        f"<td><b>{share.percent} %</b> {share.held} of {share.asked}{bar}<small>claims: {words}</small></td>"
+        f"<td><b>{share.percent} %</b> <span>{share.held} of {share.asked}</span>{bar}"
+        f"<small>{words}</small></td>"
     )
 
 

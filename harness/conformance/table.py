@@ -133,7 +133,7 @@ class Table:
     def share(self, engine: str, claims: Iterable[Claim]) -> Share:
         """Return how many points of these claims the engine holds."""
         claims = list(claims)
-        held = sum(min(self.cell(claim, engine).held, self.asked(claim, engine)) for claim in claims)
+        held = sum(self.cell(claim, engine).held for claim in claims)
         return Share(held, sum(self.asked(claim, engine) for claim in claims))
 
     def claims_held(self, engine: str, claims: Iterable[Claim]) -> Share:

@@ -40,7 +40,7 @@ def in_words(table: Table, claim: Claim, engine: str) -> str:
             return f"{cell.outcome.value}: {'; '.join(reasons(cell, cell.outcome))}"
         case outcome:
             counted = f"{cell.held}/{table.asked(claim, engine)}"
-            words = [] if outcome == Outcome.HELD else [outcome.value]
+            words = {Outcome.BROKEN: ["broken"], Outcome.DEVIATION: ["deviates"]}.get(outcome, [])
             return " ".join([*words, counted, *_apart(cell)])
 
 
