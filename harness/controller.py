@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness import reporting
+from harness.engines import DEFAULT, claim_of, engine_of
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
@@ -29,7 +30,6 @@ from harness.worlds import Worlds
 OUR_OPTIONS = {
     "backend": None,
     "device": None,
-    "engine": "lockstep",
     "world_seed": 0,
     "world_timeout": 60.0,
     "fresh_worlds": False,
@@ -180,7 +180,7 @@ class Controller:
         """The command that runs one item again: its node id, and what the user chose of our options."""
         config = self._config
         path = os.path.relpath(item.path, config.invocation_params.dir)
-        words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
+        words = ["pytest", f"{path}::{claim_of(item).split('::', 1)[1]}"]
         if config.option.inifilename:
             words += ["-c", str(config.option.inifilename)]
         for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
@@ -189,6 +189,8 @@ class Controller:
             value = config.getoption(option)
             if value != default:
                 words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
+        if (engine := engine_of(item)) not in (None, DEFAULT):
+            words += ["--engine", str(engine)]
         return shlex.join(words)
 
     # What ranks say beside their reports

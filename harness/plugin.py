@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.engines import check_engines, engines_of, parametrize
 from harness.marker import MarkError, read_mark
 from harness.protocol import RANK_PLUGIN
 
@@ -27,7 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
     )
-    group.addoption("--engine", default="lockstep", help="the engine under test (default: %(default)s)")
+    group.addoption(
+        "--engine",
+        action="append",
+        metavar="NAME",
+        help="the engine under test, by a known name or as module:attribute; may be given several times "
+        "(default: lockstep)",
+    )
     group.addoption(
         "--world-timeout",
         type=float,
@@ -52,6 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="of run_subtests, run only the points with these settings",
     )
+    group.addoption(
+        "--conformance",
+        metavar="DIR",
+        help="write to DIR which claims each engine holds, as a page, as Markdown and as JSON",
+    )
     parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
 
@@ -68,7 +80,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness.controller import Controller
     from harness.requests import check_options
 
+    check_engines(config)
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
+    if config.getoption("conformance"):
+        from harness.conformance.collecting import register
+
+        register(config)
     if not _only_distributes(config):
         config.pluginmanager.register(Controller(config), "harness-controller")
 
@@ -80,6 +97,11 @@ def _only_distributes(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    _choose_sizes(metafunc)
+    parametrize(metafunc)
+
+
+def _choose_sizes(metafunc: pytest.Metafunc) -> None:
     nodeid = metafunc.definition.nodeid
     mark, wrong = None, ""
     try:
@@ -130,9 +152,19 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> Engine:
     """The engine under test, chosen by `--engine`."""
-    from harness.adapters import find
+    from harness.adapters import EngineError, find
 
-    return find(request.config.getoption("engine"))
+    engines = engines_of(request.config)
+    if len(engines) > 1 and not hasattr(request, "param"):
+        pytest.fail("there are several engines: name `engine` among the test's arguments", pytrace=False)
+    lack = ""
+    try:
+        return find(getattr(request, "param", engines[0]))
+    except EngineError as error:
+        if error.__cause__ is not None:  # raised by the user's own code: that traceback tells more
+            raise
+        lack = str(error)
+    pytest.fail(lack, pytrace=False)
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harness.adapters.capabilities import Capability, NotOffered, offers, require
     from harness.adapters.face import Composable, Engine, Group, Traffic
-    from harness.adapters.finding import find, known_names
+    from harness.adapters.finding import EngineError, find, known_names
     from harness.adapters.spec import Precision, ProcessGroups, ShardSpec
 
 _HOMES = {
     "Capability": "capabilities",
     "Composable": "face",
     "Engine": "face",
+    "EngineError": "finding",
     "Group": "face",
     "NotOffered": "capabilities",
     "Precision": "spec",
@@ -34,6 +35,7 @@ __all__ = [
     "Capability",
     "Composable",
     "Engine",
+    "EngineError",
     "Group",
     "NotOffered",
     "Precision",
