@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.adapters.capabilities import Capability, NotOffered
+    from harness.adapters.capabilities import Capability, NotOffered, offers, require
     from harness.adapters.face import Composable, Engine, Group, Traffic
     from harness.adapters.finding import EngineError, find, known_names
     from harness.adapters.spec import Precision, ProcessGroups, ShardSpec
@@ -27,6 +27,8 @@ _HOMES = {
     "Traffic": "face",
     "find": "finding",
     "known_names": "finding",
+    "offers": "capabilities",
+    "require": "capabilities",
 }
 
 __all__ = [
@@ -42,6 +44,8 @@ __all__ = [
     "Traffic",
     "find",
     "known_names",
+    "offers",
+    "require",
 ]
 
 

@@ -1,11 +1,14 @@
 """What engines may offer or not. Inside a rank, or where results are told; does not import torch."""
 
+from __future__ import annotations
+
 from enum import Enum
+from typing import Protocol
 
 # pytest.skip.Exception, by the name under which it can be subclassed with types.
 from _pytest.outcomes import Skipped
 
-__all__ = ["Capability", "NotOffered"]
+__all__ = ["Capability", "NotOffered", "offers", "require"]
 
 
 class Capability(Enum):
@@ -13,13 +16,26 @@ class Capability(Enum):
 
     SHARDING = "sharding"
     HYBRID = "hybrid sharding"
-    REPLICATION = "replication in a sharded model"
+    HYBRID_BY_HOSTS = "replicas made of hosts"
+    REPLICATION = "units that are not sharded"
     OFFLOAD = "offload to CPU"
+    UNIT_GROUPS = "process groups of units"
+    UNITS_BY_SIZE = "units by size"
     MIXED_PRECISION = "mixed precision"
-    INTROSPECTION = "introspection of groups"
+    UNIT_PRECISIONS = "precisions of units"
+    BUFFER_DTYPE = "casts of buffers"
+    KEPT_LOW_PRECISION = "gradients kept in low precision"
+    PRECISION_IN_EVAL = "full precision in eval"
+    NORM_UNITS = "norms in full precision by themselves"
+    PREFETCH = "a choice of prefetch"
+    SYNC_STATES = "states of rank 0 for all"
+    UNSYNCED_GRADIENTS = "unsynced gradients in sight"
+    PLAIN_PARAMETERS = "plain tensors as parameters"
     SUMMON = "full parameters in place"
+    GROUPS = "a view of groups"
+    HOOKS = "a view of hooks"
+    TRAFFIC = "traffic by group"
     COMPOSABLE = "the composable front"
-    WRAPPER = "the wrapper front"
 
 
 class NotOffered(Skipped):
@@ -29,3 +45,22 @@ class NotOffered(Skipped):
         super().__init__(f"{engine} does not offer: {capability.value}")
         self.engine = engine
         self.capability = capability
+
+
+class _Offering(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def capabilities(self) -> frozenset[Capability]: ...
+
+
+def offers(engine: _Offering, capability: Capability) -> bool:
+    """Whether ``engine`` has it: for a claim of which one sentence asks for more than the rest."""
+    return capability in engine.capabilities
+
+
+def require(engine: _Offering, *wanted: Capability) -> None:
+    """Raise `NotOffered` for the first of ``wanted`` that ``engine`` does not have."""
+    for capability in wanted:
+        if capability not in engine.capabilities:
+            raise NotOffered(engine.name, capability)

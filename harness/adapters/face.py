@@ -117,6 +117,22 @@ class Engine(Protocol):
         """Return the sharded model; ``model`` is used up by it."""
         ...
 
+    def bare(self, model: nn.Module) -> nn.Module:
+        """Return the model that was sharded, without what is around it, if there is anything."""
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backwards keep gradients to themselves, for the next one outside."""
+        ...
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of the root ``model``; return the norm over all of them, shape ()."""
+        ...
+
+    def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the state dict of ``model`` with whole tensors, by the names in the bare model."""
+        ...
+
     def groups(self, model: nn.Module) -> Sequence[Group]:
         """Return the groups of a sharded model, outer before inner."""
         ...

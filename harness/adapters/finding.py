@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineError", "built_in_names", "check_name", "find", "known_names"]
 
-_HOMES = {"lockstep": "harness.adapters.lockstep:Lockstep"}
+_HOMES = {
+    "lockstep": "harness.adapters.lockstep:Lockstep",
+    "lockstep-composable": "harness.adapters.lockstep_composable:LockstepComposable",
+    "torch-fsdp2": "harness.adapters.torch_fsdp2:TorchFsdp2",
+    "torch-fsdp1": "harness.adapters.torch_fsdp1:TorchFsdp1",
+    "torch-ddp": "harness.adapters.torch_ddp:TorchDdp",
+}
 
 ENTRY_POINTS = "lockstep.engines"
 """The group of entry points under which an installed package offers engines of its own."""

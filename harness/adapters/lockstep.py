@@ -16,7 +16,7 @@ from harness.adapters.spec import Precision, ShardSpec, chosen_modules
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
-__all__ = ["Lockstep"]
+__all__ = ["Lockstep", "composable", "traffic"]
 
 
 class Lockstep:
@@ -27,15 +27,7 @@ class Lockstep:
 
     @property
     def composable(self) -> Composable:
-        return Composable(
-            lockstep.fully_shard,
-            lockstep.replicate,
-            lockstep.MixedPrecisionPolicy,
-            lockstep.OffloadPolicy,
-            lockstep.CPUOffloadPolicy,
-            lockstep.FSDPModule,
-            lockstep.register_fsdp_forward_method,
-        )
+        return composable()
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         return lockstep.FullyShardedDataParallel(
@@ -64,6 +56,20 @@ class Lockstep:
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
         return lockstep.FullyShardedDataParallel.summon_full_params(model, writeback=writeback)
 
+    def bare(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, lockstep.FullyShardedDataParallel) else model
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        no_sync: AbstractContextManager[None] = model.no_sync()
+        return no_sync
+
+    def clip_grad_norm_(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
+        return norm
+
+    def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return model.state_dict()
+
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         with self.summon(model):
             return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -77,15 +83,33 @@ class Lockstep:
             }
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
-        log = tuple(log)
-        gathers = [entry for entry in log if entry.label == GATHER]
-        reductions = [entry for entry in log if entry.label == REDUCE]
-        # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
-        others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
-        return Traffic(tuple(gathers), tuple(reductions), tuple(others))
+        return traffic(log)
 
     def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
         return lockstep.ShardedGradScaler(**settings)
+
+
+def composable() -> Composable:
+    """Return the built-in engine's composable front."""
+    return Composable(
+        lockstep.fully_shard,
+        lockstep.replicate,
+        lockstep.MixedPrecisionPolicy,
+        lockstep.OffloadPolicy,
+        lockstep.CPUOffloadPolicy,
+        lockstep.FSDPModule,
+        lockstep.register_fsdp_forward_method,
+    )
+
+
+def traffic(log: Iterable[Collective]) -> Traffic:
+    """Sort a log by what the built-in engine says each collective is for."""
+    log = tuple(log)
+    gathers = [entry for entry in log if entry.label == GATHER]
+    reductions = [entry for entry in log if entry.label == REDUCE]
+    # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
+    others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
+    return Traffic(tuple(gathers), tuple(reductions), tuple(others))
 
 
 def _strategy(name: str) -> lockstep.ShardingStrategy:

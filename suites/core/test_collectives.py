@@ -102,7 +102,7 @@ def test_no_sync_reduces_nothing_and_the_next_backward_reduces_each_group_once(
     """huggingface/accelerate#3762: gradients were communicated all the same."""
     spec = {"use_orig_params": use_orig_params, "offload": offload, "precision": precision}
     model = shard(world, engine, strategy, device=world.device, **spec)
-    with model.no_sync():
+    with engine.no_sync(model):
         for _ in range(2):
             forward(model, world).backward()
     assert reductions(engine, collectives) == []
@@ -218,5 +218,5 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, 
 def test_one_rank_communicates_nothing(world, engine, collectives, strategy, precision):
     model = shard(world, engine, strategy, precision=precision)
     forward(model, world).backward()
-    model.clip_grad_norm_(1.0)
+    engine.clip_grad_norm_(model, 1.0)
     assert list(collectives) == []

@@ -176,7 +176,7 @@ def test_accumulating_twice_is_exactly_twice(world, engine, strategy, sync):
     if sync:
         step(world, model)
     else:
-        with model.no_sync():
+        with engine.no_sync(model):
             step(world, model)
     step(world, model)
     twice = {name: 2 * gradient for name, gradient in once.items()}
@@ -194,7 +194,7 @@ def test_the_norm_to_clip_by_is_the_unsharded_one(world, engine, strategy, use_o
     for one in (reference, model):
         step(world, one)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
-    norm = model.clip_grad_norm_(0.5, norm_type)
+    norm = engine.clip_grad_norm_(model, 0.5, norm_type)
     assert expected > 0.5
     torch.testing.assert_close(norm.float(), expected)
     world.assert_same(norm)
@@ -269,7 +269,7 @@ def test_no_sync_reduces_nothing_and_the_next_backward_reduces_each_group_once(
     world, engine, collectives, strategy, use_orig_params
 ):
     model = shard(world, engine, NestedWrappedModule(), strategy, use_orig_params=use_orig_params)
-    with model.no_sync():
+    with engine.no_sync(model):
         for number in range(2):
             step(world, model, number)
     traffic = engine.traffic(collectives)

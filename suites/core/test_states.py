@@ -89,7 +89,7 @@ def test_backward_frees_a_group_when_it_has_its_gradients(world, engine, strateg
     if sync:
         loss.backward()
     else:
-        with model.no_sync():
+        with engine.no_sync(model):
             loss.backward()
     before = all_in(AFTER_FORWARD[strategy])
     assert seen == {

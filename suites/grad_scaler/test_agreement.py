@@ -91,9 +91,11 @@ def test_a_bad_gradient_of_a_parameter_that_some_rank_holds_nothing_of(
     """An optimizer of that parameter alone finds no gradient on the rank."""
     run = trained(Two(3), use_orig_params=True)
     if only_second:
-        run.optimizers = [torch.optim.SGD([run.model[1].weight], lr=1.0)]
+        run.optimizers = [torch.optim.SGD([run.engine.bare(run.model)[1].weight], lr=1.0)]
     first = 0.0 if only_second else -1.0
-    assert world.gather(run.model[1].weight.numel()) == ([0, 3] if world.size == 2 else [0, 1, 2])
+    assert world.gather(run.engine.bare(run.model)[1].weight.numel()) == (
+        [0, 3] if world.size == 2 else [0, 1, 2]
+    )
     for gradient, weights, scale in (
         (1.0, [first, -1.0], 8.0),
         (bad, [first, -1.0], 4.0),
@@ -120,7 +122,7 @@ def test_ranks_without_gradients_follow_the_one_that_has_some(world, trained, un
 
 def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs_off_once(world, trained):
     run = trained(Two(3), units=("0", "1"), use_orig_params=True)
-    run.optimizers = [torch.optim.SGD(child.parameters(), lr=1.0) for child in run.model.module]
+    run.optimizers = [torch.optim.SGD(child.parameters(), lr=1.0) for child in run.engine.bare(run.model)]
     for gradients, weights, scale in (
         ((1.0, INF), (-1.0, 0.0), 4.0),
         ((NAN, 1.0), (-1.0, -1.0), 2.0),

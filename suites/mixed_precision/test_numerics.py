@@ -179,7 +179,7 @@ def test_unsynced_gradients_add_up_in_the_reduce_dtype(world, engine, run_subtes
     def check(**settings):
         model = shard(world, engine, KnownGradients(3), strategy, precision=Precision(dtype, F32), **settings)
         large, small = (torch.tensor(value, device=world.device) for value in (1.0, eps / 4))
-        with model.no_sync():
+        with engine.no_sync(model):
             model(large).backward()
             model(small).backward()
         model(small).backward()
