@@ -11,7 +11,8 @@ import pytest
 LONGEST_TEXT = 12_000
 """Characters of a failure's text that are kept: what is left out stood in its middle."""
 
-_NOT_OFFERED = re.compile(r"\S+ does not offer: (?P<what>.+)", re.DOTALL)  # as NotOffered says it
+# As NotOffered says it; behind the name of its class, which pytest adds.
+_NOT_OFFERED = re.compile(r"(?:\S*NotOffered: )?\S+ does not offer: (?P<what>.+)", re.DOTALL)
 _ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
 
 

@@ -113,7 +113,8 @@ def _failures(table: Table, anchors: Anchors) -> Iterator[str]:
     for claim in table.claims.values():
         for engine in table.engines:
             if broken := table.cell(claim, engine).having(Outcome.BROKEN):
-                about = f"<b>{escape(engine)}</b> {escape(claim.id)}: {escape(in_brief(broken[0]))}"
+                brief = f"<small>{escape(in_brief(broken[0]))}</small>"
+                about = f"<b>{escape(engine)}</b> <code>{escape(claim.id)}</code>{brief}"
                 # The anchor is inside: browsers open what they are sent into.
                 yield f"<details><summary>{about}</summary>"
                 yield f"<div id={anchors.of_failure(claim, engine)} tabindex=-1>"
