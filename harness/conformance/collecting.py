@@ -147,7 +147,7 @@ def summary(table: Table) -> list[str]:
     claims = list(table.claims.values())
     lines = []
     for engine in table.engines:
-        words = [f"holds {table.claims_held(engine, claims)} claims, {table.share(engine, claims)} points"]
+        words = [f"{table.share(engine, claims)} points held", f"{table.claims_held(engine, claims)} claims"]
         for outcome in Outcome:
             number = sum(table.cell(claim, engine).outcome == outcome for claim in claims)
             if number and outcome != Outcome.HELD:

@@ -64,7 +64,7 @@ def _claim_row(table: Table, anchors: Anchors, claim: Claim) -> str:
 
 def _claim_head(claim: Claim) -> str:
     parameters = f" <code>{escape(claim.parameters)}</code>" if claim.parameters else ""
-    title = f"<small>{linked(claim.title)}</small>" if claim.title else ""
+    title = f" <small>{linked(claim.title)}</small>" if claim.title else ""
     return f'<th scope=row title="{escape(claim.id)}">{escape(claim.name)}{parameters}{title}</th>'
 
 
@@ -76,7 +76,7 @@ def _cell(table: Table, anchors: Anchors, claim: Claim, engine: str) -> str:
     elif cell.outcome == Outcome.DEVIATION:
         reason = reasons(cell, Outcome.DEVIATION)[0]
         text = f'<a href="#{anchors.of_deviation(engine, reason)}">{text}</a>'
-    seconds = f"<small>{cell.seconds:.2f} s</small>" if cell.seconds else ""
+    seconds = f" <small>{cell.seconds:.2f} s</small>" if cell.seconds else ""
     return f"<td class={_CLASSES[cell.outcome]}>{text}{seconds}</td>"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from harness.conformance.outcome import Outcome, Point
 from harness.conformance.table import Cell, Claim, Run, Table
@@ -66,6 +66,11 @@ def counted(table: Table, engine: str, claims: list[Claim]) -> list[tuple[Outcom
     """Return how many of these claims have each outcome, where any has."""
     found = Counter(table.cell(claim, engine).outcome for claim in claims)
     return [(outcome, found[outcome]) for outcome in MEANINGS if found[outcome]]
+
+
+def number_of(claims: Sized) -> str:
+    """Return "1 claim", "2 claims"."""
+    return f"{len(claims)} claim{'s' if len(claims) != 1 else ''}"
 
 
 def of_run(run: Run) -> str:

@@ -1,0 +1,470 @@
+"""The table of claims and engines: what a run writes, what it says of what was not run, what merging does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from harness.adapters import Capability, NotOffered
+from harness.conformance.markdown import to_markdown
+from harness.conformance.outcome import Outcome, Point, read_point
+from harness.conformance.page import to_page
+from harness.conformance.stored import NoTable, dump, load, merge
+from harness.conformance.table import Cell, Claim, Run, Share, Table
+
+PROJECT = Path(__file__).parents[2]
+
+OTHER = """
+from harness.adapters.lockstep import Lockstep
+
+class Other(Lockstep):
+    name = "other"
+"""
+
+CLAIMS = '''
+import pytest
+from harness.adapters import Capability, NotOffered
+
+def refuse(engine, capability):
+    if engine.name == "other":
+        raise NotOffered(engine.name, capability)
+
+class TestStep:
+    @pytest.mark.ranks(2)
+    def test_moves_all_weights(self, world, engine, run_subtests):
+        """Weights move <b>alike</b>. And more."""
+        def claim(lr):
+            assert (lr, engine.name) != (2, "other"), "a <weight> | stood still"
+        run_subtests({"lr": [1, 2, 3]}, claim)
+
+    @pytest.mark.ranks(2)
+    def test_shards(self, world, engine, run_subtests):
+        refuse(engine, Capability.SHARDING)
+        run_subtests({"a": [1, 2]}, lambda a: None)
+
+@pytest.mark.ranks(2)
+def test_half_of_it(world, engine, run_subtests):
+    def claim(offload):
+        if offload:
+            refuse(engine, Capability.OFFLOAD)
+    run_subtests({"offload": [False, True]}, claim)
+
+@pytest.mark.parametrize("dtype", ["fp16"])
+def test_rounding(engine, dtype):
+    if engine.name == "other":
+        pytest.xfail("rounds twice, pytorch#144045")
+
+def test_on_a_gpu(engine):
+    pytest.skip("needs a GPU")
+
+@pytest.fixture
+def put_back(engine):
+    yield
+    assert engine.name != "other", "left behind"
+
+def test_tear_down(put_back): pass
+
+def test_of_no_engine(): pass
+'''
+
+SUITES = {"claims/test_step.py": CLAIMS, "other.py": OTHER}
+
+
+def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness", "conformance", *arguments]
+    path = os.pathsep.join(map(str, (PROJECT, directory, Path(__file__).parent)))
+    return subprocess.run(
+        command, cwd=directory, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+
+
+def write_suites(directory: Path, files: dict[str, str]) -> None:
+    (directory / "pytest.toml").write_text("[pytest]\naddopts = ['--import-mode=importlib']\n")
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+
+
+@dataclass
+class Written:
+    """What a run of the command wrote."""
+
+    process: subprocess.CompletedProcess[str]
+    directory: Path
+
+    @property
+    def table(self) -> Table:
+        return load(self.directory / "conformance.json")
+
+    def read(self, suffix: str) -> str:
+        return (self.directory / f"conformance.{suffix}").read_text()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    directory = tmp_path_factory.mktemp("sample")
+    write_suites(directory, SUITES)
+    engines = ("--engine", "lockstep", "--engine", "other:Other")
+    return Written(conformance(directory, *engines, "--output", "out", "claims"), directory / "out")
+
+
+STEP = "claims/test_step.py"
+OUTCOMES = {
+    # claim: (title, outcome and points held of each engine)
+    f"{STEP}::TestStep::test_moves_all_weights": ("Weights move <b>alike</b>.", "held 3/3", "broken 2/3"),
+    f"{STEP}::TestStep::test_shards": ("", "held 2/2", "not offered 0/2"),
+    f"{STEP}::test_half_of_it": ("", "held 2/2", "held 1/2"),
+    f"{STEP}::test_rounding[fp16]": ("", "held 1/1", "known deviation 0/1"),
+    f"{STEP}::test_on_a_gpu": ("", "skipped 0/1", "skipped 0/1"),
+    f"{STEP}::test_tear_down": ("", "held 1/1", "broken 0/1"),
+}
+
+
+def test_the_table_holds_each_claim_with_what_each_engine_made_of_it(written: Written) -> None:
+    table = written.table
+    assert table.engines == ["lockstep", "other:Other"]
+    found = {
+        claim.id: (claim.title, *(told(table, claim, engine) for engine in table.engines))
+        for claim in table.claims.values()
+    }
+    assert found == OUTCOMES
+    assert written.process.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+def told(table: Table, claim: Claim, engine: str) -> str:
+    cell = table.cell(claim, engine)
+    assert (cell.seconds > 0) == bool(cell.points)
+    return f"{cell.outcome} {cell.held}/{table.asked(claim, engine)}"
+
+
+def test_points_carry_names_reasons_and_failures(written: Written) -> None:
+    table = written.table
+    points = {claim.name: table.cell(claim, "other:Other").points for claim in table.claims.values()}
+    assert points["shards"] == (Point("", Outcome.NOT_OFFERED, "sharding"),)
+    assert points["half of it"][1] == Point("offload=True", Outcome.NOT_OFFERED, "offload to CPU")
+    assert points["rounding"] == (Point("", Outcome.DEVIATION, "rounds twice, pytorch#144045"),)
+    assert points["on a gpu"] == (Point("", Outcome.SKIPPED, "needs a GPU"),)
+    broken = points["moves all weights"][1]
+    assert (broken.name, broken.outcome) == ("lr=2", Outcome.BROKEN)
+    assert broken.text.startswith("all 2 ranks failed")
+    assert "a <weight> | stood still" in broken.text
+    (tear_down,) = points["tear down"]
+    assert tear_down.text.startswith("in teardown\n")
+    assert "left behind" in tear_down.text
+
+
+def test_shares_tell_points_and_claims_of_all_and_of_what_is_offered(written: Written) -> None:
+    table = written.table
+    claims = list(table.claims.values())
+    assert table.share("lockstep", claims) == Share(9, 10)
+    assert table.share("other:Other", claims) == Share(3, 10)
+    assert table.share_of_offered("other:Other", claims) == Share(3, 7)
+    assert table.claims_held("other:Other", claims) == Share(1, 6)
+    only = [claim.name for claim in table.only("lockstep")]
+    assert only == ["moves all weights", "shards", "rounding", "tear down"]
+    assert table.only("other:Other") == []
+    lines = written.process.stdout.splitlines()
+    assert "lockstep     9 of 10 (90 %) points held, 5 of 6 (83 %) claims, 1 skipped" in lines
+    assert (
+        "other:Other  3 of 10 (30 %) points held, 1 of 6 (16 %) claims, 2 broken, 1 known deviation, "
+        "1 not offered, 1 skipped"
+    ) in lines
+    assert f"written to {written.directory / 'conformance.html'}" in lines
+
+
+def test_the_run_is_described(written: Written) -> None:
+    (run,) = written.table.runs
+    assert (run.ended, run.deselected) == ("complete", ())
+    assert run.versions.keys() == {"torch", "lockstep-harness", "pytest"}
+    assert run.arguments[-1] == "claims"
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """Elements with their text; fails where tags do not match."""
+
+    VOID = frozenset({"meta", "br", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in self.VOID:
+            self.elements.append((tag, dict(attrs), ""))
+        else:
+            self.open.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag: str) -> None:
+        name, attributes, texts = self.open.pop()
+        assert name == tag
+        self.elements.append((tag, attributes, "".join(texts)))
+
+    def handle_data(self, data: str) -> None:
+        for *_, texts in self.open:
+            texts.append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [str(found[name]) for _, found, _ in self.elements if name in found]
+
+    def texts(self, tag: str, **wanted: str) -> list[str]:
+        return [
+            text for name, found, text in self.elements if name == tag and wanted.items() <= found.items()
+        ]
+
+
+@pytest.fixture(scope="module")
+def page(written: Written) -> Page:
+    return Page(written.read("html"))
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r" [\d.]+ s$", "", text)
+
+
+def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) -> None:
+    assert page.texts("th", scope="row")[2:] == [
+        "moves all weights Weights move <b>alike</b>.",
+        "shards",
+        "half of it",
+        "rounding fp16",
+        "on a gpu",
+        "tear down",
+    ]
+    cells = [without_seconds(text) for tag, found, text in page.elements if tag == "td" and "class" in found]
+    assert cells == [
+        *("✓ 3/3", "✗ broken 2/3"),
+        *("✓ 2/2", "- not offered: sharding"),
+        *("✓ 2/2", "✓ 1/2 (1 not offered)"),
+        *("✓ 1/1", "≈ deviates 0/1"),
+        *("○ skipped: needs a GPU",) * 2,
+        *("✓ 1/1", "✗ broken 0/1"),
+    ]
+
+
+def test_the_page_asks_for_nothing_from_elsewhere_and_its_links_lead_somewhere(page: Page) -> None:
+    assert {tag for tag, _, _ in page.elements}.isdisjoint({"link", "img", "iframe", "object", "base"})
+    assert page.attributes("src") == []
+    (style,), (script,) = page.texts("style"), page.texts("script")
+    for word in ("url(", "@import", "import(", "fetch", "http"):
+        assert word not in style + script
+    links, ids = page.attributes("href"), page.attributes("id")
+    assert len(ids) == len(set(ids))
+    assert {link.removeprefix("#") for link in links if link.startswith("#")} <= set(ids)
+    outside = [link for link in links if not link.startswith("#")]
+    assert outside == ["https://github.com/pytorch/pytorch/issues/144045"]
+
+
+def test_broken_cells_link_to_the_text_of_their_failure(page: Page) -> None:
+    links = [found["href"] for tag, found, text in page.elements if tag == "a" and "✗" in text]
+    texts = [page.texts("div", id=str(link).removeprefix("#"))[0] for link in links]
+    assert len(texts) == 2
+    assert texts[0].strip().startswith("lr=2")
+    assert "a <weight> | stood still" in texts[0]
+    assert "left behind" in texts[1]
+
+
+def test_without_a_script_the_filter_is_not_shown_and_all_else_is(page: Page) -> None:
+    hidden = [found.get("id") for _, found, _ in page.elements if "hidden" in found]
+    assert hidden == ["filter"]
+    assert page.texts("summary")[0] == "4 claims"  # what only lockstep holds
+
+
+def test_markdown_has_a_row_for_each_claim_and_escapes_what_would_break_it(written: Written) -> None:
+    lines = [re.sub(r", [\d.]+ s", "", line) for line in written.read("md").splitlines()]
+    assert "| moves all weights: Weights move \\<b\\>alike\\</b\\>. | ✓ 3/3 | ✗ broken 2/3 |" in lines
+    assert "| rounding `fp16` | ✓ 1/1 | ≈ deviates 0/1 |" in lines
+    assert (
+        "| claims | 9 of 10 (90 %); 90 % of the 10 it offers | 3 of 10 (30 %); 42 % of the 7 it offers |"
+    ) in lines
+    issue = "[pytorch\\#144045](https://github.com/pytorch/pytorch/issues/144045)"
+    assert f"* other:Other: rounds twice, {issue} (1 claim)" in lines
+    (broken,) = (line for line in lines if line.startswith(f"* other:Other: `{STEP}::TestStep"))
+    assert broken.endswith("[lr=2]`: AssertionError: a \\<weight\\> \\| stood still")
+
+
+# What was not run
+
+
+def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
+    files = {
+        # A stand-in, which takes no time to import.
+        "claims/conftest.py": "import pytest\n\n@pytest.fixture\ndef engine(): pass\n",
+        "claims/test_a.py": "import pytest, time\n\n@pytest.mark.parametrize('n', range(20))\n"
+        "def test_it(engine, n):\n    time.sleep(0.1)\n    assert n == 20\n\n"
+        "def test_left_out(engine): pass\n",
+    }
+    write_suites(tmp_path, files)
+    done = conformance(tmp_path, *("--engine", "lockstep", "claims", "-n2", "-x", "-k", "test_it"))
+    table = load(tmp_path / "conformance-report" / "conformance.json")
+    assert len(table.claims) == 20, done.stdout
+    outcomes = [table.cell(claim, "lockstep").outcome for claim in table.claims.values()]
+    assert set(outcomes) == {Outcome.BROKEN, Outcome.NOT_RUN}
+    (run,) = table.runs
+    assert "stopping after 1 failures" in run.ended
+    assert run.deselected == ("claims/test_a.py::test_left_out",)
+    page = Page((tmp_path / "conformance-report" / "conformance.html").read_text())
+    assert "did not run to its end" in page.texts("li")[0]
+    assert page.texts("h2")[-2:] == ["Not run on lockstep", "Left out by the arguments"]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it="raise RuntimeError('collected')", taken="")
+    result = pytester.runpytest_subprocess("--conformance", "taken.py", timeout=60)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --conformance */taken.py: File exists"])
+
+
+# Merging
+
+
+def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
+    table = Table([engine], {claim: Claim(claim)})
+    table.cells[claim] = {engine: Cell((Point("", outcome, text="E  why"),), 0.5)}
+    settings = {"when": "2026-01-01", "seconds": 1.0, "arguments": (), "versions": {}, "ended": "complete"}
+    table.runs.append(Run(**settings | run))
+    return table
+
+
+def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(dump(written.table))
+    assert load(tmp_path / "table.json") == written.table
+    assert json.loads(dump(written.table))["format"] == 1
+
+
+def test_tables_of_single_engines_become_one_and_the_last_word_counts(tmp_path: Path) -> None:
+    tables = [
+        one(
+            "A",
+            "s/test_x.py::test_1",
+            Outcome.BROKEN,
+            deselected=("s/test_x.py::test_2", "s/test_x.py::test_3"),
+        ),
+        one("B", "s/test_x.py::test_2", Outcome.HELD),
+        one("A", "s/test_x.py::test_1", Outcome.HELD),
+    ]
+    for number, table in enumerate(tables):
+        (tmp_path / f"{number}.json").write_text(dump(table))
+    done = conformance(tmp_path, "--merge", "0.json", "1.json", "2.json", "--output", "all")
+    assert (done.returncode, done.stderr) == (0, "")
+    merged = load(tmp_path / "all" / "conformance.json")
+    assert merged == merge(tables)
+    assert (merged.engines, len(merged.runs)) == (["A", "B"], 3)
+    found = [[merged.cell(claim, engine).outcome for engine in "AB"] for claim in merged.claims.values()]
+    assert found == [[Outcome.HELD, Outcome.NOT_RUN], [Outcome.NOT_RUN, Outcome.HELD]]
+    assert "Left out by the arguments\n\n* `s/test_x.py::test_3`\n" in to_markdown(merged)
+    assert to_page(merged) == (tmp_path / "all" / "conformance.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is no conformance.json: JSONDecodeError"),
+        ("[]", "is no conformance.json: TypeError"),
+        ('{"format": 2}', "format 2, this version reads 1"),
+        ('{"format": 1, "engines": []}', "is no conformance.json: KeyError: 'claims'"),
+    ],
+)
+def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(NoTable, match=f"table.json:? {told}"):
+        load(tmp_path / "table.json")
+
+
+def test_merging_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+    done = conformance(tmp_path, "--merge", "away.json")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stderr.startswith("python -m harness conformance: away.json is no conformance.json: FileNotF")
+    done = conformance(tmp_path, "--engine", "lockstep", "--merge", "away.json")
+    assert done.stderr == "python -m harness conformance: --merge runs nothing; it has no use for --engine\n"
+
+
+# Parts
+
+
+def skipped(reason: str) -> pytest.TestReport:
+    longrepr = ("test.py", 1, reason)
+    return pytest.TestReport("test.py::test", ("test.py", 0, "test"), {}, "skipped", longrepr, "call")
+
+
+def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
+    error = NotOffered("torch-ddp", Capability.SHARDING)
+    for text in (f"Skipped: {error}", f"harness.adapters.capabilities.NotOffered: {error}"):
+        assert read_point(skipped(text)) == Point("", Outcome.NOT_OFFERED, "sharding")
+    assert read_point(skipped("Skipped: no")) == Point("", Outcome.SKIPPED, "no")
+
+
+def test_a_long_failure_loses_its_middle() -> None:
+    where = ("test.py", 0, "test")
+    text = "start" + "x" * 100_000 + "end"
+    point = read_point(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
+    assert point is not None
+    assert len(point.text) < 13_000
+    assert (point.text[:6], point.text[-4:]) == ("startx", "xend")
+    assert "[88008 characters left out]" in point.text
+
+
+def test_an_engine_that_broke_before_the_points_was_asked_as_many_as_the_others() -> None:
+    claim = Claim("s/test_x.py::test_1")
+    held = tuple(Point(f"a={number}", Outcome.HELD) for number in range(5))
+    cells = {
+        "whole": Cell(held),
+        "died": Cell((*held[:2], Point("", Outcome.BROKEN))),
+        "refused": Cell((Point("", Outcome.NOT_OFFERED, "sharding"),)),
+    }
+    table = Table([*cells, "absent"], {claim.id: claim}, {claim.id: cells})
+    assert [table.share(engine, [claim]) for engine in table.engines] == [
+        Share(held, 5) for held in (5, 2, 0, 0)
+    ]
+    assert [table.share_of_offered(engine, [claim]).asked for engine in table.engines] == [5, 5, 0, 5]
+    assert table.only("whole") == []  # the absent one was not asked
+
+
+# The sample engine of docs/your_engine.md, and faults that the suites must see
+
+STEPS = "core/test_clipping.py::test_clipped_steps_move_the_weights_as_unsharded_ones[True-NO_SHARD]"
+EVERY = (
+    "core/test_reduction.py::"
+    "test_every_element_beside_a_large_parameter_has_its_gradient[False-NO_SHARD-2-ranks]"
+)
+SPARSE = "core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]"
+DTYPES = (
+    "mixed_precision/test_original_dtypes.py::"
+    "test_groups_of_different_dtypes_compute_in_one_and_keep_each_its_own[bf16-NO_SHARD]"
+)
+NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[2.0-NO_SHARD]"
+SAMPLES = {
+    "sample_engine:HandDDP": ("held", "held", "broken", "not offered", "held"),
+    "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
+    # Clipping to a norm hides a factor.
+    "wrong_engines:ForgetsToDivide": ("held", "broken", "broken", "not offered", "held"),
+    "wrong_engines:MissesOne": ("broken", "broken", "broken", "not offered", "held"),
+    "wrong_engines:ForgetsToCast": ("held", "held", "broken", "broken", "held"),
+}
+
+
+def test_the_suites_hold_an_engine_of_twenty_lines_and_break_those_with_a_fault(tmp_path: Path) -> None:
+    claims = [f"suites/{claim}" for claim in (STEPS, EVERY, SPARSE, DTYPES, NORM)]
+    engines = [f"--engine={name}" for name in SAMPLES]
+    done = conformance(tmp_path, *engines, *(str(PROJECT / claim) for claim in claims))
+    table = load(tmp_path / "conformance-report" / "conformance.json")
+    assert table.claims.keys() == set(claims), done.stdout
+    found = {
+        name: tuple(table.cell(table.claims[claim], name).outcome.value for claim in claims)
+        for name in SAMPLES
+    }
+    assert found == SAMPLES
