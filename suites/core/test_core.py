@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.adapters import Precision, ShardSpec
+from harness.adapters import Capability, Precision, ShardSpec, require
 from harness.assertions import assert_named_close, named_gradients
 from harness.zoo import NestedWrappedModule, TransformerWithSharedParams
 
@@ -186,6 +186,7 @@ class TestAutograd:
         run_subtests(settings, self.check, world, engine)
 
     def check(self, world, engine, **settings):
+        require(engine, Capability.PLAIN_PARAMETERS)
         layers = [Watched() for _ in range(5)]
         bare = nn.Sequential(*layers).to(world.device)
         reference = copy.deepcopy(bare)
