@@ -115,7 +115,6 @@ class RunSubtests:
 
     def _run_deviating_point(self, name: str, call: Callable[[], object], deviation: Deviation) -> None:
         """Run a point that is expected to fail, on one rank at least; it fails if all ranks pass."""
-        __tracebackhide__ = True
         with self._subtests.test(name):
             if not deviation.run:
                 raise pytest.xfail.Exception(f"[NOTRUN] {deviation.reason}")
