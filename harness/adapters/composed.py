@@ -63,6 +63,8 @@ class Composed:
         if spec.device is not None:
             model.to(spec.device)
         _Application(self.composable, model, spec).apply()
+        if spec.backward_prefetch is None:
+            self._prefetch_nothing(model)
         return model
 
     def _check_dimensions(self, model: nn.Module, spec: ShardSpec) -> None:
@@ -106,6 +108,12 @@ class Composed:
         require(self, Capability.SUMMON)
         return self._unsharded(model)
 
+    def _prefetch_nothing(self, model: nn.Module) -> None:
+        """Let each unit gather itself ahead, which is gathered already; to name none is to let them guess."""
+        units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
+        for unit in units:
+            unit.set_modules_to_backward_prefetch([unit])
+
     @contextmanager
     def _unsharded(self, model: nn.Module) -> Iterator[None]:
         units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
@@ -134,7 +142,7 @@ def asked(spec: ShardSpec) -> Iterator[Capability]:
         Capability.UNIT_GROUPS: bool(spec.unit_groups),
         Capability.UNITS_BY_SIZE: spec.min_num_params is not None,
         Capability.UNIT_PRECISIONS: bool(spec.unit_precisions),
-        Capability.PRECISION_IN_EVAL: spec.full_precision_in_eval is not None,
+        Capability.PRECISION_IN_EVAL: bool(spec.full_precision_in_eval),
         Capability.PREFETCH: spec.backward_prefetch == "BACKWARD_POST" or spec.forward_prefetch,
         Capability.SYNC_STATES: spec.sync_module_states,
     }

@@ -6,7 +6,95 @@ _SUMS = "gloo adds in low precision, and rounds after each of three and more ran
 _PINNED = "CPUOffloadPolicy pins memory unless told, which raises on a host without accelerator"
 _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
-DEVIATIONS: tuple[Deviation, ...] = (
+_ALONE = "a replica of one rank calls all_reduce all the same"
+_ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
+_AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer made of them moves nothing"
+_KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
+_NO_INF_NORM = "an empty shard has no infinity norm"
+_INFERENCE = "what was gathered in inference mode cannot be gathered again outside"
+
+CORE: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_*[[(0,), (0,), (0, 1)]]",),
+        points=(
+            "*precision=Precision(param_dtype=bfloat16;reduce_dtype=float32), sync=False",
+            "*precision=Precision(reduce_dtype=bfloat16), sync=False",
+        ),
+        why=_ACCUMULATED,
+        issue=196996,
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",),
+        why="gradients that wait for a reduction are not converted with the model",
+    ),
+    Deviation(
+        claims=(
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*-SHARD_GRAD_OP-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*-NO_SHARD-*",
+            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[SHARD_GRAD_OP-*",
+            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[SHARD_GRAD_OP-*-reentrant]",
+        ),
+        why=_KEPT,
+    ),
+    Deviation(
+        claims=("core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[FULL_SHARD-*",),
+        why="a frozen group that backward does not reach is prefetched",
+    ),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=_ALONE),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
+        ),
+        why="the largest of all norms is taken without regard to NaN",
+    ),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_norm_and_clipped_gradients*-FULL_SHARD-3-ranks]",
+            "core/test_clipping.py::test_norm_and_clipped_gradients*-SHARD_GRAD_OP-3-ranks]",
+        ),
+        points=("norm_type=inf*",),
+        why=_NO_INF_NORM,
+    ),
+    Deviation(
+        claims=("core/test_clipping.py::test_a_rank_without_elements_takes_part*(1,)-*-ranks]",),
+        points=("strategy=FULL_SHARD, norm_type=inf", "strategy=SHARD_GRAD_OP, norm_type=inf"),
+        why=_NO_INF_NORM,
+    ),
+    Deviation(
+        claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
+        why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
+    ),
+    Deviation(
+        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
+        why="sparse gradients are refused",
+    ),
+    Deviation(claims=("core/test_shapes.py::*[nothing*",), points=("*",), why=_EMPTY),
+    Deviation(
+        claims=("core/test_shapes.py::*[checkpointed_reentrant*",),
+        points=("*",),
+        why="a unit that reentrant checkpointing recomputes twice gets a wrong gradient",
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward*-SHARD_GRAD_OP]",
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward*-NO_SHARD]",
+            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*-SHARD_GRAD_OP]",
+            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*-NO_SHARD]",
+        ),
+        why=_AFTER_FORWARD,
+        issue=149205,
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-NO_SHARD]",
+        ),
+        why=_INFERENCE,
+    ),
+)
+
+REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-[(0,), (0,), (0, 1)]]",
@@ -16,7 +104,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "policy=(torch.bfloat16_torch.float32), sync=False",
             "policy=(None_torch.bfloat16), sync=False",
         ),
-        why="an accumulated gradient and a fresh one in another dtype meet in one group, and are refused",
+        why=_ACCUMULATED,
         issue=196996,
     ),
     Deviation(
@@ -33,7 +121,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("replicate/test_calls.py::test_an_optimizer_built_after_a_forward_moves_the_weights*",),
-        why="after a forward alone the root shows full parameters, so the optimizer has tensors nobody reads",
+        why=_AFTER_FORWARD,
         issue=149205,
     ),
     Deviation(
@@ -47,7 +135,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("replicate/test_collectives.py::test_one_rank_alone_sends_nothing[replicate]",),
-        why="a replica of one rank calls all_reduce all the same",
+        why=_ALONE,
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),
@@ -94,3 +182,5 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(claims=("replicate/test_shapes.py::*-odd*",), why=_EMPTY),
     Deviation(claims=("replicate/test_shapes.py::test_models_train_the_same_offloaded*",), why=_PINNED),
 )
+
+DEVIATIONS = CORE + REPLICATE
