@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.engines import check_engines, engines_of, parametrize
+from harness.expected import mark_expected_failure, points_expected_to_fail
 from harness.marker import MarkError, read_mark
 from harness.protocol import RANK_PLUGIN
 
@@ -95,6 +96,10 @@ def _only_distributes(config: pytest.Config) -> bool:
     return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark_expected_failure(item)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     _choose_sizes(metafunc)
@@ -146,7 +151,8 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
     from harness.lockstep import RunSubtests, parse_selection
 
     selection = parse_selection(request.config.getoption("subtest"))
-    return RunSubtests(_session(request).lockstep, subtests, selection)
+    deviations = points_expected_to_fail(request.node)
+    return RunSubtests(_session(request).lockstep, subtests, selection, deviations)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.adapters.capabilities import Capability, require
+from harness.adapters.capabilities import Capability, NotOffered, require
 from harness.adapters.face import Composable
 from harness.adapters.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
 
@@ -39,6 +39,7 @@ NOT_OFFERED = frozenset(
         Capability.SYNC_STATES,
         Capability.UNSYNCED_GRADIENTS,
         Capability.PLAIN_PARAMETERS,
+        Capability.ONE_NORM,
     }
 )
 
@@ -58,10 +59,19 @@ class Composed:
             known = ", ".join(_STRATEGIES)
             raise ValueError(f"ShardSpec: strategy {spec.strategy!r} is not built; known: {known}")
         require(self, *asked(spec))
+        self._check_dimensions(model, spec)
         if spec.device is not None:
             model.to(spec.device)
         _Application(self.composable, model, spec).apply()
+        if spec.backward_prefetch is None:
+            self._prefetch_nothing(model)
         return model
+
+    def _check_dimensions(self, model: nn.Module, spec: ShardSpec) -> None:
+        ignored = chosen_modules(model, spec.ignored, "ignored")
+        kept = {p for module in ignored for p in module.parameters()}
+        if spec.strategy != "NO_SHARD" and any(p.ndim == 0 for p in model.parameters() if p not in kept):
+            raise NotOffered(self.name, Capability.SCALARS)  # there is no dim to cut
 
     def bare(self, model: nn.Module) -> nn.Module:
         return model
@@ -79,6 +89,9 @@ class Composed:
             model.set_requires_gradient_sync(True)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
+        if len(meshes) > 1:  # torch stacks the norms of all parameters, and so they must lie alike
+            require(self, Capability.ONE_NORM)
         return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
@@ -94,6 +107,12 @@ class Composed:
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
         require(self, Capability.SUMMON)
         return self._unsharded(model)
+
+    def _prefetch_nothing(self, model: nn.Module) -> None:
+        """Let each unit gather itself ahead, which is gathered already; to name none is to let them guess."""
+        units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
+        for unit in units:
+            unit.set_modules_to_backward_prefetch([unit])
 
     @contextmanager
     def _unsharded(self, model: nn.Module) -> Iterator[None]:
@@ -123,7 +142,7 @@ def asked(spec: ShardSpec) -> Iterator[Capability]:
         Capability.UNIT_GROUPS: bool(spec.unit_groups),
         Capability.UNITS_BY_SIZE: spec.min_num_params is not None,
         Capability.UNIT_PRECISIONS: bool(spec.unit_precisions),
-        Capability.PRECISION_IN_EVAL: spec.full_precision_in_eval is not None,
+        Capability.PRECISION_IN_EVAL: bool(spec.full_precision_in_eval),
         Capability.PREFETCH: spec.backward_prefetch == "BACKWARD_POST" or spec.forward_prefetch,
         Capability.SYNC_STATES: spec.sync_module_states,
     }
@@ -209,11 +228,12 @@ class _Application:
 
 
 def mesh_of(groups: ProcessGroups, device: str) -> DeviceMesh:
-    """Return the mesh over one group, or over the pair (shard, replicate); for a pair it is a collective."""
+    """Return the mesh over one group, or over the pair (shard, replicate)."""
     if not isinstance(groups, tuple):
         return DeviceMesh.from_group(groups, device)
     shard, replicate = groups
-    rows: list[Any] = [None] * replicate.size()
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), replicate)
+    # Ranks of other replicas are not known here; a mesh is regular, so each row is this one, moved.
+    own, me = dist.get_process_group_ranks(shard), dist.get_rank()
+    rows = [[other + rank - me for rank in own] for other in dist.get_process_group_ranks(replicate)]
     names = ("replicate", "shard")
     return DeviceMesh.from_group([replicate, shard], device, mesh=torch.tensor(rows), mesh_dim_names=names)

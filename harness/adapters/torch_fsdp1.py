@@ -33,8 +33,14 @@ class TorchFsdp1:
     """`torch.distributed.fsdp.FullyShardedDataParallel`."""
 
     name = "torch-fsdp1"
-    # Full precision in eval is switched in the environment, for a whole process.
-    capabilities = frozenset(Capability) - {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        # Full precision in eval is switched in the environment, for a whole process.
+        lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
+        if not torch.accelerator.is_available():  # it pins memory, which raises on such a host
+            lacking.add(Capability.OFFLOAD)
+        return frozenset(Capability) - lacking
 
     @property
     def composable(self) -> Composable:
@@ -115,8 +121,9 @@ class TorchFsdp1:
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
         log = tuple(log)
-        gathers = tuple(e for e in log if e.op == "all_gather_into_tensor" and e.label)
-        reductions = tuple(e for e in log if e.op in ("reduce_scatter_tensor", "all_reduce") and e.label)
+        own = [entry for entry in log if entry.label.startswith("FullyShardedDataParallel.")]
+        gathers = tuple(e for e in own if e.op in ("all_gather", "all_gather_into_tensor"))
+        reductions = tuple(e for e in own if e.op in ("reduce_scatter_tensor", "all_reduce"))
         return Traffic(gathers, reductions, tuple(e for e in log if e not in gathers + reductions))
 
     def grad_scaler(
@@ -174,9 +181,9 @@ def _gradients(unit: Any, names: Mapping[nn.Module, str]) -> dict[str, Tensor | 
     if gradient is None:
         return dict.fromkeys(parameters)
     if handle.uses_sharded_strategy and not _is_unsynced(handle):
-        whole = gradient.new_empty(gradient.numel() * handle.world_size)
-        dist.all_gather_into_tensor(whole, gradient.contiguous(), handle.process_group)
-        gradient = whole[: flat._unpadded_unsharded_size.numel()]
+        pieces = [torch.empty_like(gradient) for _ in range(handle.world_size)]
+        dist.all_gather(pieces, gradient.contiguous(), handle.process_group)
+        gradient = torch.cat(pieces)[: flat._unpadded_unsharded_size.numel()]
     views = handle._get_unflat_views(gradient)
     return {name: view.clone() for name, view in zip(parameters, views, strict=True)}
 

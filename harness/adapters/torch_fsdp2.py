@@ -3,7 +3,9 @@
 What torch shows of a parameter group it shows through private attributes; only this file reads them.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from harness.adapters.capabilities import Capability
 from harness.adapters.composed import Composed
 from harness.adapters.face import Composable, Group, Traffic
 from harness.adapters.shown import ShownGroup, ShownState
+from harness.adapters.spec import ShardSpec
 from harness.recorders import Collective
 
 __all__ = ["TorchFsdp2"]
@@ -26,7 +29,19 @@ class TorchFsdp2(Composed):
     """`torch.distributed.fsdp.fully_shard`."""
 
     name = "torch-fsdp2"
-    capabilities = Composed.capabilities - {Capability.HOOKS}
+    capabilities = Composed.capabilities - {
+        Capability.HOOKS,
+        Capability.SCALARS,
+        Capability.EARLY_REDUCTION,
+    }
+
+    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
+        # A hint on what users may do in place with outputs; it says nothing of the values.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        return super().shard(model, spec)
+
+    def _check_dimensions(self, model: nn.Module, spec: ShardSpec) -> None:
+        super()._check_dimensions(model, replace(spec, strategy="FULL_SHARD"))  # replicas have none either
 
     @property
     def composable(self) -> Composable:

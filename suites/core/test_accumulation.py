@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
+from harness.adapters import Capability, Precision, ShardSpec, offers, require
 from harness.zoo import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
@@ -81,6 +81,8 @@ def test_two_backwards_over_one_graph_give_exactly_twice(world, engine, run_subt
 
 
 def check_twice(world, engine, sync, **options):
+    if not sync:
+        require(engine, Capability.UNSYNCED_GRADIENTS)
     model = shard(world, engine, KnownGradients(3), **options)
     loss = model(torch.tensor(1.0 + world.rank, device=world.device))
     with nullcontext() if sync else engine.no_sync(model):
@@ -131,6 +133,7 @@ def test_one_hot_gradients_of_microbatches_add_up_and_do_not_leak_into_the_next_
 def test_zero_grad_forgets_unsynced_gradients_and_what_waits_behind_them(
     world, engine, strategy, use_orig_params, offload, set_to_none
 ):
+    require(engine, Capability.UNSYNCED_GRADIENTS)
     spec = {"use_orig_params": use_orig_params, "offload": offload}
     model = shard(world, engine, KnownGradients(3), strategy, **spec)
     backward(engine, model, world, 1.0)
@@ -143,6 +146,7 @@ def test_zero_grad_forgets_unsynced_gradients_and_what_waits_behind_them(
 @EVERY_STRATEGY
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_unsynced_gradients_are_full_and_this_ranks_own(world, engine, strategy, use_orig_params):
+    require(engine, Capability.UNSYNCED_GRADIENTS)
     model = shard(world, engine, KnownGradient(3), strategy, use_orig_params=use_orig_params)
     backward(engine, model, world, 2.0, sync=False)
     (parameter,) = model.parameters()
@@ -172,7 +176,8 @@ def test_several_forwards_before_one_backward_add_up(world, engine, strategy):
         model(torch.tensor(100.0, device=world.device))
     sum(losses).backward()
     assert gradients_of(engine, model) == every_weight(7 * 1.5)
-    assert {group.gathered_bytes for group in engine.groups(model)} == {0}
+    if offers(engine, Capability.GROUPS):
+        assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 
 @EVERY_STRATEGY
