@@ -158,7 +158,7 @@ def summary(table: Table) -> list[str]:
 
 def _without_the_frame(points: list[Point]) -> tuple[Point, ...]:
     """Leave out that a test passed as a whole where its subtests say it, or its tear-down says otherwise."""
-    telling = (point for point in points if point.name or point.outcome != Outcome.HELD)
+    telling = (point for point in points if point.name or not point.outcome.holds)
     return tuple(telling) or tuple(points[:1])
 
 

@@ -12,6 +12,7 @@ from harness.conformance.telling import MARKS, MEANINGS, in_words, reasons, with
 
 _CLASSES = {
     Outcome.BROKEN: "b",
+    Outcome.MENDED: "m",
     Outcome.DEVIATION: "d",
     Outcome.HELD: "h",
     Outcome.NOT_OFFERED: "o",
@@ -25,6 +26,7 @@ _FILTER = """<form id="filter" hidden>
 <label>Show <select id="state">
 <option value="">all claims</option>
 <option value="b">broken somewhere</option>
+<option value="m">mended somewhere</option>
 <option value="d">known deviation somewhere</option>
 <option value="o">not offered somewhere</option>
 <option value="n">not run somewhere</option>
@@ -76,6 +78,8 @@ def _cell(table: Table, anchors: Anchors, claim: Claim, engine: str) -> str:
     elif cell.outcome == Outcome.DEVIATION:
         reason = reasons(cell, Outcome.DEVIATION)[0]
         text = f'<a href="#{anchors.of_deviation(engine, reason)}">{text}</a>'
+    elif cell.outcome == Outcome.MENDED:
+        text = f"{text} <small>{linked('; '.join(reasons(cell, Outcome.MENDED)))}</small>"
     seconds = f" <small>{cell.seconds:.2f} s</small>" if cell.seconds else ""
     return f"<td class={_CLASSES[cell.outcome]}>{text}{seconds}</td>"
 

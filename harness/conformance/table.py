@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def held(self) -> int:
-        return sum(point.outcome == Outcome.HELD for point in self.points)
+        return sum(point.outcome.holds for point in self.points)
 
     @property
     def num_named(self) -> int:
@@ -69,7 +69,7 @@ class Cell:
     @property
     def came_through(self) -> bool:
         """Whether the test itself came to its end, however its subtests fared."""
-        return bool(self.points) and all(point.name or point.outcome == Outcome.HELD for point in self.points)
+        return bool(self.points) and all(point.name or point.outcome.holds for point in self.points)
 
     def having(self, outcome: Outcome) -> list[Point]:
         return [point for point in self.points if point.outcome == outcome]
@@ -154,7 +154,8 @@ class Table:
         return Share(sum(self.holds(claim, engine) for claim in claims), len(claims))
 
     def holds(self, claim: Claim, engine: str) -> bool:
-        return self.cell(claim, engine).outcome == Outcome.HELD
+        cell = self.cell(claim, engine)
+        return cell.outcome.holds and not cell.having(Outcome.DEVIATION)
 
     def only(self, engine: str) -> list[Claim]:
         """Return the claims that this engine holds, and no other although each was asked."""

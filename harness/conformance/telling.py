@@ -11,6 +11,7 @@ from harness.conformance.table import Cell, Claim, Run, Table
 
 MARKS = {
     Outcome.BROKEN: "✗",
+    Outcome.MENDED: "!",
     Outcome.DEVIATION: "≈",
     Outcome.HELD: "✓",
     Outcome.NOT_OFFERED: "-",
@@ -22,6 +23,7 @@ MEANINGS = {
     Outcome.HELD: "the engine holds the claim, at so many of the points it was asked",
     Outcome.BROKEN: "it does not, and nobody expected that",
     Outcome.DEVIATION: "it does not, and that is known, with the reason",
+    Outcome.MENDED: "it holds what it was known not to hold: the list of known deviations is to be changed",
     Outcome.NOT_OFFERED: "the claim is about something that the engine does not have",
     Outcome.SKIPPED: "this machine cannot ask it, a missing GPU say",
     Outcome.NOT_RUN: "the run ended before, or another run was about it",
@@ -40,8 +42,10 @@ def in_words(table: Table, claim: Claim, engine: str) -> str:
             return f"{cell.outcome.value}: {'; '.join(reasons(cell, cell.outcome))}"
         case outcome:
             counted = f"{cell.held}/{table.asked(claim, engine)}"
-            words = {Outcome.BROKEN: ["broken"], Outcome.DEVIATION: ["deviates"]}.get(outcome, [])
-            return " ".join([*words, counted, *_apart(cell)])
+            return " ".join([*_WORDS.get(outcome, ()), counted, *_apart(cell)])
+
+
+_WORDS = {Outcome.BROKEN: ["broken"], Outcome.MENDED: ["mended"], Outcome.DEVIATION: ["deviates"]}
 
 
 def _apart(cell: Cell) -> list[str]:

@@ -408,10 +408,32 @@ def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
     assert read_point(skipped("Skipped: no")) == Point("", Outcome.SKIPPED, "no")
 
 
-def test_a_long_failure_loses_its_middle() -> None:
+def failed(text: str) -> Point | None:
     where = ("test.py", 0, "test")
-    text = "start" + "x" * 100_000 + "end"
-    point = read_point(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
+    return read_point(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
+
+
+def test_what_holds_although_it_was_known_not_to_is_told_from_what_broke() -> None:
+    assert failed("rank 0 of 1 failed\n[XPASS(strict)] rounds twice\n") == Point(
+        "", Outcome.MENDED, "rounds twice"
+    )
+    claim = Claim("test.py::test")
+    deviates = Point("a=1", Outcome.DEVIATION, "why")
+    mended = {
+        "all": Cell((Point("", Outcome.MENDED),)),
+        "some": Cell((Point("a=2", Outcome.MENDED), deviates)),
+    }
+    table = Table(list(mended), {claim.id: claim}, {claim.id: mended})
+    assert [table.holds(claim, engine) for engine in table.engines] == [True, False]
+    assert [str(cell.outcome) for cell in mended.values()] == ["mended"] * 2
+
+
+def test_that_subtests_failed_is_said_by_them_alone() -> None:
+    assert failed("contains 2 failed subtests") is None
+
+
+def test_a_long_failure_loses_its_middle() -> None:
+    point = failed("start" + "x" * 100_000 + "end")
     assert point is not None
     assert len(point.text) < 13_000
     assert (point.text[:6], point.text[-4:]) == ("startx", "xend")
