@@ -1,4 +1,4 @@
-"""The table of claims and engines: what a run writes, what it says of what was not run, what merging does."""
+"""The table of claims and engines: what a run writes, and what it says of what was not run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.adapters import Capability, NotOffered
-from harness.conformance.markdown import to_markdown
-from harness.conformance.outcome import Outcome, Point, read_point
-from harness.conformance.page import to_page
-from harness.conformance.stored import NoTable, dump, load, merge
-from harness.conformance.table import Cell, Claim, Run, Share, Table
+from harness.conformance.outcome import Outcome, Point
+from harness.conformance.stored import dump, load
+from harness.conformance.table import Claim, Share, Table
 
 PROJECT = Path(__file__).parents[2]
 
@@ -80,7 +77,7 @@ SUITES = {"claims/test_step.py": CLAIMS, "other.py": OTHER}
 
 def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "harness", "conformance", *arguments]
-    path = os.pathsep.join(map(str, (PROJECT, directory, Path(__file__).parent)))
+    path = os.pathsep.join(map(str, (PROJECT, directory)))
     return subprocess.run(
         command, cwd=directory, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
@@ -297,6 +294,12 @@ def test_markdown_has_a_row_for_each_claim_and_escapes_what_would_break_it(writt
     assert broken.endswith("[lr=2]`: AssertionError: a \\<weight\\> \\| stood still")
 
 
+def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(dump(written.table))
+    assert load(tmp_path / "table.json") == written.table
+    assert json.loads(dump(written.table))["format"] == 1
+
+
 # What was not run
 
 
@@ -327,166 +330,3 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pyte
     result = pytester.runpytest_subprocess("--conformance", "taken.py", timeout=60)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --conformance */taken.py: File exists"])
-
-
-# Merging
-
-
-def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
-    table = Table([engine], {claim: Claim(claim)})
-    table.cells[claim] = {engine: Cell((Point("", outcome, text="E  why"),), 0.5)}
-    settings = {"when": "2026-01-01", "seconds": 1.0, "arguments": (), "versions": {}, "ended": "complete"}
-    table.runs.append(Run(**settings | run))
-    return table
-
-
-def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written, tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(dump(written.table))
-    assert load(tmp_path / "table.json") == written.table
-    assert json.loads(dump(written.table))["format"] == 1
-
-
-def test_tables_of_single_engines_become_one_and_the_last_word_counts(tmp_path: Path) -> None:
-    tables = [
-        one(
-            "A",
-            "s/test_x.py::test_1",
-            Outcome.BROKEN,
-            deselected=("s/test_x.py::test_2", "s/test_x.py::test_3"),
-        ),
-        one("B", "s/test_x.py::test_2", Outcome.HELD),
-        one("A", "s/test_x.py::test_1", Outcome.HELD),
-    ]
-    for number, table in enumerate(tables):
-        (tmp_path / f"{number}.json").write_text(dump(table))
-    done = conformance(tmp_path, "--merge", "0.json", "1.json", "2.json", "--output", "all")
-    assert (done.returncode, done.stderr) == (0, "")
-    merged = load(tmp_path / "all" / "conformance.json")
-    assert merged == merge(tables)
-    assert (merged.engines, len(merged.runs)) == (["A", "B"], 3)
-    found = [[merged.cell(claim, engine).outcome for engine in "AB"] for claim in merged.claims.values()]
-    assert found == [[Outcome.HELD, Outcome.NOT_RUN], [Outcome.NOT_RUN, Outcome.HELD]]
-    assert "Left out by the arguments\n\n* `s/test_x.py::test_3`\n" in to_markdown(merged)
-    assert to_page(merged) == (tmp_path / "all" / "conformance.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("{", "is no conformance.json: JSONDecodeError"),
-        ("[]", "is no conformance.json: TypeError"),
-        ('{"format": 2}', "format 2, this version reads 1"),
-        ('{"format": 1, "engines": []}', "is no conformance.json: KeyError: 'claims'"),
-    ],
-)
-def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
-    (tmp_path / "table.json").write_text(text)
-    with pytest.raises(NoTable, match=f"table.json:? {told}"):
-        load(tmp_path / "table.json")
-
-
-def test_merging_refuses_what_it_cannot_use(tmp_path: Path) -> None:
-    done = conformance(tmp_path, "--merge", "away.json")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert done.stderr.startswith("python -m harness conformance: away.json is no conformance.json: FileNotF")
-    done = conformance(tmp_path, "--engine", "lockstep", "--merge", "away.json")
-    assert done.stderr == "python -m harness conformance: --merge runs nothing; it has no use for --engine\n"
-
-
-# Parts
-
-
-def skipped(reason: str) -> pytest.TestReport:
-    longrepr = ("test.py", 1, reason)
-    return pytest.TestReport("test.py::test", ("test.py", 0, "test"), {}, "skipped", longrepr, "call")
-
-
-def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
-    error = NotOffered("torch-ddp", Capability.SHARDING)
-    for text in (f"Skipped: {error}", f"harness.adapters.capabilities.NotOffered: {error}"):
-        assert read_point(skipped(text)) == Point("", Outcome.NOT_OFFERED, "sharding")
-    assert read_point(skipped("Skipped: no")) == Point("", Outcome.SKIPPED, "no")
-
-
-def failed(text: str) -> Point | None:
-    where = ("test.py", 0, "test")
-    return read_point(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
-
-
-def test_what_holds_although_it_was_known_not_to_is_told_from_what_broke() -> None:
-    assert failed("rank 0 of 1 failed\n[XPASS(strict)] rounds twice\n") == Point(
-        "", Outcome.MENDED, "rounds twice"
-    )
-    claim = Claim("test.py::test")
-    deviates = Point("a=1", Outcome.DEVIATION, "why")
-    mended = {
-        "all": Cell((Point("", Outcome.MENDED),)),
-        "some": Cell((Point("a=2", Outcome.MENDED), deviates)),
-    }
-    table = Table(list(mended), {claim.id: claim}, {claim.id: mended})
-    assert [table.holds(claim, engine) for engine in table.engines] == [True, False]
-    assert [str(cell.outcome) for cell in mended.values()] == ["mended"] * 2
-
-
-def test_that_subtests_failed_is_said_by_them_alone() -> None:
-    assert failed("contains 2 failed subtests") is None
-
-
-def test_a_long_failure_loses_its_middle() -> None:
-    point = failed("start" + "x" * 100_000 + "end")
-    assert point is not None
-    assert len(point.text) < 13_000
-    assert (point.text[:6], point.text[-4:]) == ("startx", "xend")
-    assert "[88008 characters left out]" in point.text
-
-
-def test_an_engine_that_broke_before_the_points_was_asked_as_many_as_the_others() -> None:
-    claim = Claim("s/test_x.py::test_1")
-    held = tuple(Point(f"a={number}", Outcome.HELD) for number in range(5))
-    cells = {
-        "whole": Cell(held),
-        "died": Cell((*held[:2], Point("", Outcome.BROKEN))),
-        "refused": Cell((Point("", Outcome.NOT_OFFERED, "sharding"),)),
-    }
-    table = Table([*cells, "absent"], {claim.id: claim}, {claim.id: cells})
-    assert [table.share(engine, [claim]) for engine in table.engines] == [
-        Share(held, 5) for held in (5, 2, 0, 0)
-    ]
-    assert [table.share_of_offered(engine, [claim]).asked for engine in table.engines] == [5, 5, 0, 5]
-    assert table.only("whole") == []  # the absent one was not asked
-
-
-# The sample engine of docs/your_engine.md, and faults that the suites must see
-
-STEPS = "core/test_clipping.py::test_clipped_steps_move_the_weights_as_unsharded_ones[True-NO_SHARD]"
-EVERY = (
-    "core/test_reduction.py::"
-    "test_every_element_beside_a_large_parameter_has_its_gradient[False-NO_SHARD-2-ranks]"
-)
-SPARSE = "core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]"
-DTYPES = (
-    "mixed_precision/test_original_dtypes.py::"
-    "test_groups_of_different_dtypes_compute_in_one_and_keep_each_its_own[bf16-NO_SHARD]"
-)
-NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[2.0-NO_SHARD]"
-SAMPLES = {
-    "sample_engine:HandDDP": ("held", "held", "broken", "not offered", "held"),
-    "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
-    # Clipping to a norm hides a factor.
-    "wrong_engines:ForgetsToDivide": ("held", "broken", "broken", "not offered", "held"),
-    "wrong_engines:MissesOne": ("broken", "broken", "broken", "not offered", "held"),
-    "wrong_engines:ForgetsToCast": ("held", "held", "broken", "broken", "held"),
-}
-
-
-def test_the_suites_hold_an_engine_of_twenty_lines_and_break_those_with_a_fault(tmp_path: Path) -> None:
-    claims = [f"suites/{claim}" for claim in (STEPS, EVERY, SPARSE, DTYPES, NORM)]
-    engines = [f"--engine={name}" for name in SAMPLES]
-    done = conformance(tmp_path, *engines, *(str(PROJECT / claim) for claim in claims))
-    table = load(tmp_path / "conformance-report" / "conformance.json")
-    assert table.claims.keys() == set(claims), done.stdout
-    found = {
-        name: tuple(table.cell(table.claims[claim], name).outcome.value for claim in claims)
-        for name in SAMPLES
-    }
-    assert found == SAMPLES
