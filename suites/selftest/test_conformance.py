@@ -69,6 +69,8 @@ def put_back(engine):
 
 def test_tear_down(put_back): pass
 
+def test_nobody(engine): assert engine.name == "nobody"
+
 def test_of_no_engine(): pass
 '''
 
@@ -122,6 +124,7 @@ OUTCOMES = {
     f"{STEP}::test_rounding[fp16]": ("", "held 1/1", "known deviation 0/1"),
     f"{STEP}::test_on_a_gpu": ("", "skipped 0/1", "skipped 0/1"),
     f"{STEP}::test_tear_down": ("", "held 1/1", "broken 0/1"),
+    f"{STEP}::test_nobody": ("", "broken 0/1", "broken 0/1"),
 }
 
 
@@ -161,17 +164,17 @@ def test_points_carry_names_reasons_and_failures(written: Written) -> None:
 def test_shares_tell_points_and_claims_of_all_and_of_what_is_offered(written: Written) -> None:
     table = written.table
     claims = list(table.claims.values())
-    assert table.share("lockstep", claims) == Share(9, 10)
-    assert table.share("other:Other", claims) == Share(3, 10)
-    assert table.share_of_offered("other:Other", claims) == Share(3, 7)
-    assert table.claims_held("other:Other", claims) == Share(1, 6)
+    assert table.share("lockstep", claims) == Share(9, 11)
+    assert table.share("other:Other", claims) == Share(3, 11)
+    assert table.share_of_offered("other:Other", claims) == Share(3, 8)
+    assert table.claims_held("other:Other", claims) == Share(1, 7)
     only = [claim.name for claim in table.only("lockstep")]
     assert only == ["moves all weights", "shards", "rounding", "tear down"]
     assert table.only("other:Other") == []
     lines = written.process.stdout.splitlines()
-    assert "lockstep     9 of 10 (90 %) points held, 5 of 6 (83 %) claims, 1 skipped" in lines
+    assert "lockstep     9 of 11 (81 %) points held, 5 of 7 (71 %) claims, 1 broken, 1 skipped" in lines
     assert (
-        "other:Other  3 of 10 (30 %) points held, 1 of 6 (16 %) claims, 2 broken, 1 known deviation, "
+        "other:Other  3 of 11 (27 %) points held, 1 of 7 (14 %) claims, 3 broken, 1 known deviation, "
         "1 not offered, 1 skipped"
     ) in lines
     assert f"written to {written.directory / 'conformance.html'}" in lines
@@ -241,6 +244,7 @@ def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) 
         "rounding fp16",
         "on a gpu",
         "tear down",
+        "nobody",
     ]
     cells = [without_seconds(text) for tag, found, text in page.elements if tag == "td" and "class" in found]
     assert cells == [
@@ -250,6 +254,7 @@ def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) 
         *("✓ 1/1", "≈ deviates 0/1"),
         *("○ skipped: needs a GPU",) * 2,
         *("✓ 1/1", "✗ broken 0/1"),
+        *("✗ broken 0/1",) * 2,
     ]
 
 
@@ -269,10 +274,11 @@ def test_the_page_asks_for_nothing_from_elsewhere_and_its_links_lead_somewhere(p
 def test_broken_cells_link_to_the_text_of_their_failure(page: Page) -> None:
     links = [found["href"] for tag, found, text in page.elements if tag == "a" and "✗" in text]
     texts = [page.texts("div", id=str(link).removeprefix("#"))[0] for link in links]
-    assert len(texts) == 2
+    assert len(texts) == 4
     assert texts[0].strip().startswith("lr=2")
     assert "a <weight> | stood still" in texts[0]
     assert "left behind" in texts[1]
+    assert ["'lockstep' == 'nobody'" in text for text in texts[2:]] == [True, False]
 
 
 def test_without_a_script_the_filter_is_not_shown_and_all_else_is(page: Page) -> None:
@@ -286,7 +292,7 @@ def test_markdown_has_a_row_for_each_claim_and_escapes_what_would_break_it(writt
     assert "| moves all weights: Weights move \\<b\\>alike\\</b\\>. | ✓ 3/3 | ✗ broken 2/3 |" in lines
     assert "| rounding `fp16` | ✓ 1/1 | ≈ deviates 0/1 |" in lines
     assert (
-        "| claims | 9 of 10 (90 %); 90 % of the 10 it offers | 3 of 10 (30 %); 42 % of the 7 it offers |"
+        "| claims | 9 of 11 (81 %); 81 % of the 11 it offers | 3 of 11 (27 %); 37 % of the 8 it offers |"
     ) in lines
     issue = "[pytorch\\#144045](https://github.com/pytorch/pytorch/issues/144045)"
     assert f"* other:Other: rounds twice, {issue} (1 claim)" in lines

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
@@ -34,13 +37,18 @@ class Inner:
 
 
 @pytest.fixture
-def other(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of engines on the path; its name."""
-    pytester.mkpydir("mine")
-    (pytester.path / "mine" / "other.py").write_text(OTHER)
-    (pytester.path / "mine" / "needs.py").write_text("import not_installed")
-    (pytester.path / "mine" / "breaks.py").write_text("1 / 0")
-    monkeypatch.syspath_prepend(pytester.path)
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of engines on the path, also of new processes; its name.
+
+    Not made by pytester: that forgets all modules that a test imports, and torch cannot be imported twice.
+    """
+    package = tmp_path / "mine"
+    package.mkdir()
+    files = {"__init__": "", "other": OTHER, "needs": "import not_installed", "breaks": "1 / 0"}
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     yield "mine.other"
     for name in [name for name in sys.modules if name.startswith("mine")]:
         del sys.modules[name]
