@@ -109,11 +109,13 @@ class Hearing:
         self._asked.deselected[:] = dict.fromkeys([*self._asked.deselected, *told["deselected"]])
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self._interrupted = f"interrupted: {excinfo.value or excinfo.typename}"
+        self._interrupted = f"interrupted: {str(excinfo.value) or excinfo.typename}"
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         why = self._interrupted or str(session.shouldfail or session.shouldstop or "")
+        if not why and not self._over.issuperset(self._asked.items):
+            why = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else "interrupted"
         self._table = self._make_table(why or "complete")
         write(self._table, self._directory)
 
@@ -143,7 +145,9 @@ class Hearing:
 
 def summary(table: Table) -> list[str]:
     """Return a line for each engine."""
-    width = max((len(engine) for engine in table.engines), default=0)
+    if not table.claims:
+        return ["no claim was asked of an engine"]
+    width = max(len(engine) for engine in table.engines)
     claims = list(table.claims.values())
     lines = []
     for engine in table.engines:

@@ -42,7 +42,8 @@ def claims_table(table: Table, anchors: Anchors) -> Iterator[str]:
         yield f"<div class={_CLASSES[outcome]}><dt>{MARKS[outcome]} {outcome}</dt><dd>{text}</dd></div>"
     yield f"</dl>\n{_FILTER}"
     yield '<div class="wide tall" tabindex="0" role="region" aria-labelledby="claims">'
-    yield f'<table id="table">\n<thead><tr><th scope=col>Claim</th>{heads(table)}</tr></thead>'
+    yield f'<table id="table" style="--engines:{len(table.engines)}">'
+    yield f"<thead><tr><th scope=col>Claim</th>{heads(table)}</tr></thead>"
     for group, claims in table.by("group").items():
         yield f"<tbody id={anchors.of_group(claims[0])}>\n{_group_row(table, group, claims)}"
         for claim in claims:
