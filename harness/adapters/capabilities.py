@@ -33,6 +33,7 @@ class Capability(Enum):
     PLAIN_PARAMETERS = "plain tensors as parameters"
     SCALARS = "parameters without dimensions"
     ONE_NORM = "a norm over parts that are sharded differently"
+    ONE_PADDING = "one padding for each group"
     EARLY_REDUCTION = "a reduction as soon as a group has its gradients"
     SUMMON = "full parameters in place"
     GROUPS = "a view of groups"

@@ -40,6 +40,7 @@ NOT_OFFERED = frozenset(
         Capability.UNSYNCED_GRADIENTS,
         Capability.PLAIN_PARAMETERS,
         Capability.ONE_NORM,
+        Capability.ONE_PADDING,
     }
 )
 

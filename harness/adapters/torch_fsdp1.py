@@ -3,6 +3,7 @@
 What torch shows of a flat parameter it shows through private attributes; only this file reads them.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -26,6 +27,15 @@ from harness.recorders import Collective
 __all__ = ["TorchFsdp1"]
 
 _PREFIX = "_fsdp_wrapped_module."
+# What it says of choices that suites make on purpose; none is of the values.
+_HINTS = (
+    "The `NO_SHARD` sharding strategy is deprecated",
+    "FSDP is switching to use `NO_SHARD`",
+    "FSDP will not all-gather parameters for containers",
+    "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will ?be returned",
+    "Both mixed precision and an auto_wrap_policy were specified",
+    r"Called FSDP.clip_grad_norm_\(\) on rank \d+ with no gradients",
+)
 FSDP = fsdp.FullyShardedDataParallel
 
 
@@ -38,6 +48,7 @@ class TorchFsdp1:
     def capabilities(self) -> frozenset[Capability]:
         # Full precision in eval is switched in the environment, for a whole process.
         lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
+        lacking |= {Capability.SCALARS, Capability.EARLY_REDUCTION, Capability.ONE_PADDING}
         if not torch.accelerator.is_available():  # it pins memory, which raises on such a host
             lacking.add(Capability.OFFLOAD)
         return frozenset(Capability) - lacking
@@ -51,6 +62,10 @@ class TorchFsdp1:
         if spec.strategy not in known:
             raise ValueError(f"ShardSpec: strategy {spec.strategy!r} is not built; known: {', '.join(known)}")
         require(self, *asked(spec))
+        if any(p.ndim == 0 for p in model.parameters()):
+            raise NotOffered(self.name, Capability.SCALARS)
+        for message in _HINTS:
+            warnings.filterwarnings("ignore", message, Warning)
         return FSDP(
             model,
             process_group=spec.process_group,
@@ -104,7 +119,9 @@ class TorchFsdp1:
         # torch shows gradients only where the originals are the parameters, and only reduced ones.
         if units and all(u._use_orig_params and not _is_unsynced(u._handle) for u in units):
             with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-                return {n: None if p.grad is None else p.grad.clone() for n, p in self._named(model)}
+                # Gradients of frozen parameters are shown as zeros.
+                grads = {n: p.grad if p.requires_grad else None for n, p in self._named(model)}
+                return {n: None if g is None else g.clone() for n, g in grads.items()}
         names = _names(model)
         found: dict[str, Tensor | None] = {}
         for unit in units:

@@ -37,27 +37,28 @@ def forward(model, world):
     return model(torch.randn(4, 8, device=world.device) + world.rank).float().sum()
 
 
-def numel_of_shards(world, engine, model):
-    """Return how many elements one rank's shard of each group has, by name.
-
-    Cut as one flat parameter a group has one padding; cut one by one, each parameter has its own.
-    """
-    found = {group.name: -(-group.full_numel // world.size) for group in engine.groups(model)}
-    if offers(engine, Capability.PLAIN_PARAMETERS):
-        assert found == {name: -(-numel // world.size) for name, numel in NUMEL.items()}
+def full_numel(world, engine, model):
+    """Return how many elements each group has with its padding, by name."""
+    found = {group.name: group.full_numel for group in engine.groups(model)}
+    if offers(engine, Capability.ONE_PADDING):
+        assert all(found[name] in (numel, padded(world, numel)) for name, numel in NUMEL.items())
     return found
+
+
+def padded(world, numel):
+    return -(-numel // world.size) * world.size
 
 
 def shard_bytes(world, engine, model, dtype, names):
     """Return the dtype and size of one rank's shard of each group, padding included."""
-    numel = numel_of_shards(world, engine, model)
-    return [(dtype, numel[name] * dtype.itemsize) for name in names]
+    numel = full_numel(world, engine, model)
+    return [(dtype, padded(world, numel[name]) // world.size * dtype.itemsize) for name in names]
 
 
-def full_bytes(world, engine, model, dtype, names, padded=True):
-    """Return the dtype and size of each whole group, padded so that every rank has as much."""
-    numel = numel_of_shards(world, engine, model)
-    sizes = (numel[name] * world.size if padded else NUMEL[name] for name in names)
+def full_bytes(world, engine, model, dtype, names, whole=False):
+    """Return the dtype and size of each whole group, unless told padded so that every rank has as much."""
+    numel = full_numel(world, engine, model)
+    sizes = (numel[name] if whole else padded(world, numel[name]) for name in names)
     return [(dtype, size * dtype.itemsize) for size in sizes]
 
 
@@ -76,7 +77,7 @@ def reductions(engine, log):
 
 def reduced_bytes(world, engine, model, log, strategy, dtype, names=REDUCED):
     whole = strategy == "NO_SHARD" and "all_reduce" in log.counts()
-    return full_bytes(world, engine, model, dtype, names, padded=not whole)
+    return full_bytes(world, engine, model, dtype, names, whole)
 
 
 def check_gathers(world, engine, model, log, strategy, dtype, steps=1):

@@ -233,7 +233,7 @@ def gathered(world, engine, model, dtype, names):
     """Return what to expect of gathers: a rank's shard, told inside the replica."""
     num_shards = world.size // REPLICAS
     numel = {group.name: group.local_numel for group in engine.groups(model)}
-    if offers(engine, Capability.PLAIN_PARAMETERS):  # cut one by one, each parameter has padding of its own
+    if offers(engine, Capability.ONE_PADDING):
         assert numel == {name: -(-number // num_shards) for name, number in NUMEL.items()}
     return [(dtype, numel[name] * dtype.itemsize, num_shards) for name in names]
 

@@ -137,12 +137,14 @@ def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs
 @pytest.mark.ranks(4)
 def test_ranks_of_other_groups_are_not_asked(world, trained):
     own, all_of_them = dist.new_subgroups(2)
-    run = trained(KnownGradient(4), {"process_group": own}, process_group=own)
-    run.step(torch.tensor([1.0, 1.0, 1.0, INF if world.rank >= 2 else 1.0]))
-    assert world.gather(run.weights()) == [[[-1.0] * 4]] * 2 + [[[0.0] * 4]] * 2
-    assert run.scales() == [8.0, 8.0, 4.0, 4.0]
-    for group in all_of_them:
-        dist.destroy_process_group(group)
+    try:
+        run = trained(KnownGradient(4), {"process_group": own}, process_group=own)
+        run.step(torch.tensor([1.0, 1.0, 1.0, INF if world.rank >= 2 else 1.0]))
+        assert world.gather(run.weights()) == [[[-1.0] * 4]] * 2 + [[[0.0] * 4]] * 2
+        assert run.scales() == [8.0, 8.0, 4.0, 4.0]
+    finally:
+        for group in all_of_them:
+            dist.destroy_process_group(group)
 
 
 @pytest.mark.ranks(4)
