@@ -40,6 +40,7 @@ NOT_OFFERED = frozenset(
         Capability.UNSYNCED_GRADIENTS,
         Capability.PLAIN_PARAMETERS,
         Capability.ONE_NORM,
+        Capability.WRITEBACK,
         Capability.ONE_PADDING,
     }
 )
@@ -106,7 +107,8 @@ class Composed:
         return {name: full(t) for name, t in model.state_dict().items()}
 
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
-        require(self, Capability.SUMMON)
+        if writeback:
+            require(self, Capability.WRITEBACK)
         return self._unsharded(model)
 
     def _prefetch_nothing(self, model: nn.Module) -> None:

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.adapters import Capability, offers, require
+from harness.assertions import local_part
 from harness.zoo import KnownGradient
 from harness.zoo.delay import pause
 
@@ -45,8 +47,9 @@ def test_a_bad_gradient_in_any_one_shard_stops_all_ranks(world, trained, run_sub
     run_subtests({"holder": [0, world.size - 1], **EVERY_WAY}, check)
 
 
-def test_torchs_own_scaler_lets_ranks_part_where_this_one_keeps_them_together(world, trained):
+def test_torchs_own_scaler_lets_ranks_part_where_this_one_keeps_them_together(world, engine, trained):
     """Without agreement the rank whose shard has the inf stays behind, and its scale alone backs off."""
+    require(engine, Capability.PLAIN_PARAMETERS)  # DTensors make any scaler agree
     apart, together = (trained(KnownGradient(2 * world.size)) for _ in range(2))
     apart.scaler = torch.amp.GradScaler(world.device.type, init_scale=8.0)
     for run in (apart, together):
@@ -93,9 +96,9 @@ def test_a_bad_gradient_of_a_parameter_that_some_rank_holds_nothing_of(
     if only_second:
         run.optimizers = [torch.optim.SGD([run.engine.bare(run.model)[1].weight], lr=1.0)]
     first = 0.0 if only_second else -1.0
-    assert world.gather(run.engine.bare(run.model)[1].weight.numel()) == (
-        [0, 3] if world.size == 2 else [0, 1, 2]
-    )
+    if offers(run.engine, Capability.PLAIN_PARAMETERS):
+        held = world.gather(run.engine.bare(run.model)[1].weight.numel())
+        assert held == ([0, 3] if world.size == 2 else [0, 1, 2])
     for gradient, weights, scale in (
         (1.0, [first, -1.0], 8.0),
         (bad, [first, -1.0], 4.0),
@@ -156,7 +159,7 @@ def test_an_inf_on_one_rank_of_a_hybrid_model_stops_both_replicas(world, trained
         run = trained(KnownGradient(4), scaling, strategy="HYBRID_SHARD", process_group=axes)
         run.backward(1.0)
         if world.rank == holder:
-            next(run.model.parameters()).grad[0] = INF
+            local_part(next(run.model.parameters()).grad)[0] = INF
         run.finish()
         assert (run.weights(), run.scales()) == ([[0.0] * 4], [4.0] * 4)
         run.step(1.0)
@@ -187,7 +190,7 @@ def test_an_optimizer_that_unscales_by_itself_is_told_what_all_ranks_found(
     assert (run.weights(), run.scales()) == ([[0.0] * 2 * world.size], [2.0] * world.size)
     run.step(known(world, 4.0, holder=0), unscale_first=unscale_first)
     assert [state["step"].item() for state in adam.state.values()] == [1.0]
-    moments = torch.cat([state["exp_avg"] for state in adam.state.values()])
+    moments = torch.cat([local_part(state["exp_avg"]) for state in adam.state.values()])
     assert moments.tolist() == pytest.approx([0.4 if world.rank == 0 else 0.1, 0.1])
     assert (run.weights(), run.scales()) == ([pytest.approx([-1.0] * 2 * world.size)], [2.0] * world.size)
 

@@ -68,7 +68,6 @@ DEVIATIONS: tuple[Deviation, ...] = (
             "core/test_collectives.py::test_a_frozen_group_is_gathered_for_its_inputs*-FULL_SHARD-*",
             "core/test_hybrid.py::test_it_gathers_inside_a_replica_and_reduces*-HYBRID_SHARD-*",
             "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-FULL_SHARD]",
-            "core/test_states.py::test_backward_frees_a_group_when_it_has_its_gradients*-FULL_SHARD]",
             "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-FULL_SHARD]",
             "core/test_states.py::test_full_parameters_give_their_memory_back[*-FULL_SHARD-0]",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-FULL_SHARD]",
@@ -83,17 +82,10 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-NO_SHARD]",
-            "core/test_states.py::test_backward_frees_a_group_when_it_has_its_gradients*-NO_SHARD]",
             "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-NO_SHARD]",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-NO_SHARD]",
         ),
         why=_WHOLE,
-    ),
-    Deviation(
-        claims=(
-            "core/test_states.py::test_backward_frees_a_group_when_it_has_its_gradients*-SHARD_GRAD_OP]",
-        ),
-        why="units give their parameters up one after the other, each when the next one is done",
     ),
     Deviation(
         claims=("core/test_states.py::test_a_cast_shard_exists_only_while_its_gather_is_under_way[-bf16]",),

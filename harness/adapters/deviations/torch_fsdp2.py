@@ -183,4 +183,70 @@ REPLICATE: tuple[Deviation, ...] = (
     Deviation(claims=("replicate/test_shapes.py::test_models_train_the_same_offloaded*",), why=_PINNED),
 )
 
-DEVIATIONS = CORE + REPLICATE
+SCALER: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("grad_scaler/test_agreement.py::test_ranks_without_gradients_follow_the_one_that_has_some*",),
+        why="a rank without a gradient is refused by the scaler",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
+        ),
+        why="a scaled loss in low precision comes out in fp32",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
+            "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
+        ),
+        why="fp16 gradients are not unscaled",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_gradients.py::test_a_sparse_gradient_of_what_is_not_sharded*",),
+        why="gradients that are DTensors are not unscaled beside others",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
+        why="the scale backs off to zero",
+    ),
+)
+
+MIXED: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("mixed_precision/test_casting.py::test_all_but_floating_point_tensors_come_through*",),
+        why="containers are copied, whatever is in them",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_embeddings.py::*::test_mp_embedding_reduce",),
+        points=("units=(<class_*TransformerEncoderLayer*",),
+        why="where layers are units, gradients in fp16 are rounded otherwise than in the whole",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[fp16-*",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-3-ranks]",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",
+        ),
+        points=(
+            "precision=Precision(), *",
+            "precision=Precision(reduce_dtype=*",
+            "precision=Precision(param_dtype=float16), *",
+            "precision=Precision(param_dtype=bfloat16), *",
+        ),
+        why=_SUMS,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_small_terms_count_together[*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_the_mean_of_fp16_gradients_whose_sum_*[*-4-ranks]",
+        ),
+        why=_SUMS,
+    ),
+)
+
+DEVIATIONS = CORE + REPLICATE + SCALER + MIXED
