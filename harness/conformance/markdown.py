@@ -15,6 +15,7 @@ from harness.conformance.telling import (
     known_deviations,
     left_out,
     number_of,
+    of_offered,
     of_run,
     with_links,
 )
@@ -45,8 +46,7 @@ def _shares(table: Table) -> Iterable[list[str]]:
 
 
 def _share(table: Table, engine: str, claims: list[Claim]) -> str:
-    offered = table.share_of_offered(engine, claims)
-    return f"{table.share(engine, claims)}; {offered.percent} % of the {offered.asked} it offers"
+    return f"{table.share(engine, claims)}; {of_offered(table, engine, claims)}"
 
 
 def _claims(table: Table, claims: list[Claim]) -> Iterable[list[str]]:

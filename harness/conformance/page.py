@@ -17,6 +17,7 @@ from harness.conformance.telling import (
     known_deviations,
     left_out,
     number_of,
+    of_offered,
     of_run,
 )
 
@@ -74,9 +75,9 @@ def _share_cells(table: Table, claims: list[Claim]) -> str:
 
 
 def _share_cell(table: Table, engine: str, claims: list[Claim]) -> str:
-    share, offered = table.share(engine, claims), table.share_of_offered(engine, claims)
+    share = table.share(engine, claims)
     bar = f'<div class="bar" aria-hidden="true"><i style="width:{share.percent}%"></i></div>'
-    words = [f"{offered.percent} % of the {offered.asked} it offers"]
+    words = [of_offered(table, engine, claims)]
     words += [f"{MARKS[outcome]} {number} {outcome}" for outcome, number in counted(table, engine, claims)]
     return (
         f"<td><b>{share.percent} %</b> <span>{share.held} of {share.asked}</span>{bar}"

@@ -66,6 +66,12 @@ def in_brief(point: Point) -> str:
     return next(errors, lines[0] if lines else "")
 
 
+def of_offered(table: Table, engine: str, claims: list[Claim]) -> str:
+    """Return how much the engine holds of the points that are about something it offers."""
+    share = table.share_of_offered(engine, claims)
+    return f"{share.percent} % of the {share.asked} it offers" if share.asked else "offers none of it"
+
+
 def counted(table: Table, engine: str, claims: list[Claim]) -> list[tuple[Outcome, int]]:
     """Return how many of these claims have each outcome, where any has."""
     found = Counter(table.cell(claim, engine).outcome for claim in claims)
