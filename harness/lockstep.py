@@ -7,10 +7,12 @@ import enum
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import pytest
 
+from harness.adapters.deviations import Deviation
 from harness.exceptions import PeerFailed
 from harness.protocol import VICTIM_OF_A_POINT, Vote
 
@@ -32,10 +34,17 @@ class RunSubtests:
     inside it.
     """
 
-    def __init__(self, rank: Lockstep, subtests: pytest.Subtests, selected: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        rank: Lockstep,
+        subtests: pytest.Subtests,
+        selected: Mapping[str, str],
+        deviations: Sequence[Deviation] = (),
+    ) -> None:
         self._rank = rank
         self._subtests = subtests
         self._selected = selected
+        self._deviations = deviations
         self._settings: dict[str, Sequence[Any]] = {}
         self._num_run = 0
 
@@ -60,7 +69,13 @@ class RunSubtests:
         self._settings.update(settings)
         self._num_run += len(chosen)
         for point in chosen:
-            self._run_point(point, lambda point=point: fn(*args, **kwargs, **point))  # type: ignore[misc]
+            call = partial(fn, *args, **kwargs, **point)
+            name = describe_point(point)
+            deviation = next((found for found in self._deviations if found.is_about_point(name)), None)
+            if deviation is None:
+                self._run_point(name, call)
+            else:
+                self._run_deviating_point(name, call, deviation)
 
     def skip_if_nothing_ran(self) -> None:
         """Skip the test that used this fixture if `--subtest` chose none of its points."""
@@ -73,8 +88,7 @@ class RunSubtests:
             name in point and describe_value(point[name]) == value for name, value in self._selected.items()
         )
 
-    def _run_point(self, point: Mapping[str, Any], call: Callable[[], object]) -> None:
-        name = describe_point(point)
+    def _run_point(self, name: str, call: Callable[[], object]) -> None:
         __tracebackhide__ = True
         outcome = "failed"
         votes: tuple[Vote, ...] | None = None
@@ -98,6 +112,29 @@ class RunSubtests:
             pytest.fail(_tell(votes), pytrace=False)
         if {vote.outcome for vote in votes} not in ({"passed"}, {"skipped"}):
             self._rank.repair()
+
+    def _run_deviating_point(self, name: str, call: Callable[[], object], deviation: Deviation) -> None:
+        """Run a point that is expected to fail, on one rank at least; it fails if all ranks pass."""
+        with self._subtests.test(name):
+            if not deviation.run:
+                raise pytest.xfail.Exception(f"[NOTRUN] {deviation.reason}")
+            outcome, skip = "passed", None
+            try:
+                self._rank.begin_point(name)
+                call()
+            except pytest.skip.Exception as error:
+                outcome, skip = "skipped", error
+            except (Exception, pytest.fail.Exception):
+                outcome = "failed"
+                self._rank.sever()
+            votes = self._rank.agree(Vote(name, outcome, str(skip or "")))
+            if any(vote.outcome == "failed" for vote in votes):
+                self._rank.repair()
+                raise pytest.xfail.Exception(deviation.reason)
+            _expect_all(votes, outcome)
+            if skip is not None:
+                raise skip
+            pytest.fail(f"[XPASS(strict)] {deviation.reason}", pytrace=False)
 
 
 def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:

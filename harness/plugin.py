@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.engines import check_engines, engines_of, parametrize
+from harness.expected import mark_expected_failure, points_expected_to_fail
 from harness.marker import MarkError, read_mark
 from harness.protocol import RANK_PLUGIN
 
@@ -28,7 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
     )
-    group.addoption("--engine", default="lockstep", help="the engine under test (default: %(default)s)")
+    group.addoption(
+        "--engine",
+        action="append",
+        metavar="NAME",
+        help="the engine under test, by a known name or as module:attribute; may be given several times "
+        "(default: lockstep)",
+    )
     group.addoption(
         "--world-timeout",
         type=float,
@@ -69,6 +77,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="of run_subtests, run only the points with these settings",
     )
+    group.addoption(
+        "--conformance",
+        metavar="DIR",
+        help="write to DIR which claims each engine holds, as a page, as Markdown and as JSON",
+    )
     parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
     parser.addini(
@@ -98,9 +111,14 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness.controller.requests import check_options
     from harness.reporting.annotations import Annotations, wanted
 
+    check_engines(config)
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
     if not hasattr(config, "workerinput") and wanted(config, os.environ):
         config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
+    if config.getoption("conformance"):
+        from harness.conformance.collecting import register
+
+        register(config)
     if not _only_distributes(config):
         config.pluginmanager.register(Controller(config), "harness-controller")
 
@@ -110,8 +128,17 @@ def _only_distributes(config: pytest.Config) -> bool:
     return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark_expected_failure(item)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    _choose_sizes(metafunc)
+    parametrize(metafunc)
+
+
+def _choose_sizes(metafunc: pytest.Metafunc) -> None:
     nodeid = metafunc.definition.nodeid
     mark, wrong = None, ""
     try:
@@ -156,15 +183,26 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
     from harness.lockstep import RunSubtests, parse_selection
 
     selection = parse_selection(request.config.getoption("subtest"))
-    return RunSubtests(_session(request).lockstep, subtests, selection)
+    deviations = points_expected_to_fail(request.node)
+    return RunSubtests(_session(request).lockstep, subtests, selection, deviations)
 
 
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> Engine:
     """The engine under test, chosen by `--engine`."""
-    from harness.adapters import find
+    from harness.adapters import EngineError, find
 
-    return find(request.config.getoption("engine"))
+    engines = engines_of(request.config)
+    if len(engines) > 1 and not hasattr(request, "param"):
+        pytest.fail("there are several engines: name `engine` among the test's arguments", pytrace=False)
+    lack = ""
+    try:
+        return find(getattr(request, "param", engines[0]))
+    except EngineError as error:
+        if error.__cause__ is not None:  # raised by the user's own code: that traceback tells more
+            raise
+        lack = str(error)
+    pytest.fail(lack, pytrace=False)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from harness.assertions.parity import (
     train,
 )
 from harness.assertions.reference import unsharded_with_casts
-from harness.assertions.sharded import assert_sharded_parity
+from harness.assertions.sharded import assert_sharded_parity, local_part
 
 __all__ = [
     "TOLERANCES",
@@ -34,6 +34,7 @@ __all__ = [
     "assert_same_across_ranks",
     "assert_sharded_parity",
     "fail_together",
+    "local_part",
     "named_gradients",
     "named_parameters",
     "per_rank_batches",

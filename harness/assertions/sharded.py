@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from harness.assertions.agreement import fail_together
 from harness.assertions.closeness import Tolerance, differences
 
-__all__ = ["assert_sharded_parity"]
+__all__ = ["assert_sharded_parity", "local_part"]
 
 
 def assert_sharded_parity(
@@ -34,7 +34,7 @@ def assert_sharded_parity(
         if not isinstance(p, DTensor) or name not in full:
             found.append(f"{name}: not a DTensor, or not a parameter of the reference")
             continue
-        actual |= {name: _local(p), f"{name}.grad": _local(p.grad)}
+        actual |= {name: local_part(p), f"{name}.grad": local_part(p.grad)}
         whole = full.pop(name)
         expected |= {name: _part(whole, of=p), f"{name}.grad": _part(whole.grad, of=p)}
         if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
@@ -50,5 +50,6 @@ def _part(whole: torch.Tensor | None, of: DTensor) -> torch.Tensor | None:
     return distribute_tensor(whole.detach(), of.device_mesh, of.placements, src_data_rank=None).to_local()
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def local_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what of a DTensor this rank holds, sharing its memory; any other tensor as it is."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from harness.engines import DEFAULT, claim_of, engine_of
+
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.
 OUR_OPTIONS = {
     "backend": None,
     "device": None,
-    "engine": "lockstep",
     "world_seed": 0,
     "world_timeout": 60.0,
     "fresh_worlds": False,
@@ -45,7 +46,7 @@ def rerun_line(item: pytest.Item) -> str:
     """Compose the command: node id, then what the user chose of pytest's, our and other plugins' options."""
     config = item.config
     path = os.path.relpath(item.path, config.invocation_params.dir)
-    words = ["pytest", f"{path}::{str(item.nodeid).split('::', 1)[1]}"]
+    words = ["pytest", f"{path}::{claim_of(item).split('::', 1)[1]}"]
     if config.option.inifilename:
         words += ["-c", str(config.option.inifilename)]
     for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
@@ -54,6 +55,8 @@ def rerun_line(item: pytest.Item) -> str:
         value = config.getoption(option)
         if value != default:
             words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if (engine := engine_of(item)) not in (None, DEFAULT):
+        words += ["--engine", str(engine)]
     return shlex.join([*words, *_others_options(config)])
 
 

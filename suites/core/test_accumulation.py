@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
+from harness.adapters import Capability, Precision, ShardSpec, offers, require
 from harness.zoo import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
@@ -37,10 +37,10 @@ def shard(world, engine, bare, strategy="FULL_SHARD", **more):
     return engine.shard(bare.to(world.device), ShardSpec(strategy, units=units, device=world.device, **more))
 
 
-def backward(model, world, value, *more, sync=True):
+def backward(engine, model, world, value, *more, sync=True):
     """Give every weight the gradient ``value``, in the mean of half and one and a half of it."""
     gradient = torch.tensor(value * (0.5 + world.rank), device=world.device)
-    with nullcontext() if sync else model.no_sync():
+    with nullcontext() if sync else engine.no_sync(model):
         model(gradient, *more).backward()
 
 
@@ -65,7 +65,7 @@ def check_sum(world, engine, syncs, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step in (1, 2):
         for index, sync in enumerate(syncs):
-            backward(model, world, 2.0**index, sync=sync)
+            backward(engine, model, world, 2.0**index, sync=sync)
         total = 2.0 ** len(syncs) - 1
         assert gradients_of(engine, model) == every_weight(total)
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
@@ -81,9 +81,11 @@ def test_two_backwards_over_one_graph_give_exactly_twice(world, engine, run_subt
 
 
 def check_twice(world, engine, sync, **options):
+    if not sync:
+        require(engine, Capability.UNSYNCED_GRADIENTS)
     model = shard(world, engine, KnownGradients(3), **options)
     loss = model(torch.tensor(1.0 + world.rank, device=world.device))
-    with nullcontext() if sync else model.no_sync():
+    with nullcontext() if sync else engine.no_sync(model):
         loss.backward(retain_graph=True)
     once = gradients_of(engine, model)
     loss.backward()
@@ -100,7 +102,7 @@ def test_a_parameter_may_be_used_in_some_microbatches_only(world, engine, run_su
 def check_used(world, engine, used, sync, **options):
     model = shard(world, engine, Switched(), **options)
     for index, of_microbatch in enumerate(used):
-        backward(model, world, 2.0**index, of_microbatch, sync=sync or index == 2)
+        backward(engine, model, world, 2.0**index, of_microbatch, sync=sync or index == 2)
     assert gradients_of(engine, model) == {
         f"{weight}.weight": sum(2.0**index for index, now in enumerate(used) if weight in now)
         for weight in (0, 1)
@@ -116,7 +118,7 @@ def test_one_hot_gradients_of_microbatches_add_up_and_do_not_leak_into_the_next_
     model = shard(world, engine, KnownGradient(5), strategy, use_orig_params=use_orig_params)
     one_hot = torch.eye(5, device=world.device) * 2 * world.rank
     for _ in range(2):
-        with model.no_sync():
+        with engine.no_sync(model):
             for microbatch in one_hot[:-1]:
                 model(microbatch).backward()
         model(one_hot[-1]).backward()
@@ -131,20 +133,22 @@ def test_one_hot_gradients_of_microbatches_add_up_and_do_not_leak_into_the_next_
 def test_zero_grad_forgets_unsynced_gradients_and_what_waits_behind_them(
     world, engine, strategy, use_orig_params, offload, set_to_none
 ):
+    require(engine, Capability.UNSYNCED_GRADIENTS)
     spec = {"use_orig_params": use_orig_params, "offload": offload}
     model = shard(world, engine, KnownGradients(3), strategy, **spec)
-    backward(model, world, 1.0)
-    backward(model, world, 2.0, sync=False)
+    backward(engine, model, world, 1.0)
+    backward(engine, model, world, 2.0, sync=False)
     model.zero_grad(set_to_none)
-    backward(model, world, 5.0)
+    backward(engine, model, world, 5.0)
     assert gradients_of(engine, model) == every_weight(5.0)
 
 
 @EVERY_STRATEGY
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_unsynced_gradients_are_full_and_this_ranks_own(world, engine, strategy, use_orig_params):
+    require(engine, Capability.UNSYNCED_GRADIENTS)
     model = shard(world, engine, KnownGradient(3), strategy, use_orig_params=use_orig_params)
-    backward(model, world, 2.0, sync=False)
+    backward(engine, model, world, 2.0, sync=False)
     (parameter,) = model.parameters()
     assert parameter.grad.tolist() == [1.0 + 2 * world.rank] * 3
     assert engine.full_gradients(model)["weight"].tolist() == [1.0 + 2 * world.rank] * 3
@@ -159,8 +163,8 @@ def test_unsynced_gradients_of_a_unit_that_sits_out_the_synced_backward_are_redu
     bare = Switched()
     bare.units = ("0", "1")
     model = shard(world, engine, bare, strategy, use_orig_params=use_orig_params, offload=offload)
-    backward(model, world, 2.0, (0, 1), sync=False)
-    backward(model, world, 4.0, (1,))
+    backward(engine, model, world, 2.0, (0, 1), sync=False)
+    backward(engine, model, world, 4.0, (1,))
     assert gradients_of(engine, model) == {"0.weight": 2.0, "1.weight": 6.0}
 
 
@@ -172,7 +176,8 @@ def test_several_forwards_before_one_backward_add_up(world, engine, strategy):
         model(torch.tensor(100.0, device=world.device))
     sum(losses).backward()
     assert gradients_of(engine, model) == every_weight(7 * 1.5)
-    assert {group.gathered_bytes for group in engine.groups(model)} == {0}
+    if offers(engine, Capability.GROUPS):
+        assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 
 @EVERY_STRATEGY
@@ -190,7 +195,7 @@ def test_kept_low_precision_gradients_add_up_beside_fp32_parameters(world, engin
     precision = Precision(F16, keep_low_precision_grads=True)
     model = shard(world, engine, KnownGradients(3), strategy, precision=precision, use_orig_params=True)
     for sync in (True, False, True):
-        backward(model, world, 2.0, sync=sync)
+        backward(engine, model, world, 2.0, sync=sync)
     assert gradients_of(engine, model) == every_weight(6.0)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F16}
 
@@ -203,7 +208,7 @@ def test_a_sum_of_no_sync_outlasts_a_conversion_and_is_reduced_by_a_backward_tha
     bare = Switched()
     more = {"units": ("1",), "use_orig_params": use_orig_params, "device": world.device}
     model = engine.shard(bare.to(world.device), ShardSpec(strategy, **more))
-    backward(model, world, 2.0, (0, 1), sync=False)
+    backward(engine, model, world, 2.0, (0, 1), sync=False)
     model.double()
-    backward(model, world, 4.0, (0,))
+    backward(engine, model, world, 4.0, (0,))
     assert gradients_of(engine, model) == {"0.weight": 6.0, "1.weight": 2.0}

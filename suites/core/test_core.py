@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.adapters import Precision, ShardSpec
+from harness.adapters import Capability, Precision, ShardSpec, offers, require
 from harness.assertions import assert_named_close, named_gradients
 from harness.zoo import NestedWrappedModule, TransformerWithSharedParams
 
@@ -72,7 +72,8 @@ class TestParamInit:
 def first_group_names(engine, model, use_orig_params):
     """Return the names of the parameters that the first visible parameter consists of."""
     names = engine.groups(model)[0].parameters
-    return names[:1] if use_orig_params else names
+    one_by_one = use_orig_params or not offers(engine, Capability.PLAIN_PARAMETERS)
+    return names[:1] if one_by_one else names
 
 
 class TestHooks:
@@ -186,6 +187,7 @@ class TestAutograd:
         run_subtests(settings, self.check, world, engine)
 
     def check(self, world, engine, **settings):
+        require(engine, Capability.PLAIN_PARAMETERS)
         layers = [Watched() for _ in range(5)]
         bare = nn.Sequential(*layers).to(world.device)
         reference = copy.deepcopy(bare)

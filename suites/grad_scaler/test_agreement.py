@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.adapters import Capability, offers, require
+from harness.assertions import local_part
 from harness.zoo import KnownGradient
 from harness.zoo.delay import pause
 
@@ -45,8 +47,9 @@ def test_a_bad_gradient_in_any_one_shard_stops_all_ranks(world, trained, run_sub
     run_subtests({"holder": [0, world.size - 1], **EVERY_WAY}, check)
 
 
-def test_torchs_own_scaler_lets_ranks_part_where_this_one_keeps_them_together(world, trained):
+def test_torchs_own_scaler_lets_ranks_part_where_this_one_keeps_them_together(world, engine, trained):
     """Without agreement the rank whose shard has the inf stays behind, and its scale alone backs off."""
+    require(engine, Capability.PLAIN_PARAMETERS)  # DTensors make any scaler agree
     apart, together = (trained(KnownGradient(2 * world.size)) for _ in range(2))
     apart.scaler = torch.amp.GradScaler(world.device.type, init_scale=8.0)
     for run in (apart, together):
@@ -91,9 +94,11 @@ def test_a_bad_gradient_of_a_parameter_that_some_rank_holds_nothing_of(
     """An optimizer of that parameter alone finds no gradient on the rank."""
     run = trained(Two(3), use_orig_params=True)
     if only_second:
-        run.optimizers = [torch.optim.SGD([run.model[1].weight], lr=1.0)]
+        run.optimizers = [torch.optim.SGD([run.engine.bare(run.model)[1].weight], lr=1.0)]
     first = 0.0 if only_second else -1.0
-    assert world.gather(run.model[1].weight.numel()) == ([0, 3] if world.size == 2 else [0, 1, 2])
+    if offers(run.engine, Capability.PLAIN_PARAMETERS):
+        held = world.gather(run.engine.bare(run.model)[1].weight.numel())
+        assert held == ([0, 3] if world.size == 2 else [0, 1, 2])
     for gradient, weights, scale in (
         (1.0, [first, -1.0], 8.0),
         (bad, [first, -1.0], 4.0),
@@ -120,7 +125,7 @@ def test_ranks_without_gradients_follow_the_one_that_has_some(world, trained, un
 
 def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs_off_once(world, trained):
     run = trained(Two(3), units=("0", "1"), use_orig_params=True)
-    run.optimizers = [torch.optim.SGD(child.parameters(), lr=1.0) for child in run.model.module]
+    run.optimizers = [torch.optim.SGD(child.parameters(), lr=1.0) for child in run.engine.bare(run.model)]
     for gradients, weights, scale in (
         ((1.0, INF), (-1.0, 0.0), 4.0),
         ((NAN, 1.0), (-1.0, -1.0), 2.0),
@@ -135,12 +140,14 @@ def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs
 @pytest.mark.ranks(4)
 def test_ranks_of_other_groups_are_not_asked(world, trained):
     own, all_of_them = dist.new_subgroups(2)
-    run = trained(KnownGradient(4), {"process_group": own}, process_group=own)
-    run.step(torch.tensor([1.0, 1.0, 1.0, INF if world.rank >= 2 else 1.0]))
-    assert world.gather(run.weights()) == [[[-1.0] * 4]] * 2 + [[[0.0] * 4]] * 2
-    assert run.scales() == [8.0, 8.0, 4.0, 4.0]
-    for group in all_of_them:
-        dist.destroy_process_group(group)
+    try:
+        run = trained(KnownGradient(4), {"process_group": own}, process_group=own)
+        run.step(torch.tensor([1.0, 1.0, 1.0, INF if world.rank >= 2 else 1.0]))
+        assert world.gather(run.weights()) == [[[-1.0] * 4]] * 2 + [[[0.0] * 4]] * 2
+        assert run.scales() == [8.0, 8.0, 4.0, 4.0]
+    finally:
+        for group in all_of_them:
+            dist.destroy_process_group(group)
 
 
 @pytest.mark.ranks(4)
@@ -152,7 +159,7 @@ def test_an_inf_on_one_rank_of_a_hybrid_model_stops_both_replicas(world, trained
         run = trained(KnownGradient(4), scaling, strategy="HYBRID_SHARD", process_group=axes)
         run.backward(1.0)
         if world.rank == holder:
-            next(run.model.parameters()).grad[0] = INF
+            local_part(next(run.model.parameters()).grad)[0] = INF
         run.finish()
         assert (run.weights(), run.scales()) == ([[0.0] * 4], [4.0] * 4)
         run.step(1.0)
@@ -183,7 +190,7 @@ def test_an_optimizer_that_unscales_by_itself_is_told_what_all_ranks_found(
     assert (run.weights(), run.scales()) == ([[0.0] * 2 * world.size], [2.0] * world.size)
     run.step(known(world, 4.0, holder=0), unscale_first=unscale_first)
     assert [state["step"].item() for state in adam.state.values()] == [1.0]
-    moments = torch.cat([state["exp_avg"] for state in adam.state.values()])
+    moments = torch.cat([local_part(state["exp_avg"]) for state in adam.state.values()])
     assert moments.tolist() == pytest.approx([0.4 if world.rank == 0 else 0.1, 0.1])
     assert (run.weights(), run.scales()) == ([pytest.approx([-1.0] * 2 * world.size)], [2.0] * world.size)
 

@@ -17,6 +17,7 @@ from harness.assertions import (
     Training,
     assert_named_close,
     assert_parity,
+    local_part,
     named_gradients,
     named_parameters,
     per_rank_batches,
@@ -169,7 +170,8 @@ def overflowing_step(world, number, model, scaler, parameters, optimizer):
     loss.backward()
     overflow = number % 2 == 0
     if overflow and (world.rank == 0 or isinstance(model, DistributedDataParallel)):
-        next(p.grad for p in model.parameters() if p.grad is not None).view(-1)[0] = INF
+        gradient = next(p.grad for p in model.parameters() if p.grad is not None)
+        local_part(gradient).view(-1)[0] = INF
     scaler.step(optimizer)
     scaler.update()
     after = copied(parameters(model))

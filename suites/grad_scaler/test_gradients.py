@@ -73,7 +73,7 @@ def test_the_norm_is_that_of_unscaled_gradients_before_at_and_after_an_overflow(
         run.model.zero_grad()
         run.backward(gradient)
         run.scaler.unscale_(run.optimizers[0])
-        norms.append(run.model.clip_grad_norm_(1e4).item())
+        norms.append(run.engine.clip_grad_norm_(run.model, 1e4).item())
         run.finish()
     root = 3**0.5
     assert norms == pytest.approx([1.5 * root, bad, 1.5 * root, bad, 3 * root], nan_ok=True)
@@ -88,7 +88,7 @@ def test_the_norm_is_right_at_the_scale_that_just_fits(world, trained):
         run.model.zero_grad()
         run.backward(1.0)
         run.scaler.unscale_(run.optimizers[0])
-        norms.append(run.model.clip_grad_norm_(0.5).item())
+        norms.append(run.engine.clip_grad_norm_(run.model, 0.5).item())
         run.finish()
     assert norms == pytest.approx([INF, INF, 3**0.5, 3**0.5])
     assert run.scales() == [2.0**15] * world.size
@@ -105,7 +105,7 @@ def test_microbatches_add_up_and_an_inf_in_one_of_them_stops_the_step(
     overflowing[-1] = INF
     for unsynced, weight, scale in ((1.0, -3.0, 8.0), (overflowing, -3.0, 4.0), (3.0, -8.0, 4.0)):
         run.model.zero_grad()
-        with run.model.no_sync():
+        with run.engine.no_sync(run.model):
             run.backward(unsynced)
         run.backward(2.0)
         run.finish()
@@ -130,7 +130,7 @@ class Words(nn.Module):
 def test_a_sparse_gradient_of_what_is_not_sharded_is_unscaled_and_can_stop_all_ranks(world, trained):
     run = trained(Words(), ignored=("embedding",))
     run.step(1.0, 4.0)
-    embedding = run.model.embedding.weight
+    embedding = run.engine.bare(run.model).embedding.weight
     own = 4.0 * run.spread
     assert run.weights()[0] == [-1.0] * 4
     assert embedding.flatten().tolist() == [-own, 0.0, -2 * own]

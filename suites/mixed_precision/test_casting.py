@@ -248,7 +248,7 @@ def test_saved_state_has_original_dtypes_and_the_parameters_every_bit(
         world, engine, bare, strategy, precision=MIXED, use_orig_params=use_orig_params, offload=offload
     )
     model(batch(world)).sum().backward()
-    saved = model.state_dict()
+    saved = engine.full_state(model)
     assert {n: t.dtype for n, t in saved.items()} == {n: t.dtype for n, t in expected.items()}
     for name in expected:
         if name.endswith(("weight", "bias")):
@@ -261,7 +261,7 @@ def test_saved_buffers_are_what_was_computed_with(world, engine, strategy):
     """A cast cannot be undone: the dtype is the original one, the value the rounded one."""
     model = shard(world, engine, Layers(), strategy, precision=MIXED)
     model(batch(world))
-    saved, third = model.state_dict(), torch.full((8,), 1 / 3, dtype=F16, device=world.device)
+    saved, third = engine.full_state(model), torch.full((8,), 1 / 3, dtype=F16, device=world.device)
     assert torch.equal(saved["0.shift"], third.float())
     assert torch.equal(saved["1.shift"], third.double())
 

@@ -89,7 +89,7 @@ class Subject:
         start = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
         self.model = engine.shard(bare, spec)
         # While nothing is cast yet: every bit, which fp16 would not hold.
-        assert_named_close(self.model.state_dict(), start, EXACT)
+        assert_named_close(self.engine.full_state(self.model), start, EXACT)
         for name, layer in self.layers.items():
             layer.lin.register_forward_pre_hook(lambda *_, name=name: self.note(name, self.in_forward))
             layer.lin.register_forward_hook(lambda *args, name=name: self.watch_backward(name, args[-1]))
@@ -204,7 +204,7 @@ class Subject:
             self.check_live_buffers()
 
     def check_saved(self):
-        saved, parameters = self.model.state_dict(), self.engine.full_parameters(self.model)
+        saved, parameters = self.engine.full_state(self.model), self.engine.full_parameters(self.model)
         # A cast cannot be undone: buffers are saved in their dtype with the bits that the cast left.
         buffers = {n: b.to(self.dtypes.buffer).double() for n, b in self.buffers.items()}
         assert {tensor.dtype for tensor in parameters.values()} == {self.dtypes.original}

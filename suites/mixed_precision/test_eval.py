@@ -109,7 +109,7 @@ class TestFSDPMixedPrecisionSharded:
             (*_, call) = log.calls("")
             assert call.buffers == {"vocab_bias": dtype, "long_buffer": torch.int64}
             assert torch.equal(bare.vocab_bias.cpu(), torch.full((16,), THIRD).to(dtype))
-            assert model.state_dict()["vocab_bias"].dtype == F32
+            assert engine.full_state(model)["vocab_bias"].dtype == F32
 
     @batch_norm_is_told
     @pytest.mark.parametrize("full", [True, False])

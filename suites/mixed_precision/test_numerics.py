@@ -79,11 +79,11 @@ def rounded_sum(rows, divisor, dtype):
 def check_bits(world, engine, run_subtests):
     """Hold gradients to `mean` of the witnesses, whatever brings them into low precision."""
 
-    def check(precision, strategy, dtype, process_group, **settings):
+    def check(precision, strategy, dtype, groups, **settings):
         gradients = witnesses(world.size, dtype)
         # Without any precision it is the model itself that is in low precision.
         bare = KnownGradient(gradients.shape[1]).to(dtype if precision == Precision() else F32)
-        spec = {"precision": precision, "process_group": process_group, **settings}
+        spec = {"precision": precision, "process_group": groups(), **settings}
         model = shard(world, engine, bare, strategy, **spec)
         model(gradients[world.rank].to(world.device)).backward()
         is_low = precision == Precision() or precision.keep_low_precision_grads
@@ -94,11 +94,11 @@ def check_bits(world, engine, run_subtests):
         tolerance = TOLERANCES[dtype] if world.backend == "nccl" else EXACT
         assert_named_close(engine.full_gradients(model), {"weight": expected}, tolerance)
 
-    def run(strategy, dtype, process_group=None):
+    def run(strategy, dtype, groups=lambda: None):
         low = Precision(dtype)
         kept = Precision(dtype, keep_low_precision_grads=True)
         settings = {"precision": [Precision(), Precision(reduce_dtype=dtype), low, kept], **options(world)}
-        run_subtests(settings, check, strategy=strategy, dtype=dtype, process_group=process_group)
+        run_subtests(settings, check, strategy=strategy, dtype=dtype, groups=groups)
 
     return run
 
@@ -115,8 +115,11 @@ def test_low_precision_gradients_are_summed_in_fp32_in_rank_order_and_rounded_on
 @pytest.mark.parametrize("strategy", HYBRID)
 @LOW_DTYPES
 def test_hybrid_reductions_round_once_inside_a_replica_and_once_across(world, check_bits, strategy, dtype):
-    mesh = world.mesh(2, world.size // 2)
-    check_bits(strategy, dtype, (mesh.get_group(1), mesh.get_group(0)))
+    def axes():
+        mesh = world.mesh(2, world.size // 2)
+        return mesh.get_group(1), mesh.get_group(0)
+
+    check_bits(strategy, dtype, axes)
 
 
 @EVERY_STRATEGY
@@ -179,7 +182,7 @@ def test_unsynced_gradients_add_up_in_the_reduce_dtype(world, engine, run_subtes
     def check(**settings):
         model = shard(world, engine, KnownGradients(3), strategy, precision=Precision(dtype, F32), **settings)
         large, small = (torch.tensor(value, device=world.device) for value in (1.0, eps / 4))
-        with model.no_sync():
+        with engine.no_sync(model):
             model(large).backward()
             model(small).backward()
         model(small).backward()

@@ -39,7 +39,7 @@ def check_learning(world, engine, bare, spec, tolerance):
     model = engine.shard(bare, spec)
     with log:
         assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
-    return model, log, {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    return model, log, {name: tensor.dtype for name, tensor in engine.full_state(model).items()}
 
 
 @EVERY_STRATEGY
@@ -96,6 +96,6 @@ def test_buffers_are_cast_up_as_well_as_down(world, engine, strategy):
         model(torch.ones(1, 10, device=world.device))
     assert log.buffers("") == {F32}
     assert torch.equal(bare.buffer, original.float())
-    saved = model.state_dict()["buffer"]
+    saved = engine.full_state(model)["buffer"]
     assert saved.dtype == F16
     assert torch.equal(saved, original)

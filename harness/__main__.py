@@ -1,0 +1,21 @@
+"""`python -m harness`: what is asked of the harness beside running pytest. Must not import torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from harness.conformance import command
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that the arguments name; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m harness", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command.add_to(commands)
+    options, others = parser.parse_known_args(arguments)
+    return int(options.run(options, others))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

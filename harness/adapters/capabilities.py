@@ -1,0 +1,71 @@
+"""What engines may offer or not. Inside a rank, or where results are told; does not import torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+# pytest.skip.Exception, by the name under which it can be subclassed with types.
+from _pytest.outcomes import Skipped
+
+__all__ = ["Capability", "NotOffered", "offers", "require"]
+
+
+class Capability(Enum):
+    """Something that a claim may ask of an engine and that not every engine has."""
+
+    SHARDING = "sharding"
+    HYBRID = "hybrid sharding"
+    HYBRID_BY_HOSTS = "replicas made of hosts"
+    REPLICATION = "units that are not sharded"
+    OFFLOAD = "offload to CPU"
+    UNIT_GROUPS = "process groups of units"
+    UNITS_BY_SIZE = "units by size"
+    MIXED_PRECISION = "mixed precision"
+    UNIT_PRECISIONS = "precisions of units"
+    BUFFER_DTYPE = "casts of buffers"
+    KEPT_LOW_PRECISION = "gradients kept in low precision"
+    PRECISION_IN_EVAL = "full precision in eval"
+    NORM_UNITS = "norms in full precision by themselves"
+    PREFETCH = "a choice of prefetch"
+    SYNC_STATES = "states of rank 0 for all"
+    UNSYNCED_GRADIENTS = "unsynced gradients in sight"
+    PLAIN_PARAMETERS = "plain tensors as parameters"
+    SCALARS = "parameters without dimensions"
+    ONE_NORM = "a norm over parts that are sharded differently"
+    ONE_PADDING = "one padding for each group"
+    EARLY_REDUCTION = "a reduction as soon as a group has its gradients"
+    SUMMON = "full parameters in place"
+    WRITEBACK = "changes to full parameters in place"
+    GROUPS = "a view of groups"
+    HOOKS = "a view of hooks"
+    TRAFFIC = "traffic by group"
+    COMPOSABLE = "the composable front"
+
+
+class NotOffered(Skipped):
+    """Raised by an adapter, on all ranks alike, where its engine is asked for what it does not have."""
+
+    def __init__(self, engine: str, capability: Capability) -> None:
+        super().__init__(f"{engine} does not offer: {capability.value}")
+        self.engine = engine
+        self.capability = capability
+
+
+class _Offering(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def capabilities(self) -> frozenset[Capability]: ...
+
+
+def offers(engine: _Offering, capability: Capability) -> bool:
+    """Whether ``engine`` has it: for a claim of which one sentence asks for more than the rest."""
+    return capability in engine.capabilities
+
+
+def require(engine: _Offering, *wanted: Capability) -> None:
+    """Raise `NotOffered` for the first of ``wanted`` that ``engine`` does not have."""
+    for capability in wanted:
+        if capability not in engine.capabilities:
+            raise NotOffered(engine.name, capability)

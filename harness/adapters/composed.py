@@ -1,0 +1,242 @@
+"""What two adapters share: a `ShardSpec` through a composable front, applied bottom-up. Inside a rank.
+
+Parameters are DTensors, whatever ``use_orig_params`` says: this front has originals only.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.adapters.capabilities import Capability, NotOffered, require
+from harness.adapters.face import Composable
+from harness.adapters.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
+
+__all__ = ["Composed"]
+
+_STRATEGIES = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "NO_SHARD": None,
+    "HYBRID_SHARD": True,
+    "_HYBRID_SHARD_ZERO2": False,
+}
+NOT_OFFERED = frozenset(
+    {
+        Capability.HYBRID_BY_HOSTS,
+        Capability.UNITS_BY_SIZE,
+        Capability.BUFFER_DTYPE,
+        Capability.KEPT_LOW_PRECISION,
+        Capability.PRECISION_IN_EVAL,
+        Capability.NORM_UNITS,
+        Capability.PREFETCH,
+        Capability.SYNC_STATES,
+        Capability.UNSYNCED_GRADIENTS,
+        Capability.PLAIN_PARAMETERS,
+        Capability.ONE_NORM,
+        Capability.WRITEBACK,
+        Capability.ONE_PADDING,
+    }
+)
+
+
+class Composed:
+    """The parts of an adapter that need nothing but a composable front."""
+
+    name: str
+    capabilities: frozenset[Capability] = frozenset(Capability) - NOT_OFFERED
+
+    @property
+    def composable(self) -> Composable:
+        raise NotImplementedError
+
+    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
+        if spec.strategy not in _STRATEGIES:
+            known = ", ".join(_STRATEGIES)
+            raise ValueError(f"ShardSpec: strategy {spec.strategy!r} is not built; known: {known}")
+        require(self, *asked(spec))
+        self._check_dimensions(model, spec)
+        if spec.device is not None:
+            model.to(spec.device)
+        _Application(self.composable, model, spec).apply()
+        if spec.backward_prefetch is None:
+            self._prefetch_nothing(model)
+        return model
+
+    def _check_dimensions(self, model: nn.Module, spec: ShardSpec) -> None:
+        ignored = chosen_modules(model, spec.ignored, "ignored")
+        kept = {p for module in ignored for p in module.parameters()}
+        if spec.strategy != "NO_SHARD" and any(p.ndim == 0 for p in model.parameters() if p not in kept):
+            raise NotOffered(self.name, Capability.SCALARS)  # there is no dim to cut
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def pre_backward_hooks(self, output: Tensor) -> int:
+        # torch has no public question for it; a test that asks has put no hook of its own there.
+        return len(output._backward_hooks or ())
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
+        if len(meshes) > 1:  # torch stacks the norms of all parameters, and so they must lie alike
+            require(self, Capability.ONE_NORM)
+        return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
+
+    def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+
+    def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return {name: None if g is None else full(g).clone() for name, g in gradients.items()}
+
+    def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return {name: full(t) for name, t in model.state_dict().items()}
+
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        if writeback:
+            require(self, Capability.WRITEBACK)
+        return self._unsharded(model)
+
+    def _prefetch_nothing(self, model: nn.Module) -> None:
+        """Let each unit gather itself ahead, which is gathered already; to name none is to let them guess."""
+        units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
+        for unit in units:
+            unit.set_modules_to_backward_prefetch([unit])
+
+    @contextmanager
+    def _unsharded(self, model: nn.Module) -> Iterator[None]:
+        units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, a collective; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def asked(spec: ShardSpec) -> Iterator[Capability]:
+    """Yield what a spec asks for beyond one plain group."""
+    hybrid = "HYBRID" in spec.strategy
+    wanted = {
+        Capability.SHARDING: spec.strategy != "NO_SHARD",
+        Capability.HYBRID: hybrid,
+        Capability.HYBRID_BY_HOSTS: hybrid and not isinstance(spec.process_group, tuple),
+        Capability.OFFLOAD: spec.offload,
+        Capability.UNIT_GROUPS: bool(spec.unit_groups),
+        Capability.UNITS_BY_SIZE: spec.min_num_params is not None,
+        Capability.UNIT_PRECISIONS: bool(spec.unit_precisions),
+        Capability.PRECISION_IN_EVAL: bool(spec.full_precision_in_eval),
+        Capability.PREFETCH: spec.backward_prefetch == "BACKWARD_POST" or spec.forward_prefetch,
+        Capability.SYNC_STATES: spec.sync_module_states,
+    }
+    yield from (capability for capability, is_asked in wanted.items() if is_asked)
+    for precision in (spec.precision, *spec.unit_precisions.values()):
+        if precision:
+            yield from _asked_of_precision(precision)
+
+
+def _asked_of_precision(precision: Precision) -> Iterator[Capability]:
+    if precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype:
+        yield Capability.MIXED_PRECISION
+    if precision.buffer_dtype:
+        yield Capability.BUFFER_DTYPE
+    if precision.keep_low_precision_grads:
+        yield Capability.KEPT_LOW_PRECISION
+
+
+@dataclass(frozen=True)
+class _Application:
+    """One spec that is being applied to one model."""
+
+    front: Composable
+    model: nn.Module
+    spec: ShardSpec
+
+    def apply(self) -> None:
+        """Take the units in hand, inner before outer, then the model."""
+        spec = self.spec
+        units = chosen_modules(self.model, (*spec.units, *spec.unit_groups, *spec.unit_precisions), "units")
+        ignored = chosen_modules(self.model, spec.ignored, "ignored")
+        kept = {p for module in ignored for p in module.parameters()}
+        kept_modules = {part for module in ignored for part in module.modules()}
+        for name, module in reversed(list(self.model.named_modules())):
+            if module is self.model:
+                continue
+            # As a wrap policy does: these have no forward, so there is no moment to gather them.
+            if isinstance(module, nn.ModuleList | nn.ModuleDict) or module in kept_modules:
+                continue
+            if self._is_in_full_precision(module):
+                self._take(module, kept, self._full_precision())
+            elif module in units:
+                self._take(module, kept, self._policy(name, is_root=False), self._mesh(name))
+        self._take(self.model, kept, self._policy("", is_root=True), self._mesh(""))
+
+    def _take(
+        self, module: nn.Module, ignored: set[nn.Parameter], policy: Any, mesh: DeviceMesh | None = None
+    ) -> None:
+        settings: dict[str, Any] = {"mesh": mesh or self._mesh(""), "mp_policy": policy}
+        if self.spec.offload:
+            settings["offload_policy"] = self.front.CPUOffloadPolicy(pin_memory=False)
+        if ignored:
+            settings["ignored_params"] = ignored & set(module.parameters())
+        freed = _STRATEGIES[self.spec.strategy]
+        if freed is None:
+            self.front.replicate(module, **settings)
+        else:
+            self.front.fully_shard(module, reshard_after_forward=freed, **settings)
+
+    def _is_in_full_precision(self, module: nn.Module) -> bool:
+        classes = self.spec.precision and self.spec.precision.full_precision_classes
+        return bool(classes) and isinstance(module, classes or ())
+
+    def _full_precision(self) -> Any:
+        low = self.spec.precision and self.spec.precision.param_dtype
+        return self.front.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=low)
+
+    def _policy(self, name: str, is_root: bool) -> Any:
+        precision = self.spec.unit_precisions.get(name, self.spec.precision)
+        if precision is None:
+            return self.front.MixedPrecisionPolicy()
+        casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
+        return self.front.MixedPrecisionPolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            cast_forward_inputs=casts,
+        )
+
+    def _mesh(self, name: str) -> DeviceMesh | None:
+        groups = self.spec.unit_groups.get(name) or self.spec.process_group
+        device = next(self.model.parameters()).device.type
+        return None if groups is None else mesh_of(groups, device)
+
+
+def mesh_of(groups: ProcessGroups, device: str) -> DeviceMesh:
+    """Return the mesh over one group, or over the pair (shard, replicate)."""
+    if not isinstance(groups, tuple):
+        return DeviceMesh.from_group(groups, device)
+    shard, replicate = groups
+    # Ranks of other replicas are not known here; a mesh is regular, so each row is this one, moved.
+    own, me = dist.get_process_group_ranks(shard), dist.get_rank()
+    rows = [[other + rank - me for rank in own] for other in dist.get_process_group_ranks(replicate)]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([replicate, shard], device, mesh=torch.tensor(rows), mesh_dim_names=names)

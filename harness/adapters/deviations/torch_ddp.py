@@ -1,0 +1,96 @@
+"""Where torch's `DistributedDataParallel` is known to break claims of the suites."""
+
+from harness.adapters.deviations.deviation import Deviation
+
+_AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
+_UNUSED = "all parameters must get a gradient in each step, unless it is told to look for those that do not"
+_REENTRANT = "a parameter that reentrant checkpointing uses more than once is counted more than once"
+
+DEVIATIONS: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
+        points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
+        why=_AGAIN,
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one*-NO_SHARD]",),
+        why=_AGAIN,
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (0,), (0, 1)]]",),
+        points=("strategy=NO_SHARD, *offload=False, precision=Precision(), sync=True",),
+        why=_UNUSED,
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0, 1), (0,), (0,)]]",
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (1,), (0,)]]",
+        ),
+        points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
+        why=_UNUSED,
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_unsynced_gradients_of_a_unit_that_sits_out*[-*-NO_SHARD]",
+            "core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*-NO_SHARD]",
+            "core/test_shapes.py::test_gradient_reaches_the_input_through_a_wholly_frozen_*[NO_SHARD]",
+        ),
+        why=_UNUSED,
+    ),
+    Deviation(
+        claims=(
+            "core/test_shapes.py::*[odd_shapes*",
+            "core/test_shapes.py::*[thawing*",
+            "core/test_shapes.py::*[skipping*",
+        ),
+        points=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
+        why=_UNUSED,
+    ),
+    Deviation(
+        claims=(
+            "core/test_shapes.py::*[checkpointed_reentrant*",
+            "core/test_shapes.py::*[checkpointed_inside_a_unit_reentrant*",
+        ),
+        points=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
+        why=_REENTRANT,
+    ),
+    Deviation(
+        claims=("core/test_checkpointing.py::test_a_tied_weight_is_counted_once_*-NO_SHARD-reentrant]",),
+        why=_REENTRANT,
+    ),
+    Deviation(
+        claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",),
+        why="what no_sync has left is clipped like any gradient",
+    ),
+    Deviation(
+        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[fp32-NO_SHARD]",),
+        why="one rank alone calls all_reduce all the same",
+    ),
+    Deviation(
+        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]",),
+        why="sparse gradients are refused",
+    ),
+    Deviation(
+        claims=("core/test_states.py::test_a_step_after_save_and_load_has_the_same_bits*-NO_SHARD-3-ranks]",),
+        why="buckets are laid anew after the first step, so that three ranks are added in another order",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-NO_SHARD-*",),
+        points=("precision=Precision(), *offload=False",),
+        why="gloo adds in low precision what was divided and rounded before",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
+        ),
+        why="a scaled loss in low precision comes out in fp32",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
+        ),
+        why="fp16 gradients are not unscaled",
+    ),
+)

@@ -1,0 +1,177 @@
+"""Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
+
+from harness.adapters.deviations.deviation import Deviation
+
+_ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
+_WHOLE = "what is not sharded has no state of its own to show, and is never given up"
+_UNSYNCED = "gradients kept by no_sync are not known to later steps in every case"
+_AGAIN = "a unit's second backward over the same forward is neither gathered for nor reduced"
+_OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assigned to it"
+_REENTRANT = "reentrant checkpointing inside a unit reads parameters that were given up"
+_ALONE = "a group of one rank reduces all the same"
+_EMPTY = "a group without elements is refused"
+
+DEVIATIONS: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
+        points=("strategy=FULL_SHARD, *offload=False*", "strategy=SHARD_GRAD_OP, *offload=False*"),
+        why=_AGAIN,
+        issue=136861,
+        run=False,
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one*",
+            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*",
+        ),
+        why=_AGAIN,
+        issue=136861,
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
+        points=("strategy=NO_SHARD, *offload=False*",),
+        why=_AGAIN,
+        issue=136861,
+    ),
+    Deviation(
+        claims=("core/test_collectives.py::test_no_sync_reduces_nothing*[*--*-SHARD_GRAD_OP-*",),
+        why="full parameters are kept through no_sync",
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_zero_grad_forgets_unsynced_gradients*--*-FULL_SHARD]",
+            "core/test_accumulation.py::test_zero_grad_forgets_unsynced_gradients*--*-SHARD_GRAD_OP]",
+            "core/test_accumulation.py::test_unsynced_gradients_of_a_unit_that_sits_out*[-*",
+            "core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",
+            "core/test_clipping.py::test_unreduced_gradients_are_refused*",
+        ),
+        why=_UNSYNCED,
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[FULL_SHARD]",
+            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[SHARD_GRAD_OP]",
+        ),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=(
+            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[FULL_SHARD-*",
+            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[SHARD_GRAD_OP-*-reentrant]",
+            "core/test_checkpointing.py::test_a_unit_that_checkpoints_a_part_of_itself*[FULL_SHARD-*",
+            "core/test_collectives.py::test_a_step_gathers_and_reduces_each_group*[-*-FULL_SHARD-*",
+            "core/test_collectives.py::test_no_sync_reduces_nothing*[*--*-FULL_SHARD-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_once*-FULL_SHARD-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_once*-SHARD_GRAD_OP-*",
+            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[FULL_SHARD-*",
+            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[SHARD_GRAD_OP-*",
+            "core/test_collectives.py::test_a_frozen_group_is_gathered_for_its_inputs*-FULL_SHARD-*",
+            "core/test_hybrid.py::test_it_gathers_inside_a_replica_and_reduces*-HYBRID_SHARD-*",
+            "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-FULL_SHARD]",
+            "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-FULL_SHARD]",
+            "core/test_states.py::test_full_parameters_give_their_memory_back[*-FULL_SHARD-0]",
+            "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-FULL_SHARD]",
+        ),
+        why=_ROOT,
+    ),
+    Deviation(
+        claims=("core/test_core.py::TestParamInit::test_param_change_after_init*",),
+        points=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP, use_orig_params=False"),
+        why=_ROOT,
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-NO_SHARD]",
+            "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-NO_SHARD]",
+            "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-NO_SHARD]",
+        ),
+        why=_WHOLE,
+    ),
+    Deviation(
+        claims=("core/test_states.py::test_a_cast_shard_exists_only_while_its_gather_is_under_way[-bf16]",),
+        why="the cast shard of a gather is not seen while it is under way on CPU",
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[True-SHARD_GRAD_OP]",
+            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*[-True-SHARD_GRAD_OP]",
+        ),
+        why="after a forward the full parameters are shown, which no optimizer can step",
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-SHARD_GRAD_OP]",
+        ),
+        why="after a forward in inference mode no post-backward can be registered",
+    ),
+    Deviation(
+        claims=("core/test_states.py::test_a_unit_skipped_in_a_step_*[False-SHARD_GRAD_OP]",),
+        why="a unit whose output is left out of the loss keeps its full parameters",
+    ),
+    Deviation(
+        claims=("core/test_shapes.py::test_gradients_and_parameters_*[skipping-*-ranks]",),
+        points=("strategy=SHARD_GRAD_OP, use_orig_params=False",),
+        why="a unit whose output is left out of the loss keeps its full parameters",
+    ),
+    Deviation(
+        claims=(
+            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use*-FULL_SHARD-reentrant]",
+            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use*-SHARD_GRAD_OP-reentrant]",
+        ),
+        why=_REENTRANT,
+    ),
+    Deviation(
+        claims=(
+            "core/test_shapes.py::test_gradients_and*[checkpointed_inside_a_unit_reentrant-*-ranks]",
+            "core/test_shapes.py::test_models_train_*[checkpointed_inside_a_unit_reentrant]",
+        ),
+        points=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP*"),
+        why=_REENTRANT,
+    ),
+    Deviation(
+        claims=("core/test_shapes.py::*[nothing*",),
+        points=("*use_orig_params=False", "*use_orig_params=True"),
+        why=_EMPTY,
+    ),
+    Deviation(
+        claims=("core/test_clipping.py::test_the_norm_of_low_precision_gradients_is_taken_in_fp32*",),
+        why="the norm of low-precision gradients is rounded to their dtype",
+    ),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_the_norm_of_fp64_gradients_is_taken_in_fp64[FULL_SHARD]",
+            "core/test_clipping.py::test_the_norm_of_fp64_gradients_is_taken_in_fp64[SHARD_GRAD_OP]",
+        ),
+        why="norms are taken in fp32, which fp64 gradients are refused for",
+    ),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
+        ),
+        why="the largest of all norms is taken without regard to NaN",
+    ),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=_ALONE),
+    Deviation(
+        claims=(
+            "core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[SHARD_GRAD_OP-*",
+        ),
+        why="a frozen group that backward does not reach keeps its full parameters",
+    ),
+    Deviation(
+        claims=(
+            "core/test_hybrid.py::test_it_learns_the_same_with_one_replica_or_one_shard[2-*-2-ranks]",
+            "core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_is_exact[*-2-*-2-ranks]",
+        ),
+        why="where a replica is one rank, gradients are not averaged across replicas",
+    ),
+    Deviation(
+        claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
+        why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
+    ),
+    Deviation(
+        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
+        why="sparse gradients are refused",
+    ),
+)

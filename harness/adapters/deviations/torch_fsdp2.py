@@ -1,0 +1,252 @@
+"""Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
+
+from harness.adapters.deviations.deviation import Deviation
+
+_SUMS = "gloo adds in low precision, and rounds after each of three and more ranks"
+_PINNED = "CPUOffloadPolicy pins memory unless told, which raises on a host without accelerator"
+_EMPTY = "a parameter without elements is refused when gradients are reduced"
+
+_ALONE = "a replica of one rank calls all_reduce all the same"
+_ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
+_AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer made of them moves nothing"
+_KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
+_NO_INF_NORM = "an empty shard has no infinity norm"
+_INFERENCE = "what was gathered in inference mode cannot be gathered again outside"
+
+CORE: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_*[[(0,), (0,), (0, 1)]]",),
+        points=(
+            "*precision=Precision(param_dtype=bfloat16;reduce_dtype=float32), sync=False",
+            "*precision=Precision(reduce_dtype=bfloat16), sync=False",
+        ),
+        why=_ACCUMULATED,
+        issue=196996,
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",),
+        why="gradients that wait for a reduction are not converted with the model",
+    ),
+    Deviation(
+        claims=(
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*-SHARD_GRAD_OP-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*-NO_SHARD-*",
+            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[SHARD_GRAD_OP-*",
+            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[SHARD_GRAD_OP-*-reentrant]",
+        ),
+        why=_KEPT,
+    ),
+    Deviation(
+        claims=("core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[FULL_SHARD-*",),
+        why="a frozen group that backward does not reach is prefetched",
+    ),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=_ALONE),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
+        ),
+        why="the largest of all norms is taken without regard to NaN",
+    ),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_norm_and_clipped_gradients*-FULL_SHARD-3-ranks]",
+            "core/test_clipping.py::test_norm_and_clipped_gradients*-SHARD_GRAD_OP-3-ranks]",
+        ),
+        points=("norm_type=inf*",),
+        why=_NO_INF_NORM,
+    ),
+    Deviation(
+        claims=("core/test_clipping.py::test_a_rank_without_elements_takes_part*(1,)-*-ranks]",),
+        points=("strategy=FULL_SHARD, norm_type=inf", "strategy=SHARD_GRAD_OP, norm_type=inf"),
+        why=_NO_INF_NORM,
+    ),
+    Deviation(
+        claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
+        why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
+    ),
+    Deviation(
+        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
+        why="sparse gradients are refused",
+    ),
+    Deviation(claims=("core/test_shapes.py::*[nothing*",), points=("*",), why=_EMPTY),
+    Deviation(
+        claims=("core/test_shapes.py::*[checkpointed_reentrant*",),
+        points=("*",),
+        why="a unit that reentrant checkpointing recomputes twice gets a wrong gradient",
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward*-SHARD_GRAD_OP]",
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward*-NO_SHARD]",
+            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*-SHARD_GRAD_OP]",
+            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*-NO_SHARD]",
+        ),
+        why=_AFTER_FORWARD,
+        issue=149205,
+    ),
+    Deviation(
+        claims=(
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-NO_SHARD]",
+        ),
+        why=_INFERENCE,
+    ),
+)
+
+REPLICATE: tuple[Deviation, ...] = (
+    Deviation(
+        claims=(
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-[(0,), (0,), (0, 1)]]",
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-units-[(0,), (1,), (0,)]]",
+        ),
+        points=(
+            "policy=(torch.bfloat16_torch.float32), sync=False",
+            "policy=(None_torch.bfloat16), sync=False",
+        ),
+        why=_ACCUMULATED,
+        issue=196996,
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_accumulation.py::test_parameters_that_are_always_kept_are_new_after_the_step*",
+        ),
+        why="parameters kept after backward are those from before the step",
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_unshard.py::test_what_was_there_when_parameters_change*[fully_shard-on_its_way*",
+        ),
+        why="what is being gathered when parameters change is computed with",
+    ),
+    Deviation(
+        claims=("replicate/test_calls.py::test_an_optimizer_built_after_a_forward_moves_the_weights*",),
+        why=_AFTER_FORWARD,
+        issue=149205,
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_calls.py::test_an_average_of_a_model_follows_its_steps*",
+            "replicate/test_hybrid.py::test_a_copy_waits_inside_a_replica_as_it_was_told",
+            "replicate/test_reduction.py::test_a_copy_divides_as_its_original_and_leaves_that_alone*",
+        ),
+        why="models in hand cannot be copied with deepcopy",
+        issue=149138,
+    ),
+    Deviation(
+        claims=("replicate/test_collectives.py::test_one_rank_alone_sends_nothing[replicate]",),
+        why=_ALONE,
+    ),
+    Deviation(
+        claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),
+        points=("place=''", "place=module.0", "place=module.1*", "place=module.2"),
+        why="what a failed backward had reduced is added to the next step's",
+    ),
+    Deviation(
+        claims=("replicate/test_exceptions.py::test_parameters_are_sharded_ones_after_an_exception*",),
+        why="parameters of the groups under way stay in full after an exception",
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_shapes.py::test_a_parameter_visible_to_two_groups_is_an_error_that_names_it*",
+        ),
+        why="the error names the parameter in one of the two groups only",
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_hybrid.py::test_a_factor_that_is_told_divides_the_sum_over_both_axes[fp32]",
+            "replicate/test_hybrid.py::test_a_factor_that_is_told_divides_the_sum_over_both_axes[bf16]",
+            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-fp32-2.0-3-ranks]",
+            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-fp32-3.0-2-ranks]",
+            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-bf16-2.0-3-ranks]",
+            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-bf16-3.0-2-ranks]",
+        ),
+        why="gloo has no sum that multiplies before, which a factor other than the number of ranks asks for",
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_reduction.py::test_a_factor_that_is_told_divides_the_sum[*-fp16-*-1-rank]",
+            "replicate/test_reduction.py::test_a_factor_that_is_told_divides_the_sum[replicate-fp16-*-ranks]",
+        ),
+        why="where gradients are not scattered, a factor in fp16 divides twice",
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_reduction.py::test_low_precision_sums_are_rounded_once[*-3-ranks]",
+            "replicate/test_reduction.py::test_low_precision_sums_are_rounded_once[*-4-ranks]",
+            "replicate/test_mixed_precision.py::*::test_compute_dtype[*-4-ranks]",
+            "replicate/test_mixed_precision.py::*::test_reduce_dtype[reduced_in_bf16-*-4-ranks]",
+        ),
+        why=_SUMS,
+    ),
+    Deviation(claims=("replicate/test_shapes.py::*-odd*",), why=_EMPTY),
+    Deviation(claims=("replicate/test_shapes.py::test_models_train_the_same_offloaded*",), why=_PINNED),
+)
+
+SCALER: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("grad_scaler/test_agreement.py::test_ranks_without_gradients_follow_the_one_that_has_some*",),
+        why="a rank without a gradient is refused by the scaler",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
+        ),
+        why="a scaled loss in low precision comes out in fp32",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
+            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
+            "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
+        ),
+        why="fp16 gradients are not unscaled",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_gradients.py::test_a_sparse_gradient_of_what_is_not_sharded*",),
+        why="gradients that are DTensors are not unscaled beside others",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
+        why="the scale backs off to zero",
+    ),
+)
+
+MIXED: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("mixed_precision/test_casting.py::test_all_but_floating_point_tensors_come_through*",),
+        why="containers are copied, whatever is in them",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_embeddings.py::*::test_mp_embedding_reduce",),
+        points=("units=(<class_*TransformerEncoderLayer*",),
+        why="where layers are units, gradients in fp16 are rounded otherwise than in the whole",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[fp16-*",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-3-ranks]",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",
+        ),
+        points=(
+            "precision=Precision(), *",
+            "precision=Precision(reduce_dtype=*",
+            "precision=Precision(param_dtype=float16), *",
+            "precision=Precision(param_dtype=bfloat16), *",
+        ),
+        why=_SUMS,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_small_terms_count_together[*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_the_mean_of_fp16_gradients_whose_sum_*[*-4-ranks]",
+        ),
+        why=_SUMS,
+    ),
+)
+
+DEVIATIONS = CORE + REPLICATE + SCALER + MIXED

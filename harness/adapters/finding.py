@@ -1,0 +1,149 @@
+"""The engines by their names. Does not import torch, nor any engine, before one is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.adapters.face import Engine
+
+__all__ = ["EngineError", "built_in_names", "check_name", "find", "known_names"]
+
+_HOMES = {
+    "lockstep": "harness.adapters.lockstep:Lockstep",
+    "lockstep-composable": "harness.adapters.lockstep_composable:LockstepComposable",
+    "torch-fsdp2": "harness.adapters.torch_fsdp2:TorchFsdp2",
+    "torch-fsdp1": "harness.adapters.torch_fsdp1:TorchFsdp1",
+    "torch-ddp": "harness.adapters.torch_ddp:TorchDdp",
+}
+
+ENTRY_POINTS = "lockstep.engines"
+"""The group of entry points under which an installed package offers engines of its own."""
+
+
+class EngineError(ValueError):
+    """No usable engine stands behind a name; the message says what is missing."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"--engine {name}: {what}")
+
+
+def built_in_names() -> tuple[str, ...]:
+    """Return the names of the engines that come with Lockstep, its own first."""
+    return tuple(_HOMES)
+
+
+def known_names() -> tuple[str, ...]:
+    """Return the names that `find` knows, built-in or installed, in alphabetical order."""
+    return tuple(sorted({*_HOMES, *(point.name for point in entry_points(group=ENTRY_POINTS))}))
+
+
+def check_name(name: str) -> None:
+    """Raise EngineError unless ``name`` is known, or is module:attribute and there is such a module.
+
+    Nothing is imported: what the module holds shows when a rank calls `find`.
+    """
+    _check_module(name, _home_of(name)[0])
+
+
+def find(name: str) -> Engine:
+    """Return the engine that is called ``name``, or that stands at ``module:attribute``, class or instance.
+
+    Raises:
+        EngineError: there is none, or it cannot be made, or it lacks something of `Engine`.
+    """
+    module, attribute = _home_of(name)
+    found = _load(name, module, attribute)
+    if isinstance(found, type):
+        found = _made(name, found)
+    _check_face(name, found)
+    engine: Engine = found
+    return engine
+
+
+def _home_of(name: str) -> tuple[str, str]:
+    home = _HOMES.get(name) or next(
+        (point.value for point in entry_points(group=ENTRY_POINTS, name=name)), name
+    )
+    module, _, attribute = (part.strip() for part in home.partition(":"))
+    if not (module and attribute):
+        raise EngineError(
+            name,
+            f"no engine is called {name!r}; known: {', '.join(known_names())}. One of your own is named "
+            "module:attribute, as in my_package.my_module:MyEngine",
+        )
+    return module, attribute
+
+
+def _check_module(name: str, module: str) -> None:
+    path: Any = None
+    parts = module.split(".")
+    for number in range(1, len(parts) + 1):
+        part = ".".join(parts[:number])
+        # As importlib.util.find_spec does, but that imports the packages above, which may import torch.
+        specs = (finder.find_spec(part, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next(filter(None, specs), None)
+        if part in sys.modules:
+            path = getattr(sys.modules[part], "__path__", None)
+        elif spec is None:
+            raise EngineError(name, _no_module(part))
+        else:
+            path = spec.submodule_search_locations
+        if path is None and part != module:
+            raise EngineError(name, f"{part} is a module and no package, so there is no {module}")
+
+
+def _no_module(module: str) -> str:
+    return (
+        f"there is no module {module!r} on the path. Install it, name its directory in the ini option "
+        "`pythonpath`, or start with `python -m pytest` from that directory"
+    )
+
+
+def _load(name: str, module: str, attribute: str) -> Any:
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
+            raise EngineError(name, _no_module(error.name)) from None
+        raise EngineError(name, f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            has = [word for word, value in vars(found).items() if _may_be_engine(value)]
+            raise EngineError(
+                name, f"{module} has no {attribute!r}; its classes and engines: {', '.join(has) or 'none'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _may_be_engine(value: object) -> bool:
+    return isinstance(value, type) or inspect.getattr_static(value, "shard", None) is not None
+
+
+def _made(name: str, cls: type) -> Any:
+    try:
+        return cls()
+    except Exception as error:
+        told = f"{cls.__name__}() cannot be called without arguments: {type(error).__name__}: {error}"
+        raise EngineError(name, f"{told}. Name an instance instead, or a class that needs none") from error
+
+
+def _check_face(name: str, found: object) -> None:
+    from harness.adapters.face import Engine
+
+    members = [member for member in vars(Engine) if not member.startswith("_")]
+    # Statically: a property may refuse what the engine does not offer.
+    missing = [member for member in members if inspect.getattr_static(found, member, None) is None]
+    if missing:
+        raise EngineError(
+            name, f"it lacks {', '.join(missing)} of harness.adapters.Engine; see docs/your_engine.md"
+        )

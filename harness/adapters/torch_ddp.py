@@ -1,0 +1,42 @@
+"""The adapter of torch's `DistributedDataParallel`: every rank holds the model in full. Inside a rank."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.adapters.capabilities import Capability
+from harness.adapters.replicas import Replicas
+from harness.adapters.spec import ShardSpec, chosen_modules
+
+__all__ = ["TorchDdp"]
+
+
+class TorchDdp(Replicas):
+    """Replicas: of the strategies NO_SHARD alone; units are accepted, and gradients go in torch's buckets."""
+
+    name = "torch-ddp"
+    capabilities = frozenset(
+        {Capability.SYNC_STATES, Capability.UNSYNCED_GRADIENTS, Capability.PLAIN_PARAMETERS}
+    )
+
+    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
+        self.check(spec)
+        if spec.device is not None:
+            model.to(spec.device)
+        wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
+        chosen_modules(model, wanted, "units")
+        ignored = chosen_modules(model, spec.ignored, "ignored")
+        names = [f"{n}.{p}" for n, m in model.named_modules() if m in ignored for p in m.state_dict()]
+        # torch's own way to leave parts of a model alone; it has no public name.
+        leave_alone: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        leave_alone(model, names)
+        return DistributedDataParallel(model, process_group=spec.process_group)
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = model.no_sync()
+        return context

@@ -1,0 +1,276 @@
+"""The adapter of torch's `FullyShardedDataParallel` (FSDP1). Inside a rank.
+
+What torch shows of a flat parameter it shows through private attributes; only this file reads them.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy
+
+from harness.adapters.capabilities import Capability, NotOffered, require
+from harness.adapters.composed import asked
+from harness.adapters.face import Composable, Group, Traffic
+from harness.adapters.shown import ShownGroup, ShownState
+from harness.adapters.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
+from harness.recorders import Collective
+
+__all__ = ["TorchFsdp1"]
+
+_PREFIX = "_fsdp_wrapped_module."
+# What it says of choices that suites make on purpose; none is of the values.
+_HINTS = (
+    "The `NO_SHARD` sharding strategy is deprecated",
+    "FSDP is switching to use `NO_SHARD`",
+    "FSDP will not all-gather parameters for containers",
+    "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will ?be returned",
+    "Both mixed precision and an auto_wrap_policy were specified",
+    r"Called FSDP.clip_grad_norm_\(\) on rank \d+ with no gradients",
+)
+FSDP = fsdp.FullyShardedDataParallel
+
+
+class TorchFsdp1:
+    """`torch.distributed.fsdp.FullyShardedDataParallel`."""
+
+    name = "torch-fsdp1"
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        # Full precision in eval is switched in the environment, for a whole process.
+        lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
+        lacking |= {Capability.SCALARS, Capability.EARLY_REDUCTION, Capability.ONE_PADDING}
+        if not torch.accelerator.is_available():  # it pins memory, which raises on such a host
+            lacking.add(Capability.OFFLOAD)
+        return frozenset(Capability) - lacking
+
+    @property
+    def composable(self) -> Composable:
+        raise NotOffered(self.name, Capability.COMPOSABLE)
+
+    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
+        known = fsdp.ShardingStrategy.__members__
+        if spec.strategy not in known:
+            raise ValueError(f"ShardSpec: strategy {spec.strategy!r} is not built; known: {', '.join(known)}")
+        require(self, *asked(spec))
+        if any(p.ndim == 0 for p in model.parameters()):
+            raise NotOffered(self.name, Capability.SCALARS)
+        for message in _HINTS:
+            warnings.filterwarnings("ignore", message, Warning)
+        return FSDP(
+            model,
+            process_group=spec.process_group,
+            sharding_strategy=known[spec.strategy],
+            cpu_offload=fsdp.CPUOffload(spec.offload),
+            auto_wrap_policy=_policy(model, spec),
+            ignored_modules=chosen_modules(model, spec.ignored, "ignored") or None,
+            backward_prefetch=None
+            if spec.backward_prefetch is None
+            else fsdp.BackwardPrefetch[spec.backward_prefetch],
+            forward_prefetch=spec.forward_prefetch,
+            mixed_precision=_mixed_precision(spec.precision),
+            # On a host without GPUs torch must be told where to compute.
+            device_id=spec.device or next(model.parameters()).device,
+            sync_module_states=spec.sync_module_states,
+            use_orig_params=spec.use_orig_params,
+        )
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, FSDP) else model
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = model.no_sync()
+        return context
+
+    def clip_grad_norm_(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
+        return norm
+
+    def groups(self, model: nn.Module) -> Sequence[Group]:
+        names = _names(model)
+        return [
+            _shown(self.name, module, names)
+            for module in model.modules()
+            if isinstance(module, FSDP) and module._handle is not None
+        ]
+
+    def pre_backward_hooks(self, output: Tensor) -> int:
+        # torch has no public question for it; a test that asks has put no hook of its own there.
+        return len(output._backward_hooks or ())
+
+    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+        return FSDP.summon_full_params(model, writeback=writeback)
+
+    def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
+        with self.summon(model):
+            return {name: p.detach().clone() for name, p in self._named(model)}
+
+    def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
+        units: list[Any] = [m for m in model.modules() if isinstance(m, FSDP) and m._handle is not None]
+        # torch shows gradients only where the originals are the parameters, and only reduced ones.
+        if units and all(u._use_orig_params and not _is_unsynced(u._handle) for u in units):
+            with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+                # Gradients of frozen parameters are shown as zeros.
+                grads = {n: p.grad if p.requires_grad else None for n, p in self._named(model)}
+                return {n: None if g is None else g.clone() for n, g in grads.items()}
+        names = _names(model)
+        found: dict[str, Tensor | None] = {}
+        for unit in units:
+            found |= _gradients(unit, names)
+        with self.summon(model):
+            return {name: found.get(name, p.grad) for name, p in self._named(model)}
+
+    def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return model.state_dict()
+
+    @staticmethod
+    def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+        return ((name.replace(_PREFIX, ""), p) for name, p in model.named_parameters())
+
+    def traffic(self, log: Iterable[Collective]) -> Traffic:
+        log = tuple(log)
+        own = [entry for entry in log if entry.label.startswith("FullyShardedDataParallel.")]
+        gathers = tuple(e for e in own if e.op in ("all_gather", "all_gather_into_tensor"))
+        reductions = tuple(e for e in own if e.op in ("reduce_scatter_tensor", "all_reduce"))
+        return Traffic(gathers, reductions, tuple(e for e in log if e not in gathers + reductions))
+
+    def grad_scaler(
+        self, model: nn.Module, *, process_group: ProcessGroups | None = None, **settings: Any
+    ) -> torch.amp.GradScaler:
+        if isinstance(process_group, tuple):  # it has room for one
+            raise NotOffered(self.name, Capability.HYBRID)
+        device = next(model.parameters()).device.type
+        if process_group is not None:
+            settings["process_group"] = process_group
+        return ShardedGradScaler(device, **settings)
+
+
+def _names(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the names of all modules in the bare model; a wrapper has that of what is in it."""
+    names = ((m, f"{name}.".replace(_PREFIX, "").strip(".")) for name, m in model.named_modules())
+    return dict(names)
+
+
+def _mixed_precision(precision: Precision | None) -> fsdp.MixedPrecision | None:
+    if precision is None:
+        return None
+    settings = {f.name: getattr(precision, f.name) for f in fields(Precision)}
+    classes = settings.pop("full_precision_classes")
+    ignored = {} if classes is None else {"_module_classes_to_ignore": classes}
+    return fsdp.MixedPrecision(**settings, **ignored)
+
+
+def _policy(model: nn.Module, spec: ShardSpec) -> CustomPolicy | Callable[..., bool] | None:
+    wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
+    if spec.min_num_params is not None:
+        if wanted:
+            raise ValueError("ShardSpec: min_num_params chooses the units; name no unit beside it.")
+        return partial(size_based_auto_wrap_policy, min_num_params=spec.min_num_params)
+    if wanted or (spec.precision and spec.precision.full_precision_classes is not None):
+        return _policy_of_chosen(model, spec, chosen_modules(model, wanted, "units"))
+    return None
+
+
+def _policy_of_chosen(model: nn.Module, spec: ShardSpec, chosen: Collection[nn.Module]) -> CustomPolicy:
+    modules = dict(model.named_modules())
+    own: dict[nn.Module, dict[str, Any]] = {}
+    for name, group in spec.unit_groups.items():
+        own.setdefault(modules[name], {})["process_group"] = group
+    for name, precision in spec.unit_precisions.items():
+        own.setdefault(modules[name], {})["mixed_precision"] = _mixed_precision(precision)
+    return CustomPolicy(lambda module: own.get(module, module in chosen))
+
+
+def _gradients(unit: Any, names: Mapping[nn.Module, str]) -> dict[str, Tensor | None]:
+    """Return the gradients that a unit's flat gradient consists of, in full; a collective."""
+    handle = unit._handle
+    flat, gradient = handle.flat_param, handle.flat_param.grad
+    parameters = [_name_of(info, names) for info in flat._param_infos]
+    if gradient is None:
+        return dict.fromkeys(parameters)
+    if handle.uses_sharded_strategy and not _is_unsynced(handle):
+        pieces = [torch.empty_like(gradient) for _ in range(handle.world_size)]
+        dist.all_gather(pieces, gradient.contiguous(), handle.process_group)
+        gradient = torch.cat(pieces)[: flat._unpadded_unsharded_size.numel()]
+    views = handle._get_unflat_views(gradient)
+    return {name: view.clone() for name, view in zip(parameters, views, strict=True)}
+
+
+def _is_unsynced(handle: Any) -> bool:
+    """Whether the gradient is this rank's own of the whole, kept by no_sync."""
+    flat = handle.flat_param
+    if flat.grad is None or not handle.uses_sharded_strategy or handle.world_size == 1:
+        return False
+    return bool(flat.grad.numel() > flat._sharded_size.numel())
+
+
+def _shown(engine: str, unit: Any, names: Mapping[nn.Module, str]) -> ShownGroup:
+    handle = unit._handle
+    flat, num_shards = handle.flat_param, handle.world_size if handle.uses_sharded_strategy else 1
+    shard = getattr(flat, "_local_shard", flat)
+    compute = handle._fwd_bwd_param_dtype or flat.dtype
+    return ShownGroup(
+        engine=engine,
+        name=names[unit],
+        parameters=tuple(_name_of(info, names) for info in flat._param_infos),
+        state=_state_of(handle),
+        original_dtype=handle._orig_param_dtype,
+        compute_dtype=compute,
+        reduce_dtype=handle._reduce_dtype or compute,
+        flat_dtype=shard.dtype,
+        gradient_dtype=_gradient_dtype(flat),
+        local_numel=shard.numel(),
+        full_numel=shard.numel() * num_shards,
+        padding=shard.numel() * num_shards - sum(flat._numels),
+        local_bytes=shard.numel() * shard.itemsize,
+        gathered_bytes=_gathered_bytes(handle),
+        training=unit.training,
+        hooks=_post_backward_hooks(flat),
+        cast_bytes=flat._mp_shard.untyped_storage().nbytes() if hasattr(flat, "_mp_shard") else 0,
+    )
+
+
+def _name_of(info: Any, names: Mapping[nn.Module, str]) -> str:
+    return ".".join(filter(None, [names[info.module], info.param_name]))
+
+
+def _gradient_dtype(flat: Any) -> torch.dtype | None:
+    originals = [p.grad for p in flat._params or () if p.grad is not None]
+    gradients = originals if flat._params is not None else [flat.grad]
+    return next((g.dtype for g in gradients if g is not None), None)
+
+
+def _post_backward_hooks(flat: Any) -> tuple[int, ...]:
+    # One for the flat parameter, which all of its parameters share.
+    has_hook = hasattr(flat, "_post_backward_hook_state") or hasattr(flat, "_post_backward_hook_handle")
+    return (1,) * len(flat._param_infos) if has_hook else ()
+
+
+def _gathered_bytes(handle: Any) -> int:
+    flat = handle.flat_param
+    buffers = [getattr(flat, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
+    if not handle.uses_sharded_strategy:  # the shard is the whole; only a cast copy comes and goes
+        buffers = [getattr(flat, "_mp_shard", None)]
+    return sum(b.untyped_storage().nbytes() for b in buffers if b is not None)
+
+
+def _state_of(handle: Any) -> ShownState:
+    doing = handle._training_state.name
+    if handle.uses_sharded_strategy and _gathered_bytes(handle) == 0:
+        return ShownState.SHARDED
+    if doing in ("FORWARD", "BACKWARD_PRE"):
+        return ShownState.GATHERED
+    if doing == "SUMMON_FULL_PARAMS":
+        return ShownState.SUMMONED
+    if handle._prefetched:
+        return ShownState.PREFETCHED
+    return ShownState.KEPT if handle.uses_sharded_strategy else ShownState.SHARDED
