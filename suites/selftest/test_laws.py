@@ -73,8 +73,6 @@ CONTROLLERS_SIDE = ["harness", "harness.plugin", "harness.controller.hooks", "ha
 
 
 @pytest.mark.parametrize("name", CONTROLLERS_SIDE)
-    "name", ["harness", "harness.plugin", "harness.controller.hooks", "harness.__main__"]
-)
 def test_the_controllers_side_can_be_imported_without_torch(name: str) -> None:
     code = f"import sys, {name}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
