@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -150,12 +149,11 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _members() -> dict[str, tuple[int, ...]]:
-    # torch keeps no public list of groups.
-    groups: Iterable[tuple[dist.ProcessGroup, dict[int, int]]] = list(
-        dist.distributed_c10d._world.pg_group_ranks.items()
-    )
+    # torch keeps no public list of groups; in this one a number stands for those of other ranks.
+    groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
     default = dist.group.WORLD
     return {
         DEFAULT_GROUP if group is default else group.group_name: tuple(sorted(ranks))
         for group, ranks in groups
+        if isinstance(group, dist.ProcessGroup)
     }

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -227,12 +228,18 @@ class Rank:
                 case Agreed() | Close():
                     self._inbox.put(message)
 
+    def _describe(self, main: int) -> Doing:
+        try:
+            base = self.spec.session.cwd
+            return describe_rank(main, base, self._item_began, self._state, self._point)
+        except Exception:  # of what torch does not document; the thread that says it is needed on
+            return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
+
     def _answer(self, main: int, thoroughly: bool) -> None:
         """Say what the main thread is doing, or only that it has moved since the last time."""
         before, self._position = self._position, position(main)
         if thoroughly or self._state != "runs" or before == self._position:
-            base = self.spec.session.cwd
-            self.send(describe_rank(main, base, self._item_began, self._state, self._point))
+            self.send(self._describe(main))
         else:
             self.send(Moves())
 

@@ -98,6 +98,12 @@ def test_patient(world):
     for work in works:
         work.wait()
 
+@pytest.mark.ranks(3)
+def test_outside_of_a_group(world):
+    dist.new_group([0, 1])
+    if world.rank == 0:
+        dist.barrier()
+
 def test_points(world, run_subtests):
     def claim(n):
         if (world.rank, n) != (0, 2):
@@ -158,6 +164,11 @@ def test_two_groups_in_opposite_order_are_a_deadlock(session: FaultSession) -> N
 
 def test_ranks_that_wait_in_turns_are_left_alone(session: FaultSession) -> None:
     assert session["test_patient"].outcomes == ["passed"]
+
+
+def test_a_rank_that_is_no_member_of_a_group_can_be_asked(session: FaultSession) -> None:
+    sentence = "rank 0 waits in barrier #1, which rank 1 never reached: it has ended the test; rank 2 never"
+    assert session["test_outside_of_a_group"].message.startswith(sentence)
 
 
 def test_a_point_that_stands_still_is_named_and_the_others_run(session: FaultSession) -> None:
