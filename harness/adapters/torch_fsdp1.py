@@ -128,7 +128,10 @@ class TorchFsdp1:
         for unit in units:
             found |= _gradients(unit, names)
         with self.summon(model):
-            return {n: found[n] if n in found else p.grad for n, p in self._named(model)}
+            parameters = dict(self._named(model))
+        # To ask a parameter that is no leaf for its gradient is a warning.
+        found |= {name: p.grad for name, p in parameters.items() if name not in found}
+        return {name: found[name] for name in parameters}
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
         return model.state_dict()
