@@ -165,6 +165,15 @@ REPLICATE: tuple[Deviation, ...] = (
 
 SCALER: tuple[Deviation, ...] = (
     Deviation(
+        claims=("grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[*-3-ranks]",),
+        why="sums of three ranks round otherwise than those of DistributedDataParallel",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_agreement.py::test_an_inf_on_one_rank_of_a_hybrid_model*",),
+        points=("*",),
+        why="ranks agree inside a replica only",
+    ),
+    Deviation(
         claims=("grad_scaler/test_agreement.py::test_ranks_without_gradients_follow_the_one_that_has_some*",),
         why="a rank without a gradient is refused by the scaler",
     ),
