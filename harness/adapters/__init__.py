@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from harness.adapters.capabilities import Capability, NotOffered, offers, require
     from harness.adapters.face import Composable, Engine, Group, Traffic
     from harness.adapters.finding import EngineError, find, known_names
+    from harness.adapters.replicas import Replicas
     from harness.adapters.spec import Precision, ProcessGroups, ShardSpec
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "NotOffered": "capabilities",
     "Precision": "spec",
     "ProcessGroups": "spec",
+    "Replicas": "replicas",
     "ShardSpec": "spec",
     "Traffic": "face",
     "find": "finding",
@@ -40,6 +42,7 @@ __all__ = [
     "NotOffered",
     "Precision",
     "ProcessGroups",
+    "Replicas",
     "ShardSpec",
     "Traffic",
     "find",

@@ -109,11 +109,13 @@ class Hearing:
         self._asked.deselected[:] = dict.fromkeys([*self._asked.deselected, *told["deselected"]])
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self._interrupted = f"interrupted: {excinfo.value or excinfo.typename}"
+        self._interrupted = f"interrupted: {str(excinfo.value) or excinfo.typename}"
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         why = self._interrupted or str(session.shouldfail or session.shouldstop or "")
+        if not why and not self._over.issuperset(self._asked.items):
+            why = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else "interrupted"
         self._table = self._make_table(why or "complete")
         write(self._table, self._directory)
 
@@ -143,11 +145,13 @@ class Hearing:
 
 def summary(table: Table) -> list[str]:
     """Return a line for each engine."""
-    width = max((len(engine) for engine in table.engines), default=0)
+    if not table.claims:
+        return ["no claim was asked of an engine"]
+    width = max(len(engine) for engine in table.engines)
     claims = list(table.claims.values())
     lines = []
     for engine in table.engines:
-        words = [f"holds {table.claims_held(engine, claims)} claims, {table.share(engine, claims)} points"]
+        words = [f"{table.share(engine, claims)} points held", f"{table.claims_held(engine, claims)} claims"]
         for outcome in Outcome:
             number = sum(table.cell(claim, engine).outcome == outcome for claim in claims)
             if number and outcome != Outcome.HELD:
@@ -158,7 +162,7 @@ def summary(table: Table) -> list[str]:
 
 def _without_the_frame(points: list[Point]) -> tuple[Point, ...]:
     """Leave out that a test passed as a whole where its subtests say it, or its tear-down says otherwise."""
-    telling = (point for point in points if point.name or point.outcome != Outcome.HELD)
+    telling = (point for point in points if point.name or not point.outcome.holds)
     return tuple(telling) or tuple(points[:1])
 
 

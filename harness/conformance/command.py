@@ -53,8 +53,17 @@ def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
         if not suites.is_dir():
             return _refuse("the suites are not part of the installed package: name the paths of a checkout's")
         words.append(str(suites))
-    engines = [f"--engine={name}" for name in options.engine or built_in_names()]
-    return int(pytest.main([*engines, f"--conformance={options.output}", *words]))
+    engines = list(dict.fromkeys(options.engine or built_in_names()))
+    words = [item for word in words for item in _items(word, engines)]
+    chosen = [f"--engine={name}" for name in engines]
+    return int(pytest.main([*chosen, f"--conformance={options.output}", *words]))
+
+
+def _items(word: str, engines: Sequence[str]) -> list[str]:
+    """Return what pytest calls a claim on each engine, if the word is a claim with parameters."""
+    if len(engines) == 1 or not ("::" in word and word.endswith("]")):
+        return [word]
+    return [f"{word.removesuffix(']')}-{engine}]" for engine in engines]
 
 
 def _is_path(word: str) -> bool:

@@ -14,6 +14,8 @@ from harness.conformance.telling import (
     in_words,
     known_deviations,
     left_out,
+    number_of,
+    of_offered,
     of_run,
     with_links,
 )
@@ -40,7 +42,11 @@ def to_markdown(table: Table) -> str:
 
 def _shares(table: Table) -> Iterable[list[str]]:
     for suite, claims in [*table.by("suite").items(), ("**all**", list(table.claims.values()))]:
-        yield [suite, *(str(table.share(engine, claims)) for engine in table.engines)]
+        yield [suite, *(_share(table, engine, claims) for engine in table.engines)]
+
+
+def _share(table: Table, engine: str, claims: list[Claim]) -> str:
+    return f"{table.share(engine, claims)}; {of_offered(table, engine, claims)}"
 
 
 def _claims(table: Table, claims: list[Claim]) -> Iterable[list[str]]:
@@ -74,7 +80,7 @@ def _deviations(table: Table) -> Iterable[str]:
     lines = []
     for (engine, reason), claims in known_deviations(table).items():
         told = with_links(reason, _escape, lambda address, text: f"[{_escape(text)}]({address})")
-        lines.append(f"* {_escape(engine)}: {told} ({len(claims)} claims)")
+        lines.append(f"* {_escape(engine)}: {told} ({number_of(claims)})")
     return ["## Known deviations", "\n".join(lines)] if lines else []
 
 
@@ -105,4 +111,4 @@ def _rows(head: list[str], rows: Iterable[list[str]]) -> str:
 
 def _escape(text: str) -> str:
     """Take from text what Markdown would read as its own, and line breaks."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", re.sub(r"\s+", " ", text))

@@ -11,7 +11,9 @@ import pytest
 LONGEST_TEXT = 12_000
 """Characters of a failure's text that are kept: what is left out stood in its middle."""
 
-_NOT_OFFERED = re.compile(r"\S+ does not offer: (?P<what>.+)", re.DOTALL)  # as NotOffered says it
+# As NotOffered says it; behind the name of its class, which pytest adds.
+_NOT_OFFERED = re.compile(r"(?:\S*NotOffered: )?\S+ does not offer: (?P<what>.+)", re.DOTALL)
+_MENDED = re.compile(r"^\[XPASS\(strict\)\] (?P<reason>.*)", re.MULTILINE)
 _ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
 
 
@@ -19,11 +21,17 @@ class Outcome(StrEnum):
     """Ordered: of the points of a claim, the first of these that occurs is the claim's."""
 
     BROKEN = "broken"
+    MENDED = "mended"
     DEVIATION = "known deviation"
     HELD = "held"
     NOT_OFFERED = "not offered"
     SKIPPED = "skipped"
     NOT_RUN = "not run"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine did what was claimed, expected or not."""
+        return self in (Outcome.HELD, Outcome.MENDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +50,14 @@ def read_point(report: pytest.TestReport) -> Point | None:
     """Return what a report says; None if it adds nothing to what other reports of the test say."""
     name = _name_of(report)
     if hasattr(report, "wasxfail") and report.skipped:
-        return Point(name, Outcome.DEVIATION, report.wasxfail.removeprefix("reason: "))
+        reason = report.wasxfail.removeprefix("reason: ").replace("[NOTRUN]", "not tried:")
+        return Point(name, Outcome.DEVIATION, reason)
     if report.skipped:
         return _skipped(name, report)
     if report.failed:
         text = report.longreprtext
+        if mended := _MENDED.search(text):
+            return Point(name, Outcome.MENDED, mended["reason"])
         return None if not name and _ONLY_SUBTESTS.fullmatch(text) else _broken(name, report, text)
     return Point(name, Outcome.HELD) if report.when == "call" else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 from importlib.resources import files
 
@@ -10,7 +10,16 @@ from harness.conformance.anchors import Anchors
 from harness.conformance.outcome import Outcome, Point
 from harness.conformance.page_claims import claims_table, heads, linked
 from harness.conformance.table import Claim, Table
-from harness.conformance.telling import counted, in_brief, known_deviations, left_out, of_run
+from harness.conformance.telling import (
+    MARKS,
+    counted,
+    in_brief,
+    known_deviations,
+    left_out,
+    number_of,
+    of_offered,
+    of_run,
+)
 
 MOST_TEXTS = 3
 """Failures of one claim on one engine whose text is shown; the others are named."""
@@ -49,7 +58,9 @@ def _body(table: Table) -> Iterator[str]:
 
 
 def _shares(table: Table, anchors: Anchors) -> Iterator[str]:
-    yield '<section aria-labelledby="held">\n<h2 id="held">Points held</h2>\n<div class="wide">\n<table>'
+    yield '<section aria-labelledby="held">\n<h2 id="held">Points held</h2>'
+    yield "<p>Of all points that an engine was asked, and of those about what it offers; then claims.</p>"
+    yield '<div class="wide">\n<table>'
     yield f"<thead><tr><th scope=col>Suite</th>{heads(table)}</tr></thead>\n<tbody>"
     for suite, claims in table.by("suite").items():
         link = f'<a href="#{anchors.of_group(claims[0])}">{escape(suite)}</a>'
@@ -66,9 +77,11 @@ def _share_cells(table: Table, claims: list[Claim]) -> str:
 def _share_cell(table: Table, engine: str, claims: list[Claim]) -> str:
     share = table.share(engine, claims)
     bar = f'<div class="bar" aria-hidden="true"><i style="width:{share.percent}%"></i></div>'
-    words = ", ".join(f"{number} {outcome}" for outcome, number in counted(table, engine, claims))
+    words = [of_offered(table, engine, claims)]
+    words += [f"{MARKS[outcome]} {number} {outcome}" for outcome, number in counted(table, engine, claims)]
     return (
-        f"<td><b>{share.percent} %</b> {share.held} of {share.asked}{bar}<small>claims: {words}</small></td>"
+        f"<td><b>{share.percent} %</b> <span>{share.held} of {share.asked}</span>{bar}"
+        f"<small>{'<br>'.join(words)}</small></td>"
     )
 
 
@@ -91,7 +104,7 @@ def _not_run(table: Table) -> Iterator[str]:
 
 def _listed(title: str, claims: list[str]) -> Iterator[str]:
     yield f"<section>\n<h2>{escape(title)}</h2>\n<details>"
-    yield f"<summary>{_number(claims)}</summary>\n<ul>"
+    yield f"<summary>{number_of(claims)}</summary>\n<ul>"
     yield from (f"<li><code>{escape(claim)}</code></li>" for claim in claims)
     yield "</ul>\n</details>\n</section>"
 
@@ -108,7 +121,8 @@ def _failures(table: Table, anchors: Anchors) -> Iterator[str]:
     for claim in table.claims.values():
         for engine in table.engines:
             if broken := table.cell(claim, engine).having(Outcome.BROKEN):
-                about = f"<b>{escape(engine)}</b> {escape(claim.id)}: {escape(in_brief(broken[0]))}"
+                brief = f"<small>{escape(in_brief(broken[0]))}</small>"
+                about = f"<b>{escape(engine)}</b> <code>{escape(claim.id)}</code>{brief}"
                 # The anchor is inside: browsers open what they are sent into.
                 yield f"<details><summary>{about}</summary>"
                 yield f"<div id={anchors.of_failure(claim, engine)} tabindex=-1>"
@@ -137,9 +151,5 @@ def _deviations(table: Table, anchors: Anchors) -> Iterator[str]:
         names = "".join(f"<li><code>{escape(claim.id)}</code></li>" for claim in claims)
         anchor = anchors.of_deviation(engine, reason)
         yield f"<li id={anchor} tabindex=-1><b>{escape(engine)}</b>: {linked(reason)}"
-        yield f"<details><summary>{_number(claims)}</summary><ul>{names}</ul></details></li>"
+        yield f"<details><summary>{number_of(claims)}</summary><ul>{names}</ul></details></li>"
     yield "</ul>\n</section>"
-
-
-def _number(claims: Sequence[object]) -> str:
-    return f"{len(claims)} claim{'s' if len(claims) > 1 else ''}"

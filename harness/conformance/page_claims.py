@@ -12,6 +12,7 @@ from harness.conformance.telling import MARKS, MEANINGS, in_words, reasons, with
 
 _CLASSES = {
     Outcome.BROKEN: "b",
+    Outcome.MENDED: "m",
     Outcome.DEVIATION: "d",
     Outcome.HELD: "h",
     Outcome.NOT_OFFERED: "o",
@@ -25,6 +26,7 @@ _FILTER = """<form id="filter" hidden>
 <label>Show <select id="state">
 <option value="">all claims</option>
 <option value="b">broken somewhere</option>
+<option value="m">mended somewhere</option>
 <option value="d">known deviation somewhere</option>
 <option value="o">not offered somewhere</option>
 <option value="n">not run somewhere</option>
@@ -40,7 +42,8 @@ def claims_table(table: Table, anchors: Anchors) -> Iterator[str]:
         yield f"<div class={_CLASSES[outcome]}><dt>{MARKS[outcome]} {outcome}</dt><dd>{text}</dd></div>"
     yield f"</dl>\n{_FILTER}"
     yield '<div class="wide tall" tabindex="0" role="region" aria-labelledby="claims">'
-    yield f'<table id="table">\n<thead><tr><th scope=col>Claim</th>{heads(table)}</tr></thead>'
+    yield f'<table id="table" style="--engines:{len(table.engines)}">'
+    yield f"<thead><tr><th scope=col>Claim</th>{heads(table)}</tr></thead>"
     for group, claims in table.by("group").items():
         yield f"<tbody id={anchors.of_group(claims[0])}>\n{_group_row(table, group, claims)}"
         for claim in claims:
@@ -64,7 +67,7 @@ def _claim_row(table: Table, anchors: Anchors, claim: Claim) -> str:
 
 def _claim_head(claim: Claim) -> str:
     parameters = f" <code>{escape(claim.parameters)}</code>" if claim.parameters else ""
-    title = f"<small>{linked(claim.title)}</small>" if claim.title else ""
+    title = f" <small>{linked(claim.title)}</small>" if claim.title else ""
     return f'<th scope=row title="{escape(claim.id)}">{escape(claim.name)}{parameters}{title}</th>'
 
 
@@ -76,7 +79,9 @@ def _cell(table: Table, anchors: Anchors, claim: Claim, engine: str) -> str:
     elif cell.outcome == Outcome.DEVIATION:
         reason = reasons(cell, Outcome.DEVIATION)[0]
         text = f'<a href="#{anchors.of_deviation(engine, reason)}">{text}</a>'
-    seconds = f"<small>{cell.seconds:.2f} s</small>" if cell.seconds else ""
+    elif cell.outcome == Outcome.MENDED:
+        text = f"{text} <small>{linked('; '.join(reasons(cell, Outcome.MENDED)))}</small>"
+    seconds = f" <small>{cell.seconds:.2f} s</small>" if cell.seconds else ""
     return f"<td class={_CLASSES[cell.outcome]}>{text}{seconds}</td>"
 
 

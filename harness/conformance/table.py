@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def held(self) -> int:
-        return sum(point.outcome == Outcome.HELD for point in self.points)
+        return sum(point.outcome.holds for point in self.points)
 
     @property
     def num_named(self) -> int:
@@ -69,7 +69,7 @@ class Cell:
     @property
     def came_through(self) -> bool:
         """Whether the test itself came to its end, however its subtests fared."""
-        return bool(self.points) and all(point.name or point.outcome == Outcome.HELD for point in self.points)
+        return bool(self.points) and all(point.name or point.outcome.holds for point in self.points)
 
     def having(self, outcome: Outcome) -> list[Point]:
         return [point for point in self.points if point.outcome == outcome]
@@ -130,20 +130,32 @@ class Table:
             return len(mine.points)
         return max((cell.num_named for cell in cells.values()), default=0) or 1
 
+    def offered(self, claim: Claim, engine: str) -> int:
+        """Return how many of the points that the engine was asked are about something it offers."""
+        cell = self.cell(claim, engine)
+        if cell.outcome == Outcome.NOT_OFFERED:
+            return 0
+        return self.asked(claim, engine) - len(cell.having(Outcome.NOT_OFFERED))
+
     def share(self, engine: str, claims: Iterable[Claim]) -> Share:
         """Return how many points of these claims the engine holds."""
         claims = list(claims)
-        held = sum(min(self.cell(claim, engine).held, self.asked(claim, engine)) for claim in claims)
+        held = sum(self.cell(claim, engine).held for claim in claims)
         return Share(held, sum(self.asked(claim, engine) for claim in claims))
 
+    def share_of_offered(self, engine: str, claims: Iterable[Claim]) -> Share:
+        """Return how many of the points that are about something it offers the engine holds."""
+        claims = list(claims)
+        return Share(self.share(engine, claims).held, sum(self.offered(claim, engine) for claim in claims))
+
     def claims_held(self, engine: str, claims: Iterable[Claim]) -> Share:
-        """Return how many of these claims the engine holds at every point."""
+        """Return how many of these claims the engine holds, wherever it offers what they are about."""
         claims = list(claims)
         return Share(sum(self.holds(claim, engine) for claim in claims), len(claims))
 
     def holds(self, claim: Claim, engine: str) -> bool:
         cell = self.cell(claim, engine)
-        return bool(cell.points) and all(point.outcome == Outcome.HELD for point in cell.points)
+        return cell.outcome.holds and not cell.having(Outcome.DEVIATION)
 
     def only(self, engine: str) -> list[Claim]:
         """Return the claims that this engine holds, and no other although each was asked."""

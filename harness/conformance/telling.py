@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 from harness.conformance.outcome import Outcome, Point
 from harness.conformance.table import Cell, Claim, Run, Table
 
 MARKS = {
     Outcome.BROKEN: "✗",
+    Outcome.MENDED: "!",
     Outcome.DEVIATION: "≈",
     Outcome.HELD: "✓",
     Outcome.NOT_OFFERED: "-",
@@ -22,6 +23,7 @@ MEANINGS = {
     Outcome.HELD: "the engine holds the claim, at so many of the points it was asked",
     Outcome.BROKEN: "it does not, and nobody expected that",
     Outcome.DEVIATION: "it does not, and that is known, with the reason",
+    Outcome.MENDED: "it holds what it was known not to hold: the list of known deviations is to be changed",
     Outcome.NOT_OFFERED: "the claim is about something that the engine does not have",
     Outcome.SKIPPED: "this machine cannot ask it, a missing GPU say",
     Outcome.NOT_RUN: "the run ended before, or another run was about it",
@@ -40,8 +42,10 @@ def in_words(table: Table, claim: Claim, engine: str) -> str:
             return f"{cell.outcome.value}: {'; '.join(reasons(cell, cell.outcome))}"
         case outcome:
             counted = f"{cell.held}/{table.asked(claim, engine)}"
-            words = [] if outcome == Outcome.HELD else [outcome.value]
-            return " ".join([*words, counted, *_apart(cell)])
+            return " ".join([*_WORDS.get(outcome, ()), counted, *_apart(cell)])
+
+
+_WORDS = {Outcome.BROKEN: ["broken"], Outcome.MENDED: ["mended"], Outcome.DEVIATION: ["deviates"]}
 
 
 def _apart(cell: Cell) -> list[str]:
@@ -62,10 +66,21 @@ def in_brief(point: Point) -> str:
     return next(errors, lines[0] if lines else "")
 
 
+def of_offered(table: Table, engine: str, claims: list[Claim]) -> str:
+    """Return how much the engine holds of the points that are about something it offers."""
+    share = table.share_of_offered(engine, claims)
+    return f"{share.percent} % of the {share.asked} it offers" if share.asked else "offers none of it"
+
+
 def counted(table: Table, engine: str, claims: list[Claim]) -> list[tuple[Outcome, int]]:
     """Return how many of these claims have each outcome, where any has."""
     found = Counter(table.cell(claim, engine).outcome for claim in claims)
     return [(outcome, found[outcome]) for outcome in MEANINGS if found[outcome]]
+
+
+def number_of(claims: Sized) -> str:
+    """Return "1 claim", "2 claims"."""
+    return f"{len(claims)} claim{'s' if len(claims) != 1 else ''}"
 
 
 def of_run(run: Run) -> str:

@@ -20,6 +20,8 @@ from harness.engine import FullyShardedDataParallel, MixedPrecision
 THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]
 PAGES = sorted((PROJECT / "docs").glob("*.md"))
+EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WITH_EXAMPLES = [page for page in PAGES if EXAMPLE.search(page.read_text())]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 # `room/test_file.py::TestClass::test_name`, where the class may be missing.
@@ -37,7 +39,7 @@ def names_of_tests(path):
 
 
 def test_there_is_a_page():
-    assert [page.stem for page in PAGES] == ["composable", "mixed_precision"]
+    assert [page.stem for page in PAGES] == ["composable", "conformance", "mixed_precision", "your_engine"]
 
 
 @EVERY_PAGE
@@ -48,13 +50,17 @@ def test_every_test_that_a_page_names_exists(page):
     assert [f"{file}::{name}" for file, name in named if name not in names_of_tests(suites / file)] == []
 
 
-@EVERY_PAGE
+def test_the_engine_of_the_page_is_the_one_that_is_tested():
+    page, engine = PROJECT / "docs" / "your_engine.md", Path(__file__).parent / "sample_engine.py"
+    assert EXAMPLE.findall(page.read_text())[0] == engine.read_text()
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
 @pytest.mark.ranks(1, 2, 3, backend="gloo")
 def test_the_examples_of_a_page_run(world, page, monkeypatch):
     # What is freed is to be seen freed.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
+    blocks = EXAMPLE.findall(page.read_text())
     exec(compile("\n".join(blocks), page.name, "exec"), {})
 
 

@@ -69,7 +69,7 @@ def test_the_import_graph_has_no_cycle() -> None:
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
-@pytest.mark.parametrize("name", ["harness", "harness.plugin", "harness.controller"])
+@pytest.mark.parametrize("name", ["harness", "harness.plugin", "harness.controller", "harness.__main__"])
 def test_the_controllers_side_can_be_imported_without_torch(name: str) -> None:
     code = f"import sys, {name}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

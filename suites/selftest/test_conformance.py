@@ -1,0 +1,338 @@
+"""The table of claims and engines: what a run writes, and what it says of what was not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from harness.conformance.outcome import Outcome, Point
+from harness.conformance.stored import dump, load
+from harness.conformance.table import Claim, Share, Table
+
+PROJECT = Path(__file__).parents[2]
+
+OTHER = """
+from harness.adapters.lockstep import Lockstep
+
+class Other(Lockstep):
+    name = "other"
+"""
+
+CLAIMS = '''
+import pytest
+from harness.adapters import Capability, NotOffered
+
+def refuse(engine, capability):
+    if engine.name == "other":
+        raise NotOffered(engine.name, capability)
+
+class TestStep:
+    @pytest.mark.ranks(2)
+    def test_moves_all_weights(self, world, engine, run_subtests):
+        """Weights move <b>alike</b>. And more."""
+        def claim(lr):
+            assert (lr, engine.name) != (2, "other"), "a <weight> | stood still"
+        run_subtests({"lr": [1, 2, 3]}, claim)
+
+    @pytest.mark.ranks(2)
+    def test_shards(self, world, engine, run_subtests):
+        refuse(engine, Capability.SHARDING)
+        run_subtests({"a": [1, 2]}, lambda a: None)
+
+@pytest.mark.ranks(2)
+def test_half_of_it(world, engine, run_subtests):
+    def claim(offload):
+        if offload:
+            refuse(engine, Capability.OFFLOAD)
+    run_subtests({"offload": [False, True]}, claim)
+
+@pytest.mark.parametrize("dtype", ["fp16"])
+def test_rounding(engine, dtype):
+    if engine.name == "other":
+        pytest.xfail("rounds twice, pytorch#144045")
+
+def test_on_a_gpu(engine):
+    pytest.skip("needs a GPU")
+
+@pytest.fixture
+def put_back(engine):
+    yield
+    assert engine.name != "other", "left behind"
+
+def test_tear_down(put_back): pass
+
+def test_nobody(engine): assert engine.name == "nobody"
+
+def test_of_no_engine(): pass
+'''
+
+SUITES = {"claims/test_step.py": CLAIMS, "other.py": OTHER}
+
+
+def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness", "conformance", *arguments]
+    path = os.pathsep.join(map(str, (PROJECT, directory)))
+    return subprocess.run(
+        command, cwd=directory, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+
+
+def write_suites(directory: Path, files: dict[str, str]) -> None:
+    (directory / "pytest.toml").write_text("[pytest]\naddopts = ['--import-mode=importlib']\n")
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+
+
+@dataclass
+class Written:
+    """What a run of the command wrote."""
+
+    process: subprocess.CompletedProcess[str]
+    directory: Path
+
+    @property
+    def table(self) -> Table:
+        return load(self.directory / "conformance.json")
+
+    def read(self, suffix: str) -> str:
+        return (self.directory / f"conformance.{suffix}").read_text()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    directory = tmp_path_factory.mktemp("sample")
+    write_suites(directory, SUITES)
+    engines = ("--engine", "lockstep", "--engine", "other:Other")
+    return Written(conformance(directory, *engines, "--output", "out", "claims"), directory / "out")
+
+
+STEP = "claims/test_step.py"
+OUTCOMES = {
+    # claim: (title, outcome and points held of each engine)
+    f"{STEP}::TestStep::test_moves_all_weights": ("Weights move <b>alike</b>.", "held 3/3", "broken 2/3"),
+    f"{STEP}::TestStep::test_shards": ("", "held 2/2", "not offered 0/2"),
+    f"{STEP}::test_half_of_it": ("", "held 2/2", "held 1/2"),
+    f"{STEP}::test_rounding[fp16]": ("", "held 1/1", "known deviation 0/1"),
+    f"{STEP}::test_on_a_gpu": ("", "skipped 0/1", "skipped 0/1"),
+    f"{STEP}::test_tear_down": ("", "held 1/1", "broken 0/1"),
+    f"{STEP}::test_nobody": ("", "broken 0/1", "broken 0/1"),
+}
+
+
+def test_the_table_holds_each_claim_with_what_each_engine_made_of_it(written: Written) -> None:
+    table = written.table
+    assert table.engines == ["lockstep", "other:Other"]
+    found = {
+        claim.id: (claim.title, *(told(table, claim, engine) for engine in table.engines))
+        for claim in table.claims.values()
+    }
+    assert found == OUTCOMES
+    assert written.process.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+def told(table: Table, claim: Claim, engine: str) -> str:
+    cell = table.cell(claim, engine)
+    assert (cell.seconds > 0) == bool(cell.points)
+    return f"{cell.outcome} {cell.held}/{table.asked(claim, engine)}"
+
+
+def test_points_carry_names_reasons_and_failures(written: Written) -> None:
+    table = written.table
+    points = {claim.name: table.cell(claim, "other:Other").points for claim in table.claims.values()}
+    assert points["shards"] == (Point("", Outcome.NOT_OFFERED, "sharding"),)
+    assert points["half of it"][1] == Point("offload=True", Outcome.NOT_OFFERED, "offload to CPU")
+    assert points["rounding"] == (Point("", Outcome.DEVIATION, "rounds twice, pytorch#144045"),)
+    assert points["on a gpu"] == (Point("", Outcome.SKIPPED, "needs a GPU"),)
+    broken = points["moves all weights"][1]
+    assert (broken.name, broken.outcome) == ("lr=2", Outcome.BROKEN)
+    assert broken.text.startswith("all 2 ranks failed")
+    assert "a <weight> | stood still" in broken.text
+    (tear_down,) = points["tear down"]
+    assert tear_down.text.startswith("in teardown\n")
+    assert "left behind" in tear_down.text
+
+
+def test_shares_tell_points_and_claims_of_all_and_of_what_is_offered(written: Written) -> None:
+    table = written.table
+    claims = list(table.claims.values())
+    assert table.share("lockstep", claims) == Share(9, 11)
+    assert table.share("other:Other", claims) == Share(3, 11)
+    assert table.share_of_offered("other:Other", claims) == Share(3, 8)
+    assert table.claims_held("other:Other", claims) == Share(1, 7)
+    only = [claim.name for claim in table.only("lockstep")]
+    assert only == ["moves all weights", "shards", "rounding", "tear down"]
+    assert table.only("other:Other") == []
+    lines = written.process.stdout.splitlines()
+    assert "lockstep     9 of 11 (81 %) points held, 5 of 7 (71 %) claims, 1 broken, 1 skipped" in lines
+    assert (
+        "other:Other  3 of 11 (27 %) points held, 1 of 7 (14 %) claims, 3 broken, 1 known deviation, "
+        "1 not offered, 1 skipped"
+    ) in lines
+    assert f"written to {written.directory / 'conformance.html'}" in lines
+
+
+def test_the_run_is_described(written: Written) -> None:
+    (run,) = written.table.runs
+    assert (run.ended, run.deselected) == ("complete", ())
+    assert run.versions.keys() == {"torch", "lockstep-harness", "pytest"}
+    assert run.arguments[-1] == "claims"
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """Elements with their text; fails where tags do not match."""
+
+    VOID = frozenset({"meta", "br", "input"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in self.VOID:
+            self.elements.append((tag, dict(attrs), ""))
+        else:
+            self.open.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag: str) -> None:
+        name, attributes, texts = self.open.pop()
+        assert name == tag
+        self.elements.append((tag, attributes, "".join(texts)))
+
+    def handle_data(self, data: str) -> None:
+        for *_, texts in self.open:
+            texts.append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [str(found[name]) for _, found, _ in self.elements if name in found]
+
+    def texts(self, tag: str, **wanted: str) -> list[str]:
+        return [
+            text for name, found, text in self.elements if name == tag and wanted.items() <= found.items()
+        ]
+
+
+@pytest.fixture(scope="module")
+def page(written: Written) -> Page:
+    return Page(written.read("html"))
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r" [\d.]+ s$", "", text)
+
+
+def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) -> None:
+    assert page.texts("th", scope="row")[2:] == [
+        "moves all weights Weights move <b>alike</b>.",
+        "shards",
+        "half of it",
+        "rounding fp16",
+        "on a gpu",
+        "tear down",
+        "nobody",
+    ]
+    cells = [without_seconds(text) for tag, found, text in page.elements if tag == "td" and "class" in found]
+    assert cells == [
+        *("✓ 3/3", "✗ broken 2/3"),
+        *("✓ 2/2", "- not offered: sharding"),
+        *("✓ 2/2", "✓ 1/2 (1 not offered)"),
+        *("✓ 1/1", "≈ deviates 0/1"),
+        *("○ skipped: needs a GPU",) * 2,
+        *("✓ 1/1", "✗ broken 0/1"),
+        *("✗ broken 0/1",) * 2,
+    ]
+
+
+def test_the_page_asks_for_nothing_from_elsewhere_and_its_links_lead_somewhere(page: Page) -> None:
+    assert {tag for tag, _, _ in page.elements}.isdisjoint({"link", "img", "iframe", "object", "base"})
+    assert page.attributes("src") == []
+    (style,), (script,) = page.texts("style"), page.texts("script")
+    for word in ("url(", "@import", "import(", "fetch", "http"):
+        assert word not in style + script
+    links, ids = page.attributes("href"), page.attributes("id")
+    assert len(ids) == len(set(ids))
+    assert {link.removeprefix("#") for link in links if link.startswith("#")} <= set(ids)
+    outside = [link for link in links if not link.startswith("#")]
+    assert outside == ["https://github.com/pytorch/pytorch/issues/144045"]
+
+
+def test_broken_cells_link_to_the_text_of_their_failure(page: Page) -> None:
+    links = [found["href"] for tag, found, text in page.elements if tag == "a" and "✗" in text]
+    texts = [page.texts("div", id=str(link).removeprefix("#"))[0] for link in links]
+    assert len(texts) == 4
+    assert texts[0].strip().startswith("lr=2")
+    assert "a <weight> | stood still" in texts[0]
+    assert "left behind" in texts[1]
+    assert ["'lockstep' == 'nobody'" in text for text in texts[2:]] == [True, False]
+
+
+def test_without_a_script_the_filter_is_not_shown_and_all_else_is(page: Page) -> None:
+    hidden = [found.get("id") for _, found, _ in page.elements if "hidden" in found]
+    assert hidden == ["filter"]
+    assert page.texts("summary")[0] == "4 claims"  # what only lockstep holds
+
+
+def test_markdown_has_a_row_for_each_claim_and_escapes_what_would_break_it(written: Written) -> None:
+    lines = [re.sub(r", [\d.]+ s", "", line) for line in written.read("md").splitlines()]
+    assert "| moves all weights: Weights move \\<b\\>alike\\</b\\>. | ✓ 3/3 | ✗ broken 2/3 |" in lines
+    assert "| rounding `fp16` | ✓ 1/1 | ≈ deviates 0/1 |" in lines
+    assert (
+        "| claims | 9 of 11 (81 %); 81 % of the 11 it offers | 3 of 11 (27 %); 37 % of the 8 it offers |"
+    ) in lines
+    issue = "[pytorch\\#144045](https://github.com/pytorch/pytorch/issues/144045)"
+    assert f"* other:Other: rounds twice, {issue} (1 claim)" in lines
+    (broken,) = (line for line in lines if line.startswith(f"* other:Other: `{STEP}::TestStep"))
+    assert broken.endswith("[lr=2]`: AssertionError: a \\<weight\\> \\| stood still")
+
+
+def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(dump(written.table))
+    assert load(tmp_path / "table.json") == written.table
+    assert json.loads(dump(written.table))["format"] == 1
+
+
+# What was not run
+
+
+def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
+    files = {
+        # A stand-in, which takes no time to import.
+        "claims/conftest.py": "import pytest\n\n@pytest.fixture\ndef engine(): pass\n",
+        "claims/test_a.py": "import pytest, time\n\n@pytest.mark.parametrize('n', range(20))\n"
+        "def test_it(engine, n):\n    time.sleep(0.1)\n    assert n == 20\n\n"
+        "def test_left_out(engine): pass\n",
+    }
+    write_suites(tmp_path, files)
+    done = conformance(tmp_path, *("--engine", "lockstep", "claims", "-n2", "-x", "-k", "test_it"))
+    table = load(tmp_path / "conformance-report" / "conformance.json")
+    assert len(table.claims) == 20, done.stdout
+    outcomes = [table.cell(claim, "lockstep").outcome for claim in table.claims.values()]
+    assert set(outcomes) == {Outcome.BROKEN, Outcome.NOT_RUN}
+    (run,) = table.runs
+    assert "stopping after 1 failures" in run.ended
+    assert run.deselected == ("claims/test_a.py::test_left_out",)
+    page = Page((tmp_path / "conformance-report" / "conformance.html").read_text())
+    assert "did not run to its end" in page.texts("li")[0]
+    assert page.texts("h2")[-2:] == ["Not run on lockstep", "Left out by the arguments"]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it="raise RuntimeError('collected')", taken="")
+    result = pytester.runpytest_subprocess("--conformance", "taken.py", timeout=60)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --conformance */taken.py: File exists"])

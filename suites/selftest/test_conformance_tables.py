@@ -1,0 +1,144 @@
+"""Tables of claims and engines by themselves: what reports become, what is counted, what merging does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.__main__ import main
+from harness.adapters import Capability, NotOffered
+from harness.conformance.markdown import to_markdown
+from harness.conformance.outcome import Outcome, Point, read_point
+from harness.conformance.page import to_page
+from harness.conformance.stored import NoTable, dump, load, merge
+from harness.conformance.table import Cell, Claim, Run, Share, Table
+
+
+def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
+    table = Table([engine], {claim: Claim(claim)})
+    table.cells[claim] = {engine: Cell((Point("", outcome, text="E  why"),), 0.5)}
+    settings = {"when": "2026-01-01", "seconds": 1.0, "arguments": (), "versions": {}, "ended": "complete"}
+    table.runs.append(Run(**settings | run))
+    return table
+
+
+def test_tables_of_single_engines_become_one_and_the_last_word_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables = [
+        one(
+            "A",
+            "s/test_x.py::test_1",
+            Outcome.BROKEN,
+            deselected=("s/test_x.py::test_2", "s/test_x.py::test_3"),
+        ),
+        one("B", "s/test_x.py::test_2", Outcome.HELD),
+        one("A", "s/test_x.py::test_1", Outcome.HELD),
+    ]
+    for number, table in enumerate(tables):
+        (tmp_path / f"{number}.json").write_text(dump(table))
+    assert main(["conformance", "--merge", "0.json", "1.json", "2.json", "--output", "all"]) == 0
+    told = "A  1 of 2 (50 %) points held, 1 of 2 (50 %) claims, 1 not run"
+    assert capsys.readouterr().out.splitlines()[0] == told
+    merged = load(tmp_path / "all" / "conformance.json")
+    assert merged == merge(tables)
+    assert (merged.engines, len(merged.runs)) == (["A", "B"], 3)
+    found = [[merged.cell(claim, engine).outcome for engine in "AB"] for claim in merged.claims.values()]
+    assert found == [[Outcome.HELD, Outcome.NOT_RUN], [Outcome.NOT_RUN, Outcome.HELD]]
+    assert "Left out by the arguments\n\n* `s/test_x.py::test_3`\n" in to_markdown(merged)
+    assert to_page(merged) == (tmp_path / "all" / "conformance.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is no conformance.json: JSONDecodeError"),
+        ("[]", "is no conformance.json: TypeError"),
+        ('{"format": 2}', "format 2, this version reads 1"),
+        ('{"format": 1, "engines": []}', "is no conformance.json: KeyError: 'claims'"),
+    ],
+)
+def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(NoTable, match=f"table.json:? {told}"):
+        load(tmp_path / "table.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--merge", "away.json"], "away.json is no conformance.json: FileNotFoundError"),
+        (["--engine", "lockstep", "--merge", "a.json"], "--merge runs nothing; it has no use for --engine"),
+        (["--merge", "a.json", "-x"], "--merge runs nothing; it has no use for -x"),
+    ],
+)
+def test_merging_refuses_what_it_cannot_use(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert main(["conformance", *arguments]) == pytest.ExitCode.USAGE_ERROR
+    assert capsys.readouterr().err.startswith(f"python -m harness conformance: {told}")
+
+
+# What reports become
+
+
+def skipped(reason: str) -> pytest.TestReport:
+    longrepr = ("test.py", 1, reason)
+    return pytest.TestReport("test.py::test", ("test.py", 0, "test"), {}, "skipped", longrepr, "call")
+
+
+def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
+    error = NotOffered("torch-ddp", Capability.SHARDING)
+    for text in (f"Skipped: {error}", f"harness.adapters.capabilities.NotOffered: {error}"):
+        assert read_point(skipped(text)) == Point("", Outcome.NOT_OFFERED, "sharding")
+    assert read_point(skipped("Skipped: no")) == Point("", Outcome.SKIPPED, "no")
+
+
+def failed(text: str) -> Point | None:
+    where = ("test.py", 0, "test")
+    return read_point(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
+
+
+def test_what_holds_although_it_was_known_not_to_is_told_from_what_broke() -> None:
+    assert failed("rank 0 of 1 failed\n[XPASS(strict)] rounds twice\n") == Point(
+        "", Outcome.MENDED, "rounds twice"
+    )
+    claim = Claim("test.py::test")
+    deviates = Point("a=1", Outcome.DEVIATION, "why")
+    mended = {
+        "all": Cell((Point("", Outcome.MENDED),)),
+        "some": Cell((Point("a=2", Outcome.MENDED), deviates)),
+    }
+    table = Table(list(mended), {claim.id: claim}, {claim.id: mended})
+    assert [table.holds(claim, engine) for engine in table.engines] == [True, False]
+    assert [str(cell.outcome) for cell in mended.values()] == ["mended"] * 2
+
+
+def test_that_subtests_failed_is_said_by_them_alone() -> None:
+    assert failed("contains 2 failed subtests") is None
+
+
+def test_a_long_failure_loses_its_middle() -> None:
+    point = failed("start" + "x" * 100_000 + "end")
+    assert point is not None
+    assert len(point.text) < 13_000
+    assert (point.text[:6], point.text[-4:]) == ("startx", "xend")
+    assert "[88008 characters left out]" in point.text
+
+
+def test_an_engine_that_broke_before_the_points_was_asked_as_many_as_the_others() -> None:
+    claim = Claim("s/test_x.py::test_1")
+    held = tuple(Point(f"a={number}", Outcome.HELD) for number in range(5))
+    cells = {
+        "whole": Cell(held),
+        "died": Cell((*held[:2], Point("", Outcome.BROKEN))),
+        "refused": Cell((Point("", Outcome.NOT_OFFERED, "sharding"),)),
+    }
+    table = Table([*cells, "absent"], {claim.id: claim}, {claim.id: cells})
+    assert [table.share(engine, [claim]) for engine in table.engines] == [
+        Share(held, 5) for held in (5, 2, 0, 0)
+    ]
+    assert [table.share_of_offered(engine, [claim]).asked for engine in table.engines] == [5, 5, 0, 5]
+    assert table.only("whole") == []  # the absent one was not asked

@@ -1,0 +1,48 @@
+"""The engine of docs/your_engine.md under the suites, and with faults that they must see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.conformance.stored import load
+
+PROJECT = Path(__file__).parents[2]
+
+STEPS = "core/test_clipping.py::test_clipped_steps_move_the_weights_as_unsharded_ones[True-NO_SHARD]"
+EVERY = (
+    "core/test_reduction.py::"
+    "test_every_element_beside_a_large_parameter_has_its_gradient[False-NO_SHARD-2-ranks]"
+)
+SPARSE = "core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]"
+DTYPES = (
+    "mixed_precision/test_original_dtypes.py::"
+    "test_groups_of_different_dtypes_compute_in_one_and_keep_each_its_own[bf16-NO_SHARD]"
+)
+NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[2.0-NO_SHARD]"
+SAMPLES = {
+    "sample_engine:HandDDP": ("held", "held", "broken", "not offered", "held"),
+    "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
+    # Clipping to a norm hides a factor.
+    "wrong_engines:ForgetsToDivide": ("held", "broken", "broken", "not offered", "held"),
+    "wrong_engines:MissesOne": ("broken", "broken", "broken", "not offered", "held"),
+    "wrong_engines:ForgetsToCast": ("held", "held", "broken", "broken", "held"),
+}
+
+
+def test_the_suites_hold_an_engine_of_twenty_lines_and_break_those_with_a_fault(tmp_path: Path) -> None:
+    claims = [f"suites/{claim}" for claim in (STEPS, EVERY, SPARSE, DTYPES, NORM)]
+    engines = [f"--engine={name}" for name in SAMPLES]
+    command = [sys.executable, "-m", "harness", "conformance", *engines, *(PROJECT / name for name in claims)]
+    path = os.pathsep.join(map(str, (PROJECT, Path(__file__).parent)))
+    environ = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    table = load(tmp_path / "conformance-report" / "conformance.json")
+    assert table.claims.keys() == set(claims), done.stdout
+    found = {
+        name: tuple(table.cell(table.claims[claim], name).outcome.value for claim in claims)
+        for name in SAMPLES
+    }
+    assert found == SAMPLES

@@ -1,0 +1,34 @@
+"""The sample engine with a fault in each: what the suites must not let pass."""
+
+from sample_engine import HandDDP
+
+from harness.adapters import Capability
+
+
+class ForgetsToAverage(HandDDP):
+    def average(self, parameter):
+        pass
+
+
+class ForgetsToDivide(HandDDP):
+    def average(self, parameter):
+        super().average(parameter)
+        parameter.grad *= 2
+
+
+class MissesOne(HandDDP):
+    """The first parameter of a model is left alone."""
+
+    def shard(self, model, spec):
+        self.missed = next(model.parameters())
+        return super().shard(model, spec)
+
+    def average(self, parameter):
+        if parameter is not self.missed:
+            super().average(parameter)
+
+
+class ForgetsToCast(HandDDP):
+    """Says that it casts, and does not."""
+
+    capabilities = HandDDP.capabilities | {Capability.MIXED_PRECISION}
