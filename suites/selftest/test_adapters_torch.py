@@ -51,8 +51,10 @@ def test_gradients_are_the_mean_and_a_step_moves_the_full_parameters(world, name
 @EVERY_ENGINE
 def test_a_backward_without_sync_is_added_to_the_next(world, name):
     engine, model = shard(world, name)
-    with engine.no_sync(model):
+    with engine.no_sync(model), CollectivesLog() as log:
         backward(world, model, 1.0)
+    assert log.counts().keys() <= {"all_gather", "all_gather_into_tensor", "all_to_all_single"}
+    assert max((entry.nbytes for entry in log), default=0) <= 5 * 4  # no whole gradient of a group
     backward(world, model, 2.0)
     assert listed(engine.full_gradients(model)) == weights(3.0)
 
