@@ -145,7 +145,7 @@ def asked(spec: ShardSpec) -> Iterator[Capability]:
         Capability.UNIT_GROUPS: bool(spec.unit_groups),
         Capability.UNITS_BY_SIZE: spec.min_num_params is not None,
         Capability.UNIT_PRECISIONS: bool(spec.unit_precisions),
-        Capability.PRECISION_IN_EVAL: bool(spec.full_precision_in_eval),
+        Capability.PRECISION_IN_EVAL: spec.full_precision_in_eval is not None,
         Capability.PREFETCH: spec.backward_prefetch == "BACKWARD_POST" or spec.forward_prefetch,
         Capability.SYNC_STATES: spec.sync_module_states,
     }

@@ -33,6 +33,7 @@ _HINTS = (
     "FSDP is switching to use `NO_SHARD`",
     "FSDP will not all-gather parameters for containers",
     "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will ?be returned",
+    ".* has both parameters with requires_grad=True and False",
     "Both mixed precision and an auto_wrap_policy were specified",
     r"Called FSDP.clip_grad_norm_\(\) on rank \d+ with no gradients",
 )
@@ -127,7 +128,10 @@ class TorchFsdp1:
         for unit in units:
             found |= _gradients(unit, names)
         with self.summon(model):
-            return {name: found.get(name, p.grad) for name, p in self._named(model)}
+            parameters = dict(self._named(model))
+        # To ask a parameter that is no leaf for its gradient is a warning.
+        found |= {name: p.grad for name, p in parameters.items() if name not in found}
+        return {name: found[name] for name in parameters}
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
         return model.state_dict()

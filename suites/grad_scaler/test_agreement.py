@@ -96,7 +96,7 @@ def test_a_bad_gradient_of_a_parameter_that_some_rank_holds_nothing_of(
     if only_second:
         run.optimizers = [torch.optim.SGD([run.engine.bare(run.model)[1].weight], lr=1.0)]
     first = 0.0 if only_second else -1.0
-    if offers(run.engine, Capability.PLAIN_PARAMETERS):
+    if offers(run.engine, Capability.ONE_PADDING):
         held = world.gather(run.engine.bare(run.model)[1].weight.numel())
         assert held == ([0, 3] if world.size == 2 else [0, 1, 2])
     for gradient, weights, scale in (

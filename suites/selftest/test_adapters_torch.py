@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn
 
 from harness.adapters import Capability, NotOffered, Precision, ShardSpec, find
@@ -50,8 +51,10 @@ def test_gradients_are_the_mean_and_a_step_moves_the_full_parameters(world, name
 @EVERY_ENGINE
 def test_a_backward_without_sync_is_added_to_the_next(world, name):
     engine, model = shard(world, name)
-    with engine.no_sync(model):
+    with engine.no_sync(model), CollectivesLog() as log:
         backward(world, model, 1.0)
+    assert log.counts().keys() <= {"all_gather", "all_gather_into_tensor", "all_to_all_single"}
+    assert max((entry.nbytes for entry in log), default=0) <= 5 * 4  # no whole gradient of a group
     backward(world, model, 2.0)
     assert listed(engine.full_gradients(model)) == weights(3.0)
 
@@ -157,6 +160,17 @@ def test_what_an_engine_lacks_is_not_offered_by_name(world, name, settings, capa
     assert (caught.value.engine, caught.value.capability) == (name, capability)
     assert str(caught.value) == f"{name} does not offer: {capability.value}"
     assert capability not in find(name).capabilities
+
+
+@pytest.mark.ranks(2)
+def test_torchs_wrapper_front_still_cannot_offload_on_a_host_without_accelerator(world):
+    """Where torch mends it, the adapter may offer it."""
+    offload = fsdp.CPUOffload(offload_params=True)
+    with pytest.raises(RuntimeError, match="accelerator"):
+        fsdp.FullyShardedDataParallel(nn.Linear(2, 2), cpu_offload=offload, device_id=world.device)(
+            torch.ones(1, 2)
+        )
+    assert not find("torch-fsdp1").capabilities & {Capability.OFFLOAD}
 
 
 CONFTEST = """

@@ -1,4 +1,4 @@
-"""Where torch's engines are known to break claims of the suites, on CPU ranks. Does not import torch.
+"""Where torch's engines, or torch below another, are known to break claims on CPU ranks. Without torch.
 
 A table for each engine, read off runs with torch 2.13.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from harness.adapters.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.dtensor_norms import NORMS
 
 __all__ = ["Deviation", "known_deviations"]
 
 _TABLES = {
+    "lockstep-composable": NORMS,
     "torch-ddp": torch_ddp.DEVIATIONS,
     "torch-fsdp1": torch_fsdp1.DEVIATIONS,
     "torch-fsdp2": torch_fsdp2.DEVIATIONS,

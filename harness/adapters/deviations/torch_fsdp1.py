@@ -11,7 +11,7 @@ _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were g
 _ALONE = "a group of one rank reduces all the same"
 _EMPTY = "a group without elements is refused"
 
-DEVIATIONS: tuple[Deviation, ...] = (
+CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
         points=("strategy=FULL_SHARD, *offload=False*", "strategy=SHARD_GRAD_OP, *offload=False*"),
@@ -175,3 +175,156 @@ DEVIATIONS: tuple[Deviation, ...] = (
         why="sparse gradients are refused",
     ),
 )
+
+_SUMS = "gloo adds in low precision what was divided and rounded before"
+_PARTS = (
+    "where layers in one unit are recomputed, parameters are seen in another dtype than in the first forward"
+)
+
+SCALER: tuple[Deviation, ...] = (
+    Deviation(
+        claims=(
+            "grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[no_offload-False-3-ranks]",
+        ),
+        why="sums of three ranks round otherwise than those of DistributedDataParallel",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_agreement.py::test_ranks_send_one_number_for_each_optimizer*",),
+        why="the flag is sent as a vector of one element",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_is_told*",),
+        why="an optimizer that unscales by itself is told only what this rank has found",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_gradients.py::test_low_precision_gradients_beside_fp32_parameters*",),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
+        ),
+        why="what overflows while it is unscaled is not seen",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_scale.py::test_it_never_grows_to_inf*",),
+        why="on CPU the scale grows to inf",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
+        why="the scale backs off to zero",
+    ),
+)
+
+MIXED: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("mixed_precision/test_submodules.py::*::test_mixed_precision_with_ignored_module",),
+        points=("*use_orig_params=True",),
+        why="a second forward without a backward between warns of gradients of torch's own views",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_casting.py::test_all_but_floating_point_tensors_come_through*",),
+        why="containers are copied, whatever is in them",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_casting.py::test_ignored_modules_keep_parameters_and_buffers*",),
+        why="states of rank 0 are refused on CPU where ignored modules have buffers",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_buffers.py::*::test_buffer_dtype_no_root_handle",),
+        why="buffers are called by names of the wrappers",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_full_shard[*-no_offload-*",),
+        points=("*",),
+        why=_ROOT,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_full_shard*",),
+        points=("offload=False, *",),
+        why=_WHOLE,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_eval.py::*::test_full_precision_in_eval_buffers[environment-*-True]",),
+        why="buffers stay cast in eval",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_gradients.py::TestFSDPMixedPrecisionSharded::test_grads_reduced_precision",
+        ),
+        points=("offload=False, use_orig_params=True",),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_norms.py::*::test_mixed_precision_resnet",
+            "mixed_precision/test_norms.py::*::test_mp_batchnorm*",
+        ),
+        why="it hints at norms whatever the precision, so that the adapter leaves the hint out",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-2-ranks]",
+        ),
+        points=("*offload=False",),
+        why=_SUMS,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",),
+        points=("*keep_low_precision_grads=True), use_orig_params=True, offload=False",),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_small_terms_count_together[*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_the_mean_of_fp16_gradients_whose_sum_*[*-4-ranks]",
+        ),
+        why=_SUMS,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-FULL_SHARD-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-SHARD_GRAD_OP-*",
+        ),
+        points=("keep=True, *offload=False",),
+        why="gradients that are kept are cast to the dtype of the parameters that compute",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_numerics.py::test_unsynced_gradients_add_up_in_the_reduce_dtype*",),
+        points=("*offload=False",),
+        why="unsynced gradients add up in the dtype that modules compute in",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*-FULL_SHARD]",
+            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*-SHARD_GRAD_OP]",
+        ),
+        why="gradients that are kept are cast to the dtype of the parameters that compute",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_recomputation.py::test_recomputation_casts_as_*[-*",),
+        points=("units=('inner'_), *", "units=('inner.first'_'inner.second'), use_orig_params=False"),
+        why=_PARTS,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_recomputation.py::test_recomputation_casts_as_*[reentrant-*",
+            "mixed_precision/test_recomputation.py::test_recomputation_is_under_autocast_*",
+        ),
+        points=("units=('inner.first'_'inner.second'), use_orig_params=False",),
+        why=_PARTS,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_recomputation.py::test_a_norm_in_full_precision_is_recomputed_*[-*",),
+        why=_PARTS,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_train_eval.py::*::test_train_ema_eval_flow*",),
+        points=("*offload=False",),
+        why="averages that are changed in place are not used in full by the next evaluation",
+    ),
+)
+
+DEVIATIONS = CORE + SCALER + MIXED

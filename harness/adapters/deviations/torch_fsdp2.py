@@ -1,6 +1,7 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.dtensor_norms import NORMS
 
 _SUMS = "gloo adds in low precision, and rounds after each of three and more ranks"
 _PINNED = "CPUOffloadPolicy pins memory unless told, which raises on a host without accelerator"
@@ -10,7 +11,6 @@ _ALONE = "a replica of one rank calls all_reduce all the same"
 _ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
 _AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer made of them moves nothing"
 _KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
-_NO_INF_NORM = "an empty shard has no infinity norm"
 _INFERENCE = "what was gathered in inference mode cannot be gathered again outside"
 
 CORE: tuple[Deviation, ...] = (
@@ -41,26 +41,6 @@ CORE: tuple[Deviation, ...] = (
         why="a frozen group that backward does not reach is prefetched",
     ),
     Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=_ALONE),
-    Deviation(
-        claims=(
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
-        ),
-        why="the largest of all norms is taken without regard to NaN",
-    ),
-    Deviation(
-        claims=(
-            "core/test_clipping.py::test_norm_and_clipped_gradients*-FULL_SHARD-3-ranks]",
-            "core/test_clipping.py::test_norm_and_clipped_gradients*-SHARD_GRAD_OP-3-ranks]",
-        ),
-        points=("norm_type=inf*",),
-        why=_NO_INF_NORM,
-    ),
-    Deviation(
-        claims=("core/test_clipping.py::test_a_rank_without_elements_takes_part*(1,)-*-ranks]",),
-        points=("strategy=FULL_SHARD, norm_type=inf", "strategy=SHARD_GRAD_OP, norm_type=inf"),
-        why=_NO_INF_NORM,
-    ),
     Deviation(
         claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
         why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
@@ -185,6 +165,15 @@ REPLICATE: tuple[Deviation, ...] = (
 
 SCALER: tuple[Deviation, ...] = (
     Deviation(
+        claims=("grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[*-3-ranks]",),
+        why="sums of three ranks round otherwise than those of DistributedDataParallel",
+    ),
+    Deviation(
+        claims=("grad_scaler/test_agreement.py::test_an_inf_on_one_rank_of_a_hybrid_model*",),
+        points=("*",),
+        why="ranks agree inside a replica only",
+    ),
+    Deviation(
         claims=("grad_scaler/test_agreement.py::test_ranks_without_gradients_follow_the_one_that_has_some*",),
         why="a rank without a gradient is refused by the scaler",
     ),
@@ -249,4 +238,4 @@ MIXED: tuple[Deviation, ...] = (
     ),
 )
 
-DEVIATIONS = CORE + REPLICATE + SCALER + MIXED
+DEVIATIONS = CORE + NORMS + REPLICATE + SCALER + MIXED

@@ -1,0 +1,28 @@
+"""What torch.nn.utils breaks when it clips DTensors, whichever engine made them."""
+
+from harness.adapters.deviations.deviation import Deviation
+
+_NO_INF_NORM = "an empty shard has no infinity norm"
+
+NORMS: tuple[Deviation, ...] = (
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
+            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
+        ),
+        why="the largest of all norms is taken without regard to NaN",
+    ),
+    Deviation(
+        claims=(
+            "core/test_clipping.py::test_norm_and_clipped_gradients*-FULL_SHARD-3-ranks]",
+            "core/test_clipping.py::test_norm_and_clipped_gradients*-SHARD_GRAD_OP-3-ranks]",
+        ),
+        points=("norm_type=inf*",),
+        why=_NO_INF_NORM,
+    ),
+    Deviation(
+        claims=("core/test_clipping.py::test_a_rank_without_elements_takes_part*(1,)-*-ranks]",),
+        points=("strategy=FULL_SHARD, norm_type=inf", "strategy=SHARD_GRAD_OP, norm_type=inf"),
+        why=_NO_INF_NORM,
+    ),
+)
