@@ -50,6 +50,7 @@ class RankReporter:
     def pytest_runtest_makereport(self, item: pytest.Item) -> None:
         self._output.settle(item)
 
+    @pytest.hookimpl(trylast=True)  # what a hook of the user's raises here belongs to the same phase
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         is_of_subtest = type(report) is not pytest.TestReport
         if is_of_subtest:
