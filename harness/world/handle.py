@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Collection
@@ -16,7 +17,7 @@ from typing import Any
 
 from harness.launch.processes import RankProcess
 from harness.places import users_line_of_dump
-from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
+from harness.protocol import DebuggerState, Doing, FromRank, Moves, Probe, RankSpec, RunItem, ToRank
 from harness.world.outcome import Died
 from harness.world.output import RankOutput
 
@@ -45,6 +46,9 @@ class RankHandle:
         self._started = started
         self._process = started.process
         self._wire = started.wire
+        self._can_write = select.poll()
+        self._can_write.register(self._wire, select.POLLOUT)
+        self._is_asked = False
         self._log_start = 0
         self.can_debug = spec.rank == spec.session.debugged_rank
         self.debugger: DebuggerState = "left"
@@ -70,8 +74,16 @@ class RankHandle:
         self.send(order)
 
     def send(self, message: ToRank) -> None:
+        """Send a message; to a rank that has not read for so long that its wire is full, none."""
         with contextlib.suppress(OSError):  # a rank that has died is noticed where its end is awaited
-            self._wire.send(message)
+            if self._can_write.poll(0):
+                self._wire.send(message)
+
+    def probe(self) -> None:
+        """Ask what the rank is doing, unless it has not answered the last time yet."""
+        if not self._is_asked:
+            self._is_asked = True
+            self.send(Probe())
 
     def sources(self) -> tuple[Any, ...]:
         """Return what to wait for: both become ready when the rank has something to say, or has ended."""
@@ -84,7 +96,10 @@ class RankHandle:
         messages: list[FromRank | Died] = []
         try:
             if source is self._wire:
-                return [*self._wire.recv()]
+                received = [*self._wire.recv()]
+                if any(isinstance(message, Doing | Moves) for message in received):
+                    self._is_asked = False
+                return received
             while self._wire.poll():  # its last words
                 messages.extend(self._wire.recv())
         except (EOFError, OSError):

@@ -197,7 +197,7 @@ class ItemRun:
         self._suspicion = found
         self._answers.clear()
         for handle in self._handles:
-            handle.send(Probe())
+            handle.probe()
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""

@@ -39,7 +39,13 @@ def names_of_tests(path):
 
 
 def test_there_is_a_page():
-    assert [page.stem for page in PAGES] == ["composable", "conformance", "mixed_precision", "your_engine"]
+    assert [page.stem for page in PAGES] == [
+        "composable",
+        "conformance",
+        "faults",
+        "mixed_precision",
+        "your_engine",
+    ]
 
 
 @EVERY_PAGE
@@ -48,6 +54,13 @@ def test_every_test_that_a_page_names_exists(page):
     named = NAMED_TEST.findall(text)
     assert len(named) == text.count(".py::")
     assert [f"{file}::{name}" for file, name in named if name not in names_of_tests(suites / file)] == []
+
+
+def test_the_table_of_faults_has_those_of_its_benchmark():
+    benchmark = (PROJECT / "benchmarks" / "faults.py").read_text()
+    rows = re.findall(r"^\| (.*?) +\|", (PROJECT / "docs" / "faults.md").read_text(), re.MULTILINE)[2:]
+    names = [name.split(" (deadline")[0] for name in re.findall(r'Fault\(\s+f?"(.*)",', benchmark)]
+    assert [row.split(" (deadline")[0] for row in rows] == names
 
 
 def test_the_engine_of_the_page_is_the_one_that_is_tested():

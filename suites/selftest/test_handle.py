@@ -1,0 +1,47 @@
+"""The controller's handle on a rank that does not read: it is not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.launch.processes import RankProcess
+from harness.protocol import Moves, Probe, RankSpec, SessionSpec, WorldKey
+from harness.world.handle import RankHandle
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[RankHandle, Connection]]:
+    """A handle on a rank that is no process, and the rank's end of the wire."""
+    session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
+    spec = RankSpec(0, WorldKey(1, "gloo", "cpu"), session, 0, str(tmp_path), str(tmp_path))
+    ours, theirs = Pipe()
+    process: Any = SimpleNamespace(pid=1, sentinel=-1)
+    with ours, theirs:
+        yield RankHandle(spec, RankProcess(process, ours)), theirs
+
+
+def test_a_rank_that_does_not_read_does_not_hold_up_who_writes(ends: tuple[RankHandle, Connection]) -> None:
+    handle, theirs = ends
+    for _ in range(5_000):  # a few hundred fill the wire
+        handle.send(Probe(thoroughly=True))
+    assert isinstance(theirs.recv(), Probe)
+
+
+def test_a_rank_is_probed_again_when_it_has_answered(ends: tuple[RankHandle, Connection]) -> None:
+    handle, theirs = ends
+    handle.probe()
+    handle.probe()
+    assert isinstance(theirs.recv(), Probe)
+    assert not theirs.poll(0)
+    theirs.send((Moves(),))
+    wire, _ = handle.sources()
+    assert handle.read(wire) == [Moves()]
+    handle.probe()
+    assert isinstance(theirs.recv(), Probe)
