@@ -218,5 +218,5 @@ def _renumber(doing: Mapping[int, Doing]) -> dict[int, Doing]:
                 replace(issued, number=issued.number - before.get(issued.group, 0)) for issued in each.issued
             ),
         )
-        for rank, each in doing.items()
+        for rank, each in sorted(doing.items())  # they have answered in any order
     }

@@ -43,6 +43,11 @@ def test_the_fewer_ranks_are_to_blame_for_a_mismatch() -> None:
     assert found.is_hopeless
 
 
+def test_ranks_are_told_in_order_whoever_answers_first() -> None:
+    one, other = doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ()))
+    assert diagnose({1: other, 0: one}, 2) == diagnose({0: one, 1: other}, 2)
+
+
 def test_nobody_is_to_blame_where_as_many_did_the_other_thing() -> None:
     assert told(doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ()))).blame == frozenset()
 
