@@ -99,15 +99,18 @@ class RankHandle:
         return self._process.is_alive()
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process, as Ctrl-Z does."""
+        """Whether a signal has stopped the process, as Ctrl-Z does; a debugger may take its time."""
+        return self._status() == "T"
+
+    def _status(self) -> str:
+        """Return the kernel's letter for what the process does, "" where it cannot be had."""
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-            return status.rpartition(")")[2].split()[0] in ("T", "t")
-        return False
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return ""
 
     def describe_silent(self) -> Doing:
         """Describe a rank that does not answer; its faulthandler needs no GIL to write stacks."""
-        if self.is_stopped():
+        if self._status() in ("T", "t"):
             return Doing("(its process is stopped)", "a place unknown, for it is stopped", state="stopped")
         if text := self._dump():
             where = users_line_of_dump(text, self._spec.session.cwd)
