@@ -79,7 +79,9 @@ def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
         started: Any = SimpleNamespace(process=process, wire=None)
         spec: Any = SimpleNamespace(rank=0, session=SimpleNamespace(debugged_rank=None))
         rank = RankHandle(spec, started)
-        assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert not rank.is_stopped()
-        process.kill()
+        try:
+            assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert not rank.is_stopped()
+        finally:
+            process.kill()
