@@ -221,6 +221,8 @@ class Issued:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     in_flight: bool
+    timeout: float = float("inf")
+    """Seconds after which it fails by itself."""
 
 
 State = Literal["runs", "reports", "votes", "idle", "stopped", "silent"]

@@ -54,10 +54,26 @@ def position(main_thread: int) -> object:
     """Return what stays equal exactly while the main thread stands still: its frames, and how often it slept.
 
     A loop that polls may be met at the same instruction again and again; but each turn it goes to sleep anew.
+    Nothing is equal in `time.sleep`, which ends by itself, or while another thread runs code of the user's.
     """
-    frame = sys._current_frames().get(main_thread)
+    frames_of = sys._current_frames()
+    frame = frames_of.pop(main_thread, None)
+    frames_of.pop(threading.get_ident(), None)
+    if _sleeps_for_a_time() or any(map(_runs_users_code, frames_of.values())):
+        return object()
     frames = tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(frame))
     return frames, _times_slept()
+
+
+def _sleeps_for_a_time() -> bool:
+    """Whether the main thread is in `time.sleep`, as far as the kernel tells."""
+    with contextlib.suppress(OSError):
+        return "nanosleep" in Path("/proc/self/wchan").read_text()
+    return False
+
+
+def _runs_users_code(innermost: FrameType) -> bool:
+    return any(not is_installed(frame.f_code.co_filename) for frame, _ in traceback.walk_stack(innermost))
 
 
 def _times_slept() -> str:
@@ -140,6 +156,7 @@ def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issue
         dtypes=tuple(str(dtype).lower() for dtype in entry.get("input_dtypes", ())),
         shapes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),
         in_flight=not entry["retired"],
+        timeout=entry.get("timeout_ms", float("inf")) / 1000,
     )
 
 

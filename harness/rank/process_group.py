@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import os
@@ -65,7 +66,8 @@ class DefaultGroup:
             dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
             return
         for fd in _gloo_connections():
-            with socket.socket(fileno=os.dup(fd)) as connection:
+            # A peer may cut it first; another thread may close it.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def let_go(self) -> None:

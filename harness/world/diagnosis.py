@@ -18,6 +18,9 @@ _EQUAL_SIZES = frozenset(
 )
 _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
+_PATIENT = 600.0
+"""Seconds: the shortest of torch's own timeouts. A test that sets a shorter one may be waiting for it."""
+
 _Key = tuple[str, int]
 """A collective: its group, and its number in it."""
 
@@ -129,7 +132,9 @@ class _Ranks:
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
         sentence = self._tell_waiting(waiting, missing) if waiting else f"{_names(stopped)} is stopped"
-        return Diagnosis(sentence, frozenset(culprits or stopped), len(stuck) == self._size)
+        ends_by_itself = any(issued.timeout < _PATIENT for issued in waiting.values())
+        is_hopeless = len(stuck) == self._size and not ends_by_itself
+        return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
 
     def _in_state(self, state: str) -> list[int]:
         return [rank for rank, each in self._doing.items() if each.state == state]

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.launch.processes import RankProcess
 from harness.places import users_line_of_dump
-from harness.protocol import DebuggerState, Doing, FromRank, Moves, Probe, RankSpec, RunItem, ToRank
+from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
 from harness.world.outcome import Died
 from harness.world.output import RankOutput
 
@@ -48,7 +48,6 @@ class RankHandle:
         self._wire = started.wire
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
-        self._is_asked = False
         self._log_start = 0
         self.can_debug = spec.rank == spec.session.debugged_rank
         self.debugger: DebuggerState = "left"
@@ -79,12 +78,6 @@ class RankHandle:
             if self._can_write.poll(0):
                 self._wire.send(message)
 
-    def probe(self) -> None:
-        """Ask what the rank is doing, unless it has not answered the last time yet."""
-        if not self._is_asked:
-            self._is_asked = True
-            self.send(Probe())
-
     def sources(self) -> tuple[Any, ...]:
         """Return what to wait for: both become ready when the rank has something to say, or has ended."""
         return () if self.died else (self._wire, self._process.sentinel)
@@ -96,10 +89,7 @@ class RankHandle:
         messages: list[FromRank | Died] = []
         try:
             if source is self._wire:
-                received = [*self._wire.recv()]
-                if any(isinstance(message, Doing | Moves) for message in received):
-                    self._is_asked = False
-                return received
+                return [*self._wire.recv()]
             while self._wire.poll():  # its last words
                 messages.extend(self._wire.recv())
         except (EOFError, OSError):
@@ -114,15 +104,18 @@ class RankHandle:
         return self._process.is_alive()
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process, as Ctrl-Z does."""
+        """Whether a signal has stopped the process, as Ctrl-Z does; a debugger may take its time."""
+        return self._status() == "T"
+
+    def _status(self) -> str:
+        """Return the kernel's letter for what the process does, "" where it cannot be had."""
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-            return status.rpartition(")")[2].split()[0] in ("T", "t")
-        return False
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return ""
 
     def describe_silent(self) -> Doing:
         """Describe a rank that does not answer; its faulthandler needs no GIL to write stacks."""
-        if self.is_stopped():
+        if self._status() in ("T", "t"):
             return Doing("(its process is stopped)", "a place unknown, for it is stopped", state="stopped")
         if text := self._dump():
             where = users_line_of_dump(text, self._spec.session.cwd)

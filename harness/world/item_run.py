@@ -66,6 +66,7 @@ class ItemRun:
         self._outcomes = [RankOutcome(handle.rank) for handle in handles]
         self._answers: dict[int, Doing] = {}
         self._next_probe = self._begun + PROBE_EVERY
+        self._unanswered: set[int] = set()
         self._suspicion: Diagnosis | None = None
         self._diagnosis: Diagnosis | None = None
         self._diagnoses: dict[str, Diagnosis] = {}
@@ -160,10 +161,13 @@ class ItemRun:
                 if not self._collecting:
                     self._deadline = time.monotonic() + self._timeout
             case Doing():
+                self._unanswered.discard(rank)
                 self._answers[rank] = message
             case Debugger(state):
                 self._handles[rank].debugger = state
-            case Moves() | Ready():
+            case Moves():
+                self._unanswered.discard(rank)
+            case Ready():
                 pass
             case Broken(text):
                 raise WorldError(f"rank {rank} left its session: {text}\n{self._handles[rank].log()}")
@@ -197,7 +201,9 @@ class ItemRun:
         self._suspicion = found
         self._answers.clear()
         for handle in self._handles:
-            handle.probe()
+            if handle.rank not in self._unanswered:  # who writes to a full wire waits until somebody reads it
+                self._unanswered.add(handle.rank)
+                handle.send(Probe())
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
@@ -225,6 +231,7 @@ class ItemRun:
 
     def _end_grace(self, late: set[int]) -> None:
         """Give up ranks that others wait for in vain; one that is about to tell of its failure may do so."""
+        self._next_probe = time.monotonic() + PROBE_EVERY  # the loop shall wait for something
         phases = {rank: self._handles[rank].phases_over() for rank in late}
         answers = self._ask(late)
         late = self._without_failure(late & self._pending())  # some may have told by now

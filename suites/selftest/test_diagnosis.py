@@ -140,6 +140,14 @@ def test_two_groups_in_opposite_order_are_a_deadlock() -> None:
     assert found.is_hopeless
 
 
+def test_ranks_that_wait_for_a_timeout_will_get_on() -> None:
+    short, long = (
+        issued("all_reduce", 1, group=name, timeout=seconds) for name, seconds in (("1", 2), ("2", 600))
+    )
+    assert not told(doing(short), doing(long)).is_hopeless
+    assert told(doing(long), doing(state="idle")).is_hopeless
+
+
 def test_only_members_of_a_group_are_missed() -> None:
     pair = doing(issued("all_reduce", 1, group="1", ranks=(0, 2)))
     assert diagnose({0: pair, 1: doing(state="idle"), 2: pair}, 3) is None

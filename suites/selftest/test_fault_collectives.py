@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from suites.selftest.conftest import FaultSession
 
 FAULTS = """
-import os, time
+import datetime, os, threading, time
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,6 +98,31 @@ def test_patient(world):
     for work in works:
         work.wait()
 
+def test_timeout_of_a_group(world):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    if world.rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+
+def test_threads_with_a_group_each(world):
+    groups = [dist.new_group() for _ in range(2)]
+    def late(number):
+        threading.Event().wait(2 if number == world.rank else 0)
+        dist.all_reduce(torch.ones(1), group=groups[number])
+    threads = [threading.Thread(target=late, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+def test_sleep_with_work_in_flight(world):
+    groups = [dist.new_group() for _ in range(2)]
+    work = dist.all_reduce(torch.ones(1), group=groups[world.rank], async_op=True)
+    time.sleep(2)
+    dist.all_reduce(torch.ones(1), group=groups[1 - world.rank])
+    work.wait()
+
 @pytest.mark.ranks(3)
 def test_outside_of_a_group(world):
     dist.new_group([0, 1])
@@ -162,8 +187,11 @@ def test_two_groups_in_opposite_order_are_a_deadlock(session: FaultSession) -> N
     assert "(ranks 0, 1) for rank 1; rank 1 waits in all_reduce #1 (float [1]) of group " in sentence
 
 
-def test_ranks_that_wait_in_turns_are_left_alone(session: FaultSession) -> None:
-    assert session["test_patient"].outcomes == ["passed"]
+@pytest.mark.parametrize(
+    "name", ["patient", "timeout_of_a_group", "threads_with_a_group_each", "sleep_with_work_in_flight"]
+)
+def test_ranks_that_do_not_wait_in_vain_are_left_alone(session: FaultSession, name: str) -> None:
+    assert session[f"test_{name}"].outcomes == ["passed"]
 
 
 def test_a_rank_that_is_no_member_of_a_group_can_be_asked(session: FaultSession) -> None:

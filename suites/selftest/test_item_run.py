@@ -1,0 +1,88 @@
+"""The controller's loop over one item, with ranks that say nothing more."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import subprocess
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+from harness.protocol import Doing, Probe, Reported
+from harness.world import item_run
+from harness.world.handle import RankHandle
+from harness.world.item_run import ItemRun
+
+ORDER: Any = None
+PTRACE_ATTACH = 16
+
+
+class SilentRank(RankHandle):
+    """Says what its wire holds, and nothing else; notes what it is sent, and how often it is listened to."""
+
+    def __init__(self, wire: Connection) -> None:
+        self.rank, self.died, self.can_debug, self.debugger = 0, None, False, "left"
+        self.wire = wire
+        self.sent: list[Any] = []
+        self.listened = 0
+
+    def begin(self, order: Any) -> None:
+        pass
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def sources(self) -> tuple[Any, ...]:
+        self.listened += 1
+        return (self.wire,)
+
+    def read(self, source: Any) -> list[Any]:
+        return list(self.wire.recv())
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def describe_silent(self) -> Any:
+        return Doing("", "nowhere", state="silent")
+
+    def phases_over(self) -> int:
+        return 0
+
+    def log(self) -> str:
+        return ""
+
+    def output(self) -> Any:
+        return SimpleNamespace(captured=lambda: ())
+
+
+def test_a_rank_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: Any) -> None:
+    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
+    ours, _theirs = multiprocessing.Pipe()
+    rank = SilentRank(ours)
+    ItemRun([rank], 0.5).run(ORDER)
+    assert rank.sent == [Probe(), Probe(thoroughly=True)]
+
+
+def test_the_tear_down_of_a_rank_that_has_failed_is_waited_for_without_haste() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = SilentRank(ours)
+    theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport"}),))
+    outcome = ItemRun([rank], 1.5).run(ORDER)
+    assert outcome.timed_out
+    assert rank.listened < 30
+
+
+def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        started: Any = SimpleNamespace(process=process, wire=None)
+        spec: Any = SimpleNamespace(rank=0, session=SimpleNamespace(debugged_rank=None))
+        rank = RankHandle(spec, started)
+        try:
+            assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            is_stopped = rank.is_stopped()
+        finally:
+            process.kill()
+    assert not is_stopped
