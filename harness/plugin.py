@@ -56,7 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--check-collectives",
         action="store_true",
-        help="after each test compare the collectives of all ranks: a mismatch that nobody noticed fails it",
+        help="after each test compare the collectives of all ranks (operation, dtypes, sizes): a mismatch "
+        "that nobody noticed fails it",
     )
     group.addoption("--fresh-worlds", action="store_true", help="new processes for every test on ranks")
     group.addoption(

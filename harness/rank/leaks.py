@@ -55,7 +55,8 @@ class Leaks:
         return Belongings.capture_children() if self._policy == "off" else Belongings.capture()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._place = str(item.path), (item.location[1] or 0) + 1
         self._raised = False
         self._standing = self._capture()
 
@@ -139,7 +140,7 @@ class Leaks:
             return
         if self._policy == "error" and not (self._raised or failing):
             pytest.fail(f"{text} (ranks_leaks = error)", pytrace=False)
-        warnings.warn(category(text), stacklevel=1)
+        warnings.warn_explicit(text, category, *self._place)
 
 
 def _note_segments(names: set[str]) -> None:

@@ -22,6 +22,8 @@ def explain(
     head = [sentence] if sentence else []
     head += _head(first, len(ranks), others)
     in_groups = {problem.rank for group in (first, *others) for problem in group}
+    if points := {rank.fate.doing.point for rank in ranks if isinstance(rank.fate, Stuck)} - {""}:
+        head.append(f"subtests after [{max(points)}] did not run")
     for rank in ranks:
         if rank.rank not in in_groups:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank))}")
@@ -83,6 +85,9 @@ def _chain(problem: Problem, sentence: str) -> list[Link]:
     elif not (chain := links(report)):
         location = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
         chain = [(_native(report.longreprtext), location, None)]
+    for link, _, _ in chain:
+        if link.extraline and link.extraline.startswith("All traceback entries are hidden"):
+            link.extraline = None  # they are frames of this harness: no news
     entry, crash, description = chain[-1]
     if crash is None and report is not None:
         crash = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])

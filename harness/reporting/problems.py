@@ -129,7 +129,7 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
             when = (
                 f"still ran at the deadline of {context.timeout:g} s"
                 if context.timed_out
-                else f"given up after {context.seconds:.1f} s"
+                else f"ended by the harness after {context.seconds:.1f} s"
             )
             title = f"{when}, in {place_of(rank.fate.doing)}"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))

@@ -125,10 +125,11 @@ def messages(report: pytest.TestReport) -> list[str]:
 def lines(report: pytest.TestReport) -> tuple[str, ...]:
     """Return the lines that the traceback goes through, the test's own first."""
     chain = links(report)
+    own = f"{report.location[0]}:{(report.location[1] or 0) + 1}"
     if not chain:
-        return (f"{report.location[0]}:{(report.location[1] or 0) + 1}",)
+        return (own,)
     places = (getattr(entry, "reprfileloc", None) for entry in chain[-1][0].reprentries)
-    return tuple(f"{place.path}:{place.lineno}" for place in places if place is not None) or (report.nodeid,)
+    return tuple(f"{place.path}:{place.lineno}" for place in places if place is not None) or (own,)
 
 
 def _skip_reason(report: pytest.TestReport) -> str:

@@ -16,6 +16,8 @@ _EQUAL_SIZES = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "allgather_base"}
     | {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather_into_tensor"}
 )
+_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+_EXCHANGES = frozenset({"send", "recv"})
 _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
 _PATIENT = 600.0
@@ -127,7 +129,7 @@ class _Ranks:
         waiting = {rank: issued for rank in self._doing if (issued := self._waits_in(rank)) is not None}
         stopped = [rank for rank, each in self._doing.items() if each.state == "stopped"]
         if not waiting and not stopped:
-            return None
+            return self._lonely_exchange() or self._unknown_root()
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
@@ -135,6 +137,27 @@ class _Ranks:
         ends_by_itself = any(issued.timeout < _PATIENT for issued in waiting.values())
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
+
+    def _lonely_exchange(self) -> Diagnosis | None:
+        """Find ranks that wait to receive or to send when all others have ended the test."""
+        waiting = [rank for rank, each in self._doing.items() if each.call in _EXCHANGES]
+        ended = self._in_state("idle")
+        if not waiting or not ended or len(waiting) + len(ended) < self._size:
+            return None
+        told = "; ".join(f"rank {rank} waits in {place_of(self._doing[rank])}" for rank in waiting)
+        verb = "has" if len(ended) == 1 else "have"
+        return Diagnosis(f"{told}, and {_names(ended)} {verb} ended the test", frozenset(ended), True)
+
+    def _unknown_root(self) -> Diagnosis | None:
+        """Suspect that ranks name different roots, which the recorder does not tell, where all are in one."""
+        first = [
+            next((each for each in rank.values() if each.in_flight), None) for rank in self._issued.values()
+        ]
+        alike = {describe(each) if each is not None else "" for each in first}
+        if len(first) < self._size or len(alike) > 1 or first[0] is None or first[0].op not in _ROOTED:
+            return None
+        sentence = f"all ranks wait in {describe(first[0])}: do they name the same source or destination?"
+        return Diagnosis(sentence, frozenset(), is_hopeless=False)
 
     def _in_state(self, state: str) -> list[int]:
         return [rank for rank, each in self._doing.items() if each.state == state]

@@ -159,6 +159,21 @@ def test_a_stopped_rank_is_told_though_nobody_waits_for_it() -> None:
     assert (found.sentence, found.blame, found.is_hopeless) == ("rank 1 is stopped", {1}, True)
 
 
+def test_a_rank_that_receives_when_all_others_have_ended_waits_in_vain() -> None:
+    found = told(doing(state="idle"), doing(call="recv"), doing(state="idle"))
+    place = "recv at test_a.py:7 in test_a"
+    assert found.sentence == f"rank 1 waits in {place}, and ranks 0, 2 have ended the test"
+    assert found.is_hopeless
+    assert diagnose({0: doing(), 1: doing(call="recv")}, 2) is None  # it may still send
+
+
+def test_roots_may_differ_where_all_ranks_wait_in_one_broadcast() -> None:
+    ranks = [doing(issued("broadcast", 1)), doing(issued("broadcast", 1))]
+    sentence = "all ranks wait in broadcast #1 (float [3]): do they name the same source or destination?"
+    assert told(*ranks).sentence == sentence
+    assert not told(*ranks).is_hopeless  # it may be large
+
+
 def test_numbers_count_from_the_beginning_of_the_test() -> None:
     knows = doing(issued("all_reduce", 42), before={DEFAULT_GROUP: 40})
     forgot = doing(issued("barrier", 42, ()))

@@ -173,7 +173,7 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_told_with_its_line(session:
 def test_a_rank_that_is_stopped_is_told_before_the_deadline(session: FaultSession) -> None:
     head = session["test_stopped"].head()
     assert head[0] == "rank 1 is stopped"
-    assert head[1].startswith("rank 1 of 2 given up after ")
+    assert head[1].startswith("rank 1 of 2 ended by the harness after ")
 
 
 def test_looking_at_a_rank_that_holds_the_gil_does_not_wake_it(session: FaultSession) -> None:
@@ -198,7 +198,9 @@ def test_a_rank_that_hangs_is_blamed_for_the_one_that_waits(
     assert verdict.outcomes == ["failure"]
     assert re.match(r"rank 0 waits in barrier #\d+, which rank 1 " + re.escape(where), verdict.head()[0])
     # The deadline comes at the moment when a standstill would be told.
-    assert re.match(r"rank 1 of 2 (still ran at the deadline of 1 s|given up after)", verdict.head()[1])
+    assert re.match(
+        r"rank 1 of 2 (still ran at the deadline of 1 s|ended by the harness after)", verdict.head()[1]
+    )
 
 
 @pytest.mark.parametrize("doing", ["computes", "holds_the_gil"])

@@ -75,8 +75,8 @@ def test_the_tear_down_of_a_rank_that_has_failed_is_waited_for_without_haste() -
 
 
 def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
-    with subprocess.Popen(["sleep", "100"]) as process:
-        started: Any = SimpleNamespace(process=process, wire=None)
+    with subprocess.Popen(["sleep", "100"], stdin=subprocess.PIPE) as process:
+        started: Any = SimpleNamespace(process=process, wire=process.stdin)
         spec: Any = SimpleNamespace(rank=0, session=SimpleNamespace(debugged_rank=None))
         rank = RankHandle(spec, started)
         try:

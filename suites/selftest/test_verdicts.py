@@ -326,7 +326,7 @@ def test_a_rank_that_waits_for_one_that_has_ended_does_not_wait_for_the_deadline
     sentence = "rank 1 waits in all_reduce #1 (float [3]), which rank 0 never reached: it has ended the test"
     assert verdict.message == sentence
     assert verdict.head()[0] == sentence
-    assert verdict.head()[1].startswith("rank 1 of 2 given up after ")
+    assert verdict.head()[1].startswith("rank 1 of 2 ended by the harness after ")
     assert verdict.seconds < 4
 
 
