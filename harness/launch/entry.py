@@ -56,8 +56,7 @@ def _take_over(spec: RankSpec) -> None:
     os.chdir(session.cwd)
     if session.captures:
         _redirect_streams(spec.log_path)
-    else:
-        _write_whole_lines()
+    _write_whole_lines()
 
 
 def _let_go_of_server() -> None:
@@ -72,7 +71,10 @@ def _let_go_of_server() -> None:
 
 
 def _write_whole_lines() -> None:
-    """Keep the lines of ranks that share a terminal apart, whatever PYTHONUNBUFFERED says."""
+    """Write each line when it is complete, whatever PYTHONUNBUFFERED says.
+
+    So the lines of ranks that share a terminal stay apart, and a rank that dies takes no line along.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

@@ -61,7 +61,8 @@ class Project:
         process = subprocess.Popen(
             command,
             cwd=self.path / cwd,
-            env={**os.environ, **mine, **(environ or {})},
+            # What cannot be encoded is then escaped by whoever prints it, as on a terminal, and not by pytest.
+            env={**os.environ, "PYTHONIOENCODING": "", **mine, **(environ or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
