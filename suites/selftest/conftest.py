@@ -61,7 +61,7 @@ class Project:
         process = subprocess.Popen(
             command,
             cwd=self.path / cwd,
-            # What cannot be encoded is then escaped by whoever prints it, as on a terminal, and not by pytest.
+            # What cannot be encoded is then escaped by who prints it, as on a terminal, and not by pytest.
             env={**os.environ, "PYTHONIOENCODING": "", **mine, **(environ or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
