@@ -6,11 +6,9 @@ import contextlib
 import json
 import linecache
 import os
-import sys
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pluggy
@@ -19,6 +17,7 @@ import torch.distributed as dist
 
 from harness.places import is_installed
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
+from harness.rank.stacks import Stack, stacks
 
 WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256
@@ -37,12 +36,12 @@ def describe_rank(main_thread: int, base: str, begun: int, state: State, point: 
         point: the subtest under way.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    main = _frames(frames.pop(main_thread))
+    all_stacks = stacks()
+    main = _frames(all_stacks.pop(main_thread, ()))
     texts = [f"MainThread:\n{_format(main)}"]
-    for ident, frame in frames.items():
+    for ident, stack in all_stacks.items():
         if names.get(ident) != WIRE_THREAD:
-            texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(frame))}")
+            texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(stack))}")
     issued, before = issued_since(begun)
     where, call = _users_line(main)
     if state == "runs" and main and _is_pytests(main[0].filename):
@@ -56,13 +55,12 @@ def position(main_thread: int) -> object:
     A loop that polls may be met at the same instruction again and again; but each turn it goes to sleep anew.
     Nothing is equal in `time.sleep`, which ends by itself, or while another thread runs code of the user's.
     """
-    frames_of = sys._current_frames()
-    frame = frames_of.pop(main_thread, None)
-    frames_of.pop(threading.get_ident(), None)
-    if _sleeps_for_a_time() or any(map(_runs_users_code, frames_of.values())):
+    others = stacks()
+    stack = others.pop(main_thread, ())
+    others.pop(threading.get_ident(), None)
+    if _sleeps_for_a_time() or any(map(_runs_users_code, others.values())):
         return object()
-    frames = tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(frame))
-    return frames, _times_slept()
+    return tuple((id(place.code), place.instruction) for place in stack), _times_slept()
 
 
 def _sleeps_for_a_time() -> bool:
@@ -72,8 +70,8 @@ def _sleeps_for_a_time() -> bool:
     return False
 
 
-def _runs_users_code(innermost: FrameType) -> bool:
-    return any(not is_installed(frame.f_code.co_filename) for frame, _ in traceback.walk_stack(innermost))
+def _runs_users_code(stack: Stack) -> bool:
+    return any(not is_installed(place.code.co_filename) for place in stack)
 
 
 def _times_slept() -> str:
@@ -84,14 +82,13 @@ def _times_slept() -> str:
     return ""
 
 
-def _frames(innermost: FrameType | None) -> list[traceback.FrameSummary]:
+def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
     """Summarise a stack, outermost first, without the frames that lead to what pytest calls of the user's.
 
     Where pytest itself is at work, the first frame is one of pytest's.
     """
     linecache.checkcache()
-    stack = traceback.StackSummary.extract(traceback.walk_stack(innermost))
-    stack.reverse()
+    stack = [place.summary() for place in reversed(innermost_first)]
     last_of_pytest = max((i for i, frame in enumerate(stack) if _is_pytests(frame.filename)), default=-1)
     below = stack[last_of_pytest + 1 :]
     calls_user = any(not is_installed(frame.filename) for frame in below)

@@ -235,9 +235,15 @@ class Rank:
         except Exception:  # of what torch does not document; the thread that says it is needed on
             return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
 
+    def _look_at(self, main: int) -> object:
+        try:
+            return position(main)
+        except Exception:  # likewise
+            return object()
+
     def _answer(self, main: int, thoroughly: bool) -> None:
         """Say what the main thread is doing, or only that it has moved since the last time."""
-        before, self._position = self._position, position(main)
+        before, self._position = self._position, self._look_at(main)
         if thoroughly or self._state != "runs" or before == self._position:
             self.send(self._describe(main))
         else:
