@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from harness.places import is_installed
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
-from harness.rank.stacks import Stack, stacks
+from harness.rank.stacks import Stack
 
 WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256
@@ -25,10 +25,13 @@ MOST_RECORDED = 256
 _DEFAULT_DESCRIPTION = "default_pg"
 
 
-def describe_rank(main_thread: int, base: str, begun: int, state: State, point: str = "") -> Doing:
+def describe_rank(
+    stacks: dict[int, Stack], main_thread: int, base: str, begun: int, state: State, point: str = ""
+) -> Doing:
     """Describe all threads of this process but the one that asks, the main thread first.
 
     Args:
+        stacks: of all threads, by ident.
         main_thread: its ident.
         base: directory that the user's files are named from.
         begun: when the item began, nanoseconds since the epoch.
@@ -36,11 +39,10 @@ def describe_rank(main_thread: int, base: str, begun: int, state: State, point: 
         point: the subtest under way.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    all_stacks = stacks()
-    main = _frames(all_stacks.pop(main_thread, ()))
+    main = _frames(stacks.get(main_thread, ()))
     texts = [f"MainThread:\n{_format(main)}"]
-    for ident, stack in all_stacks.items():
-        if names.get(ident) != WIRE_THREAD:
+    for ident, stack in stacks.items():
+        if ident != main_thread and names.get(ident) != WIRE_THREAD:
             texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(stack))}")
     issued, before = issued_since(begun)
     where, call = _users_line(main)
@@ -49,18 +51,24 @@ def describe_rank(main_thread: int, base: str, begun: int, state: State, point: 
     return Doing("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, point)
 
 
-def position(main_thread: int) -> object:
-    """Return what stays equal exactly while the main thread stands still: its frames, and how often it slept.
+def progress() -> object:
+    """Return what stays equal exactly while the main thread is blocked: how long it has run, and waited to run.
 
-    A loop that polls may be met at the same instruction again and again; but each turn it goes to sleep anew.
-    Nothing is equal in `time.sleep`, which ends by itself, or while another thread runs code of the user's.
+    Frames are not looked at: those of a thread that runs cannot be walked through safely. Nothing is equal in
+    `time.sleep`, which ends by itself, nor where the system does not tell.
     """
-    others = stacks()
-    stack = others.pop(main_thread, ())
-    others.pop(threading.get_ident(), None)
-    if _sleeps_for_a_time() or any(map(_runs_users_code, others.values())):
+    if _sleeps_for_a_time():
         return object()
-    return tuple((id(place.code), place.instruction) for place in stack), _times_slept()
+    try:
+        return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text()
+    except OSError:
+        return object()
+
+
+def others_run_users_code(stacks: dict[int, Stack], main_thread: int) -> bool:
+    """Whether a thread beside the main one and this one is in code of the user's: it may free the main one."""
+    apart = (main_thread, threading.get_ident())
+    return any(_runs_users_code(stack) for ident, stack in stacks.items() if ident not in apart)
 
 
 def _sleeps_for_a_time() -> bool:
@@ -71,15 +79,7 @@ def _sleeps_for_a_time() -> bool:
 
 
 def _runs_users_code(stack: Stack) -> bool:
-    return any(not is_installed(place.code.co_filename) for place in stack)
-
-
-def _times_slept() -> str:
-    with contextlib.suppress(OSError):  # no such file outside of Linux
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                return line
-    return ""
+    return any(not is_installed(place.file) for place in stack)
 
 
 def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:

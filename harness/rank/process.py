@@ -40,10 +40,11 @@ from harness.protocol import (
 from harness.rank.capture import capture_into
 from harness.rank.copies import Copies
 from harness.rank.crash_reports import CrashReports
-from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, position
+from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, others_run_users_code, progress
 from harness.rank.process_group import DefaultGroup
 from harness.rank.raised import describe_raised
 from harness.rank.session import RankSession, seed_everything
+from harness.rank.stacks import Stacks
 from harness.rank.view import RankWorld
 from harness.terminal import SentTerminal
 
@@ -75,9 +76,10 @@ class Rank:
         self._state: State = "idle"
         self._point = ""
         self._item_began = 0
+        self._stacks = Stacks()
         self._severing = threading.Lock()
         self._severable = ""
-        self._position: object = None
+        self._progress: object = None
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.stacks_path)
         self.copies = Copies(spec.rank, self._let_go)
@@ -228,26 +230,25 @@ class Rank:
                 case Agreed() | Close():
                     self._inbox.put(message)
 
-    def _describe(self, main: int) -> Doing:
-        try:
-            base = self.spec.session.cwd
-            return describe_rank(main, base, self._item_began, self._state, self._point)
-        except Exception:  # of what torch does not document; the thread that says it is needed on
-            return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
-
-    def _look_at(self, main: int) -> object:
-        try:
-            return position(main)
-        except Exception:  # likewise
-            return object()
-
     def _answer(self, main: int, thoroughly: bool) -> None:
-        """Say what the main thread is doing, or only that it has moved since the last time."""
-        before, self._position = self._position, self._look_at(main)
-        if thoroughly or self._state != "runs" or before == self._position:
+        """Say what the main thread is doing, or only that it has run since the last time."""
+        before, self._progress = self._progress, progress()
+        if thoroughly:
+            self.send(self._describe(main))
+        elif self._state != "runs":
+            self.send(self.collectives())
+        elif before == self._progress and not others_run_users_code(self._stacks.take(), main):
             self.send(self._describe(main))
         else:
             self.send(Moves())
+
+    def _describe(self, main: int) -> Doing:
+        try:
+            base = self.spec.session.cwd
+            stacks = self._stacks.take()
+            return describe_rank(stacks, main, base, self._item_began, self._state, self._point)
+        except Exception:  # of what torch does not document; the thread that says it is needed on
+            return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
 
 
 def _lease(spec: RankSpec) -> RankLease | None:

@@ -1,51 +1,61 @@
-"""Stacks of all Python threads of this process, taken in one moment."""
+"""Stacks of all Python threads of this process, while they run."""
 
 from __future__ import annotations
 
-import sys
-import time
+import faulthandler
+import os
+import re
+import threading
 import traceback
-from types import CodeType, FrameType
 from typing import NamedTuple
 
-_UNDISTURBED = 0.05
-"""Seconds that no other thread takes the interpreter: far more than it takes to walk through all stacks."""
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Place(NamedTuple):
-    """One frame as it was: what it ran, at which instruction and line."""
+    """One frame: the line it is at."""
 
-    code: CodeType
-    instruction: int
+    file: str
     line: int
+    function: str
 
     def summary(self) -> traceback.FrameSummary:
         """Return what `traceback` formats."""
-        return traceback.FrameSummary(self.code.co_filename, self.line, self.code.co_name, lookup_line=False)
+        return traceback.FrameSummary(self.file, self.line, self.function, lookup_line=False)
 
 
 Stack = tuple[Place, ...]
-"""The frames of a thread, innermost first."""
+"""The frames of a thread, innermost first; the 100 innermost if there are more."""
 
 
-def stacks() -> dict[int, Stack]:
-    """Return the stack of each thread, by its ident.
+class Stacks:
+    """Takes stacks by Python's fault handler.
 
-    No thread runs meanwhile: the frames of one that does cannot be walked through. On Python 3.11 the next
-    frame may then be any object at all.
+    Not by frame objects: on Python 3.11 the next frame of one that runs in another thread was seen to be a
+    dict, and to crash the process, while torch's autograd engine was at work there.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_UNDISTURBED)
-    try:
-        time.sleep(0)  # a switch that somebody has asked for already comes here, and not below
-        return {ident: _walk(frame) for ident, frame in sys._current_frames().items()}
-    finally:
-        sys.setswitchinterval(interval)
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("lockstep-stacks")
+        self._taking = threading.Lock()
+
+    def take(self) -> dict[int, Stack]:
+        """Return the stack of each thread, by its ident."""
+        with self._taking:
+            os.ftruncate(self._file, 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            faulthandler.dump_traceback(self._file, all_threads=True)
+            text = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        return _parse(text.decode(errors="replace"))
 
 
-def _walk(frame: FrameType | None) -> Stack:
-    places = []
-    while frame is not None:
-        places.append(Place(frame.f_code, frame.f_lasti, frame.f_lineno or 0))
-        frame = frame.f_back
-    return tuple(places)
+def _parse(text: str) -> dict[int, Stack]:
+    found: dict[int, list[Place]] = {}
+    places: list[Place] = []
+    for line in text.splitlines():
+        if match := _THREAD.match(line):
+            places = found[int(match[1], 16)] = []
+        elif match := _FRAME.match(line):
+            places.append(Place(match[1], int(match[2]), match[3]))
+    return {ident: tuple(stack) for ident, stack in found.items()}

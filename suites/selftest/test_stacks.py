@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
-from harness.rank.stacks import stacks
+from harness.rank.stacks import Stacks
 
 
 def busy(stop: threading.Event) -> None:
@@ -20,24 +19,23 @@ def busy(stop: threading.Event) -> None:
 
 
 def test_stacks_of_running_threads_are_stacks() -> None:
-    stop = threading.Event()
+    stop, stacks = threading.Event(), Stacks()
     thread = threading.Thread(target=busy, args=(stop,))
     thread.start()
     try:
         until = time.monotonic() + 1.0
         seen = set()
         while time.monotonic() < until:
-            stack = stacks()[thread.ident or 0]
-            assert stack[-1].code.co_name == "_bootstrap"  # each walk reaches the thread's beginning
-            seen.add(stack[0].code.co_name)
+            stack = stacks.take()[thread.ident or 0]
+            assert stack[-1].function == "_bootstrap"  # each walk reaches the thread's beginning
+            seen.add(stack[0].function)
     finally:
         stop.set()
         thread.join()
     assert "deep" in seen
 
 
-def test_looking_changes_nothing() -> None:
-    before = sys.getswitchinterval()
-    place = stacks()[threading.get_ident()]
-    assert "test_looking_changes_nothing" in [each.code.co_name for each in place]
-    assert sys.getswitchinterval() == before
+def test_a_place_is_a_line_of_a_function() -> None:
+    place = Stacks().take()[threading.get_ident()][1]  # below `take`
+    assert (place.file, place.function) == (__file__, "test_a_place_is_a_line_of_a_function")
+    assert "Stacks().take()" in (place.summary().line or "")
