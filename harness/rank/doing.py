@@ -52,7 +52,7 @@ def describe_rank(
 
 
 def progress() -> object:
-    """Return what stays equal exactly while the main thread is blocked: how long it has run, and waited to run.
+    """Return what stays equal exactly while the main thread is blocked: how long it has run, and waited to.
 
     Frames are not looked at: those of a thread that runs cannot be walked through safely. Nothing is equal in
     `time.sleep`, which ends by itself, nor where the system does not tell.
@@ -66,7 +66,7 @@ def progress() -> object:
 
 
 def others_run_users_code(stacks: dict[int, Stack], main_thread: int) -> bool:
-    """Whether a thread beside the main one and this one is in code of the user's: it may free the main one."""
+    """Whether a thread beside the main one and this one is in code of the user: it may free the main one."""
     apart = (main_thread, threading.get_ident())
     return any(_runs_users_code(stack) for ident, stack in stacks.items() if ident not in apart)
 
