@@ -126,6 +126,7 @@ class Leaks:
             return set(new.of_tests(self._segments).children)
 
         end(left, TERMINATE_WITHIN)
+        left()  # the last of them may have ended after it was waited for in vain
 
     def tell(self, category: type[Warning], left: str, *, failing: bool = False) -> None:
         """Do what the policy says with what a test has left.
