@@ -175,7 +175,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_a_victim_in_one_line(session: 
     assert verdict.head()[0] == "rank 1 of 2 failed"
     assert verdict.head()[1].startswith("rank 0: cut off by that at test_faults.py:")
     assert "gloo/transport" not in verdict.text
-    assert verdict.seconds < 2
+    assert verdict.seconds < 15  # the deadline is 30
 
 
 def test_equal_tracebacks_are_shown_once(session: FaultSession) -> None:
@@ -201,12 +201,12 @@ def test_the_first_failure_comes_first_and_others_follow(session: FaultSession) 
         ("test_segmentation_fault", "died: SIGSEGV"),
     ],
 )
-def test_a_death_is_a_failure_within_two_seconds(session: FaultSession, name: str, how: str) -> None:
+def test_a_death_is_a_failure_long_before_the_deadline(session: FaultSession, name: str, how: str) -> None:
     verdict = session[name]
     assert verdict.outcomes == ["failure"]
     assert verdict.head()[0].split(",")[0] == f"rank 1 of 2 {how}"
     assert verdict.message == f"rank 1: {how}"
-    assert verdict.seconds < 2  # a bound against hanging, not a measurement
+    assert verdict.seconds < 15  # the deadline is 30
 
 
 def test_a_segmentation_fault_shows_the_python_line_it_happened_at(session: FaultSession) -> None:
@@ -229,7 +229,7 @@ def test_a_skip_on_one_rank_is_a_disagreement(session: FaultSession) -> None:
     assert verdict.outcomes == ["failure"]
     assert verdict.head()[0] == "rank 1 of 2 skipped (not today) and others did not: ranks disagree"
     assert verdict.head()[1].startswith("rank 0: was in all_reduce #")
-    assert verdict.seconds < 3
+    assert verdict.seconds < 15  # the deadline is 30
 
 
 def test_a_skip_on_all_ranks_is_a_skip(session: FaultSession) -> None:
@@ -242,7 +242,7 @@ def test_a_hang_tells_what_every_rank_was_doing(session: FaultSession) -> None:
     assert "still ran at the deadline of 1.5 s, in all_reduce #1 (half [3, 5]) at " in text
     assert "time.sleep(100)" in text
     assert "dist.all_reduce(torch.ones(3, 5, dtype=torch.float16))" in text
-    assert session["test_hang"].seconds < 4
+    assert session["test_hang"].seconds < 15  # not for ever
 
 
 def test_mismatched_collectives_are_told_apart(session: FaultSession) -> None:
@@ -265,7 +265,7 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_not_left_until_the_deadline
     assert verdict.message == sentence
     assert verdict.head()[0] == sentence
     assert verdict.head()[1].startswith("rank 1 of 2 ended by the harness after ")
-    assert verdict.seconds < 4
+    assert verdict.seconds < 15  # the deadline is 30
 
 
 def test_a_collective_that_not_all_joined_fails_the_test_though_nobody_waits(session: FaultSession) -> None:
