@@ -15,8 +15,9 @@ from torch import nn
 from harness.adapters.capabilities import Capability
 from harness.adapters.composed import Composed
 from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.shown import ShownGroup, ShownState
+from harness.adapters.shown import ShownGroup
 from harness.adapters.spec import ShardSpec
+from harness.engine import GroupState
 from harness.recorders import Collective
 
 __all__ = ["TorchFsdp2"]
@@ -121,13 +122,13 @@ def _name_of(place: Any, names: dict[nn.Module, str]) -> str:
     return ".".join(filter(None, [names[place.module], place.param_name]))
 
 
-def _state_of(group: Any) -> ShownState:
+def _state_of(group: Any) -> GroupState:
     match group._sharded_state.name, group._training_state.name:
         case "SHARDED", _:
-            return ShownState.SHARDED if group._all_gather_result is None else ShownState.PREFETCHED
+            return GroupState.SHARDED if group._all_gather_result is None else GroupState.PREFETCHED
         case "SHARDED_POST_FORWARD", _:
-            return ShownState.SPLIT
+            return GroupState.SPLIT
         case _, "IDLE":
-            return ShownState.KEPT
+            return GroupState.KEPT
         case _:
-            return ShownState.GATHERED
+            return GroupState.GATHERED
