@@ -209,11 +209,6 @@ MIXED: tuple[Deviation, ...] = (
         why="containers are copied, whatever is in them",
     ),
     Deviation(
-        claims=("mixed_precision/test_embeddings.py::*::test_mp_embedding_reduce",),
-        points=("units=(<class_*TransformerEncoderLayer*",),
-        why="where layers are units, gradients in fp16 are rounded otherwise than in the whole",
-    ),
-    Deviation(
         claims=(
             "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[fp16-*",
             "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-3-ranks]",
