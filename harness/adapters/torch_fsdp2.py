@@ -115,6 +115,8 @@ def _shown(engine: str, group: Any, name: str, names: dict[nn.Module, str]) -> S
         local_bytes=local * dtype.itemsize,
         gathered_bytes=sum(t.untyped_storage().nbytes() for p in parameters for t in p.all_gather_outputs),
         training=group.modules[0].training,
+        # What is cast is cast into the gathered parameters themselves: of the shard there is no copy to see.
+        cast_bytes=0 if (policy.param_dtype or dtype) == dtype else None,
     )
 
 
