@@ -1,12 +1,13 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.torch_engines import AMP_SCALER, ONE_RANK, SPARSE
 
 _AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
 _UNUSED = "all parameters must get a gradient in each step, unless it is told to look for those that do not"
 _REENTRANT = "a parameter that reentrant checkpointing uses more than once is counted more than once"
 
-DEVIATIONS: tuple[Deviation, ...] = (
+OWN: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
         points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
@@ -64,11 +65,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_collectives.py::test_one_rank_communicates_nothing[fp32-NO_SHARD]",),
-        why="one rank alone calls all_reduce all the same",
-    ),
-    Deviation(
-        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]",),
-        why="sparse gradients are refused",
+        why=ONE_RANK,
     ),
     Deviation(
         claims=("core/test_states.py::test_a_step_after_save_and_load_has_the_same_bits*-NO_SHARD-3-ranks]",),
@@ -79,18 +76,6 @@ DEVIATIONS: tuple[Deviation, ...] = (
         points=("precision=Precision(), *offload=False",),
         why="gloo adds in low precision what was divided and rounded before",
     ),
-    Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
-        ),
-        why="a scaled loss in low precision comes out in fp32",
-    ),
-    Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
-        ),
-        why="fp16 gradients are not unscaled",
-    ),
 )
+
+DEVIATIONS = (*OWN, SPARSE, *AMP_SCALER)
