@@ -6,11 +6,6 @@ ADDED_IN_LOW_PRECISION = "gloo adds in low precision, and rounds after each rank
 ONE_RANK = "a group of one rank reduces all the same"
 KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
 
-SPARSE = Deviation(
-    claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
-    why="sparse gradients are refused",
-)
-
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with
 AMP_SCALER: tuple[Deviation, ...] = (
     Deviation(
@@ -34,7 +29,10 @@ AMP_SCALER: tuple[Deviation, ...] = (
 
 # FSDP1 and FSDP2
 FSDPS: tuple[Deviation, ...] = (
-    SPARSE,
+    Deviation(
+        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
+        why="sparse gradients are refused",
+    ),
     Deviation(
         claims=(
             "core/test_collectives.py::test_evaluation_gathers_each_group_*-SHARD_GRAD_OP-*",
