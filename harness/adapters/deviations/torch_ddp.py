@@ -1,7 +1,7 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.torch_engines import AMP_SCALER, ONE_RANK
+from harness.adapters.deviations.torch_engines import AMP_SCALER, IN_LOW_PRECISION, ONE_RANK
 
 _AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
 _UNUSED = "all parameters must get a gradient in each step, unless it is told to look for those that do not"
@@ -79,7 +79,7 @@ OWN: tuple[Deviation, ...] = (
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-NO_SHARD-*",),
         points=("precision=Precision(), *offload=False",),
-        why="gloo adds in low precision what was divided and rounded before",
+        why=IN_LOW_PRECISION,
     ),
 )
 

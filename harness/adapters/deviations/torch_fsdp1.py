@@ -2,7 +2,7 @@
 
 from harness.adapters.deviations.deviation import Deviation
 from harness.adapters.deviations.norms import NAN
-from harness.adapters.deviations.torch_engines import ADDED_IN_LOW_PRECISION, FSDPS, ONE_RANK
+from harness.adapters.deviations.torch_engines import FSDPS, IN_LOW_PRECISION, ONE_RANK
 
 _ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
 _WHOLE = "what is not sharded has no state of its own to show, and is never given up"
@@ -243,7 +243,7 @@ MIXED: tuple[Deviation, ...] = (
             "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-2-ranks]",
         ),
         points=("*offload=False",),
-        why=ADDED_IN_LOW_PRECISION,
+        why=IN_LOW_PRECISION,
     ),
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",),

@@ -3,19 +3,23 @@
 from harness.adapters.deviations.deviation import Deviation
 from harness.adapters.deviations.norms import DTENSOR_NORMS
 from harness.adapters.deviations.torch_engines import (
-    ADDED_IN_LOW_PRECISION,
     AMP_SCALER,
     FSDPS,
+    IN_LOW_PRECISION,
     KEPT,
     ONE_RANK,
 )
 
 _PINNED = "CPUOffloadPolicy pins memory unless told, which raises on a host without accelerator"
+_EXCEPTION = "parameters of the groups under way stay in full after an exception"
 _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
 _ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
+_REDUCED_IN_ANOTHER = (
+    "policy=(torch.bfloat16_torch.float32), sync=False",
+    "policy=(None_torch.bfloat16), sync=False",
+)
 _AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer made of them moves nothing"
-_INFERENCE = "what was gathered in inference mode cannot be gathered again outside"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
@@ -32,7 +36,7 @@ CORE: tuple[Deviation, ...] = (
         why="gradients that wait for a reduction are not converted with the model",
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*-NO_SHARD-*",),
+        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[no_grad-*-NO_SHARD-*",),
         why=KEPT,
     ),
     Deviation(
@@ -44,7 +48,7 @@ CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_shapes.py::*[checkpointed_reentrant*",),
         points=("*",),
-        why="a unit that reentrant checkpointing recomputes twice gets a wrong gradient",
+        why="a unit that reentrant checkpointing recomputes twice in a step gets a wrong gradient",
     ),
     Deviation(
         claims=(
@@ -57,26 +61,34 @@ CORE: tuple[Deviation, ...] = (
         issue=149205,
     ),
     Deviation(
+        claims=("core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",),
+        why="what was gathered in inference mode cannot be gathered again outside",
+    ),
+    Deviation(
         claims=(
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",
             "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-NO_SHARD]",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*[inference_mode-*-NO_SHARD-*",
         ),
-        why=_INFERENCE,
+        why="a replica's forward in inference mode raises",
     ),
 )
 
 REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-[(0,), (0,), (0, 1)]]",
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-units-[(0,), (1,), (0,)]]",
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-one_group-[(0,), (0,), (0, 1)]]",
         ),
-        points=(
-            "policy=(torch.bfloat16_torch.float32), sync=False",
-            "policy=(None_torch.bfloat16), sync=False",
-        ),
+        points=_REDUCED_IN_ANOTHER,
         why=_ACCUMULATED,
         issue=196996,
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (0,), (0, 1)]]",
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (1,), (0,)]]",
+        ),
+        points=_REDUCED_IN_ANOTHER,
+        why="a backward without sync raises while a unit has never been gathered",
     ),
     Deviation(
         claims=(
@@ -111,11 +123,11 @@ REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),
         points=("place=''", "place=module.0", "place=module.1*", "place=module.2"),
-        why="what a failed backward had reduced is added to the next step's",
+        why=_EXCEPTION,
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_parameters_are_sharded_ones_after_an_exception*",),
-        why="parameters of the groups under way stay in full after an exception",
+        why=_EXCEPTION,
     ),
     Deviation(
         claims=(
@@ -148,7 +160,7 @@ REPLICATE: tuple[Deviation, ...] = (
             "replicate/test_mixed_precision.py::*::test_compute_dtype[*-4-ranks]",
             "replicate/test_mixed_precision.py::*::test_reduce_dtype[reduced_in_bf16-*-4-ranks]",
         ),
-        why=ADDED_IN_LOW_PRECISION,
+        why=IN_LOW_PRECISION,
     ),
     Deviation(
         claims=(
@@ -196,7 +208,7 @@ MIXED: tuple[Deviation, ...] = (
             "precision=Precision(param_dtype=float16), *",
             "precision=Precision(param_dtype=bfloat16), *",
         ),
-        why=ADDED_IN_LOW_PRECISION,
+        why=IN_LOW_PRECISION,
     ),
 )
 
