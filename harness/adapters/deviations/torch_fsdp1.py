@@ -1,6 +1,8 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.norms import NAN
+from harness.adapters.deviations.torch_engines import FSDPS, IN_LOW_PRECISION, ONE_RANK
 
 _ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
 _WHOLE = "what is not sharded has no state of its own to show, and is never given up"
@@ -8,7 +10,6 @@ _UNSYNCED = "gradients kept by no_sync are not known to later steps in every cas
 _AGAIN = "a unit's second backward over the same forward is neither gathered for nor reduced"
 _OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assigned to it"
 _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were given up"
-_ALONE = "a group of one rank reduces all the same"
 _EMPTY = "a group without elements is refused"
 
 CORE: tuple[Deviation, ...] = (
@@ -57,14 +58,11 @@ CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[FULL_SHARD-*",
-            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[SHARD_GRAD_OP-*-reentrant]",
             "core/test_checkpointing.py::test_a_unit_that_checkpoints_a_part_of_itself*[FULL_SHARD-*",
             "core/test_collectives.py::test_a_step_gathers_and_reduces_each_group*[-*-FULL_SHARD-*",
             "core/test_collectives.py::test_no_sync_reduces_nothing*[*--*-FULL_SHARD-*",
             "core/test_collectives.py::test_evaluation_gathers_each_group_once*-FULL_SHARD-*",
-            "core/test_collectives.py::test_evaluation_gathers_each_group_once*-SHARD_GRAD_OP-*",
             "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[FULL_SHARD-*",
-            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[SHARD_GRAD_OP-*",
             "core/test_collectives.py::test_a_frozen_group_is_gathered_for_its_inputs*-FULL_SHARD-*",
             "core/test_hybrid.py::test_it_gathers_inside_a_replica_and_reduces*-HYBRID_SHARD-*",
             "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-FULL_SHARD]",
@@ -145,14 +143,7 @@ CORE: tuple[Deviation, ...] = (
         ),
         why="norms are taken in fp32, which fp64 gradients are refused for",
     ),
-    Deviation(
-        claims=(
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
-        ),
-        why="the largest of all norms is taken without regard to NaN",
-    ),
-    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=_ALONE),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=ONE_RANK),
     Deviation(
         claims=(
             "core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[SHARD_GRAD_OP-*",
@@ -166,17 +157,8 @@ CORE: tuple[Deviation, ...] = (
         ),
         why="where a replica is one rank, gradients are not averaged across replicas",
     ),
-    Deviation(
-        claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
-        why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
-    ),
-    Deviation(
-        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
-        why="sparse gradients are refused",
-    ),
 )
 
-_SUMS = "gloo adds in low precision what was divided and rounded before"
 _PARTS = (
     "where layers in one unit are recomputed, parameters are seen in another dtype than in the first forward"
 )
@@ -210,10 +192,6 @@ SCALER: tuple[Deviation, ...] = (
         claims=("grad_scaler/test_scale.py::test_it_never_grows_to_inf*",),
         why="on CPU the scale grows to inf",
     ),
-    Deviation(
-        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
-        why="the scale backs off to zero",
-    ),
 )
 
 MIXED: tuple[Deviation, ...] = (
@@ -221,10 +199,6 @@ MIXED: tuple[Deviation, ...] = (
         claims=("mixed_precision/test_submodules.py::*::test_mixed_precision_with_ignored_module",),
         points=("*use_orig_params=True",),
         why="a second forward without a backward between warns of gradients of torch's own views",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_casting.py::test_all_but_floating_point_tensors_come_through*",),
-        why="containers are copied, whatever is in them",
     ),
     Deviation(
         claims=("mixed_precision/test_casting.py::test_ignored_modules_keep_parameters_and_buffers*",),
@@ -269,19 +243,12 @@ MIXED: tuple[Deviation, ...] = (
             "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-2-ranks]",
         ),
         points=("*offload=False",),
-        why=_SUMS,
+        why=IN_LOW_PRECISION,
     ),
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",),
         points=("*keep_low_precision_grads=True), use_orig_params=True, offload=False",),
         why=_OTHER_DTYPE,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_small_terms_count_together[*-4-ranks]",
-            "mixed_precision/test_numerics.py::test_the_mean_of_fp16_gradients_whose_sum_*[*-4-ranks]",
-        ),
-        why=_SUMS,
     ),
     Deviation(
         claims=(
@@ -327,4 +294,4 @@ MIXED: tuple[Deviation, ...] = (
     ),
 )
 
-DEVIATIONS = CORE + SCALER + MIXED
+DEVIATIONS = (*FSDPS, NAN, *CORE, *SCALER, *MIXED)
