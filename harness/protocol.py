@@ -109,6 +109,8 @@ class RunItem:
     next_item: tuple[str, str] | None
     """Node id and path of the next item of this world: fixtures it shares stay up. None tears all down."""
     shared_tmp_path: str
+    entropy: int = 0
+    """What Hypothesis draws its seeds from, the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,10 @@ class Vote:
     point: str
     outcome: str
     reason: str = ""
+    more: Any = None
+    """What else the rank tells the others; the controller only passes it on."""
+    renews_deadline: bool = False
+    """Whether the deadline of the test counts from here on anew: it is one for each example."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import os
+import secrets
 import sys
 import uuid
 import warnings
@@ -156,6 +157,7 @@ class Controller:
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=str(self._basetemp() / "shared" / name[:40]),
+            entropy=secrets.randbits(128),
         )
 
     def _next_of_world(self, key: WorldKey, nextitem: pytest.Item | None) -> pytest.Item | None:

@@ -28,6 +28,8 @@ class DefaultGroup:
         self._generation = 0
         self._of_rank: list[dist.ProcessGroup] = []
         self.device = _device(spec)
+        self.is_severed = False
+        """Whether the group that was joined last has been severed."""
 
     def join(self) -> None:
         """Meet the other ranks in a file of the world's private directory: no port, no host name."""
@@ -46,6 +48,7 @@ class DefaultGroup:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
             torch.cuda.set_device(self.device)
         self._generation += 1
+        self.is_severed = False
         dist.init_process_group(
             key.backend,
             store=dist.FileStore(self._spec.path(f"store-{self._generation}"), key.size),
@@ -62,6 +65,7 @@ class DefaultGroup:
         """
         if not dist.is_initialized():
             return
+        self.is_severed = True
         if self._spec.key.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
             return

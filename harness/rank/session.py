@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.lockstep import RunSubtests
+from harness.properties.session import Properties
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, RunItem
 from harness.rank import debugger
 from harness.rank.baseline import Baseline
@@ -72,6 +73,7 @@ class RankSession:
         self._collection = RankCollection()
         self._baseline = Baseline(rank)
         self._reporter = RankReporter(rank)
+        self._properties = Properties(rank)
 
     # The session
 
@@ -124,7 +126,8 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
             self._rank.reseed()
-            self._run_protocol(item, next_item)
+            with self._properties.of_item(order.entropy):
+                self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
         usable = torch.distributed.is_initialized() and self._baseline.is_restored
         self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))

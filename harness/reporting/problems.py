@@ -13,6 +13,7 @@ import pytest
 from _pytest._code.code import ReprFileLocation
 
 from harness.places import users_line_of_dump
+from harness.properties.told import VICTIM_OF_AN_EXAMPLE
 from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
 from harness.world.diagnosis import place_of
@@ -48,7 +49,9 @@ class Problem:
         if self.report is None:
             return False
         return any(
-            VICTIM_OF_A_POINT in message or BROKEN_CONNECTION.search(message)
+            VICTIM_OF_A_POINT in message
+            or VICTIM_OF_AN_EXAMPLE in message
+            or BROKEN_CONNECTION.search(message)
             for message in messages(self.report)
         )
 

@@ -180,6 +180,8 @@ class ItemRun:
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
+        if all(vote.renews_deadline for vote in votes):
+            self._deadline = time.monotonic() + self._timeout
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send(Agreed(votes))

@@ -1,0 +1,91 @@
+"""Hypothesis's run of one property, made to keep in step: what is put in place of its own classes on ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import partial
+from typing import Any
+
+from hypothesis import core, settings
+from hypothesis.internal.conjecture import engine
+
+from harness.exceptions import PeerFailed
+from harness.properties.constants import SharedConstants
+from harness.properties.database import LockstepDatabase
+from harness.properties.examples import Examples
+from harness.properties.origin import respect_agreed_origins
+
+__hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
+
+
+def keep_in_step(examples: Examples) -> None:
+    """Let every property that this process runs keep in step with those of the other ranks.
+
+    Hypothesis offers a hook for the body of a test alone, and not for that of a state machine. Here
+    everything between two examples counts too: draws, deadlines, explicit examples.
+    """
+
+    class State(_State):
+        _examples = examples
+        _constants = SharedConstants(examples)
+
+    core.StateForActualGivenExecution = State  # type: ignore[misc]
+    engine.time = examples.clock  # type: ignore[assignment]
+    respect_agreed_origins()
+
+
+class _State(core.StateForActualGivenExecution):
+    _examples: Examples
+    _constants: SharedConstants
+
+    def __init__(
+        self, stuff: Any, test: Any, given: settings, random: Any, wrapped_test: Any, **options: Any
+    ) -> None:
+        __tracebackhide__ = True
+        self._database: LockstepDatabase | None = None
+        if not self._examples.is_active or threading.current_thread() is not threading.main_thread():
+            super().__init__(stuff, test, given, random, wrapped_test, **options)
+            return
+        super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
+        self.test_runner = partial(self._examples.run, self.test_runner)
+        facts = {
+            "seed": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
+            "settings": repr(given),
+        }
+        self._examples.begin_run(test.__name__, facts)
+        self._constants.settle()
+
+    def _adapt(self, given: settings) -> settings:
+        """Choose what ranks need: one bug at a time, told with what reproduces it; the shared database."""
+        chosen: dict[str, Any] = {"report_multiple_bugs": False, "print_blob": True}
+        if given.database is not None:
+            self._database = LockstepDatabase(given.database, self._examples.rank == 0, self._fetch)
+            chosen["database"] = self._database
+        return settings(given, **chosen)
+
+    def _fetch(self, key: bytes, read: list[bytes] | None) -> list[bytes]:
+        found: list[bytes] = self._examples.ask_all(f"the database, {key.hex()[:8]}", read)[0]
+        return found
+
+    def run_engine(self) -> None:
+        __tracebackhide__ = True
+        victim: PeerFailed | None = None
+        try:
+            super().run_engine()
+        except BaseExceptionGroup as error:
+            victim = _victim_alone(error)
+            if victim is None:
+                raise
+        finally:
+            self._constants.release()
+            if self._database is not None:
+                self._database.write()
+        if victim is not None:
+            raise victim
+
+
+def _victim_alone(group: BaseExceptionGroup[BaseException]) -> PeerFailed | None:
+    """Return the failure of another rank if a group tells of nothing else."""
+    found = [error for error in group.exceptions if isinstance(error, PeerFailed)]
+    return found[0] if len(found) == len(group.exceptions) else None
