@@ -8,11 +8,12 @@ from harness.properties.told import EXAMPLE, VICTIM_OF_AN_EXAMPLE, Drawn
 from harness.protocol import Vote
 
 _DRAW = (
-    "Every rank must draw the same. Draw on all ranks, in no branch that depends on the rank; what is to differ "
-    "between ranks choose with world.pick(...) from something that all have drawn"
+    "\nEvery rank must draw the same. Draw on all ranks, in no branch and with no bounds or "
+    "filter that depend on the rank; what is to differ between ranks take with world.pick(...) from something "
+    "that all have drawn"
 )
 _DECIDE = (
-    "assume(), filters and health checks must say the same on all ranks: decide on what all ranks share, a "
+    "\nassume(), filters and health checks must say the same on all ranks: decide on what all ranks share, a "
     "value that was gathered, say"
 )
 
@@ -29,13 +30,13 @@ def tell_places(votes: Sequence[Vote]) -> str:
 def tell_runs(point: str, told: Sequence[tuple[str, str]]) -> str:
     """Say in what ranks differ as they begin a property test; pairs are the same thing on each rank."""
     said = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(told))
-    return f"ranks begin [{point}] differently: {said}. Seed and settings must be the same on all ranks"
+    return f"ranks begin [{point}] differently: {said}.\nSeed and settings must be the same on all ranks"
 
 
 def tell_outcomes(votes: Sequence[Vote]) -> str:
     """Say how each rank fared with an example that some did not accept."""
     words = "; ".join(f"rank {rank} {_word(vote)}" for rank, vote in enumerate(votes))
-    return f"ranks disagree in {votes[0].point}: {words}. {_DECIDE}"
+    return f"ranks disagree in {votes[0].point}: {words}.{_DECIDE}"
 
 
 def tell_draws(point: str, drawn: Sequence[Sequence[Drawn]]) -> str:
@@ -49,9 +50,9 @@ def tell_draws(point: str, drawn: Sequence[Sequence[Drawn]]) -> str:
         None,
     )
     if number is None:  # their bounds differ in what is not written out
-        return f"ranks have drawn differently in {point}. {_DRAW}"
+        return f"ranks have drawn differently in {point}.{_DRAW}"
     words = "; ".join(f"rank {rank} drew {_draw_word(draws, number)}" for rank, draws in enumerate(drawn))
-    return f"ranks have drawn differently in {point}: {words}. {_DRAW}"
+    return f"ranks have drawn differently in {point}: {words}.{_DRAW}"
 
 
 def _draw_word(draws: Sequence[Drawn], number: int) -> str:

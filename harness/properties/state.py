@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hypothesis import core, settings
+from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
 
+from harness import rank
 from harness.exceptions import PeerFailed
 from harness.properties.constants import SharedConstants
 from harness.properties.database import LockstepDatabase
@@ -33,6 +37,15 @@ def keep_in_step(examples: Examples) -> None:
     core.StateForActualGivenExecution = State  # type: ignore[misc]
     engine.time = examples.clock  # type: ignore[assignment]
     respect_agreed_origins()
+    _leave_out_of_explanations(str(Path(__file__).parent), str(Path(rank.__file__).parent))
+
+
+def _leave_out_of_explanations(*folders: str) -> None:
+    """Let Hypothesis not name lines of ours among those that only failing examples have run."""
+    original = scrutineer.should_trace_file
+    scrutineer.should_trace_file = functools.cache(
+        lambda filename: not filename.startswith(folders) and original(filename)
+    )
 
 
 class _State(core.StateForActualGivenExecution):
