@@ -115,7 +115,10 @@ class RunItem:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """How one rank fared at one point (subtest) of a test. `outcome` is passed, failed, skipped or ended."""
+    """How one rank fared at one point (subtest) of a test.
+
+    `outcome` is passed, failed, skipped, ended (the whole test), or met (the others, after a failed point).
+    """
 
     point: str
     outcome: str

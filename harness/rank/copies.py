@@ -43,7 +43,6 @@ class Copies:
         os._exit(_exit_code(error))
 
     def _guard(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         try:
             result = yield
         except BaseException as error:
@@ -54,17 +53,14 @@ class Copies:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         return (yield from self._guard())
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_fixture_setup(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         return (yield from self._guard())
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         return (yield from self._guard())  # of unittest, whose methods are no functions of pytest's
 
     @pytest.hookimpl(tryfirst=True)

@@ -80,7 +80,6 @@ class RankDebugger:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         try:
             return (yield)
         finally:

@@ -1,6 +1,6 @@
 """What each test leaves behind in its rank: told after its tear-down, and ended where it can be.
 
-A plugin of the rank's pytest session, beside `RankSession`, which puts changed state back.
+A plugin of the rank's pytest session, beside `Baseline`, which puts changed state back.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Leaks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         try:
             result = yield
         except BaseException:
@@ -76,7 +75,6 @@ class Leaks:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         if fixturedef.scope == "function":
             return (yield)
         before = self._capture()
@@ -128,6 +126,7 @@ class Leaks:
             return set(new.of_tests(self._segments).children)
 
         end(left, TERMINATE_WITHIN)
+        left()  # the last of them may have ended after it was waited for in vain
 
     def tell(self, category: type[Warning], left: str, *, failing: bool = False) -> None:
         """Do what the policy says with what a test has left.

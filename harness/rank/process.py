@@ -208,9 +208,13 @@ class Rank:
         self.group.sever()
 
     def repair(self) -> None:
-        """Meet the other ranks in a new process group."""
+        """Meet the other ranks in a new process group, and let none go on before all have come.
+
+        A rank that failed at once would break the connections that a slower one is still making.
+        """
         self._own_connections()
         self.group.repair()
+        self.agree(Vote(self._point, "met"))
 
     def _own_connections(self) -> None:
         """Let the controller cut none from here on: it may ask so late that the new group stands."""

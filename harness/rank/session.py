@@ -168,7 +168,6 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         result = yield
         runner = pyfuncitem.funcargs.get("run_subtests")
         if isinstance(runner, RunSubtests):

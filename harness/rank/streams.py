@@ -32,7 +32,6 @@ class Streams:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         self._before = {name: getattr(sys, name) for name in _NAMES}
         for name, stream in self._before.items():
             if stream is not None and "close" not in vars(stream):
@@ -41,13 +40,11 @@ class Streams:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         self._of_fixtures = {name: getattr(sys, name) for name in _NAMES}
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        __tracebackhide__ = True
         try:
             return (yield)
         finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from suites.selftest.conftest import FaultSession
+    from suites.selftest.conftest import FaultSession, Project
 
 FAULTS = """
 import datetime, os, threading, time
@@ -238,3 +238,28 @@ def test_a_rank_that_destroyed_the_group_is_the_cause(session: FaultSession) -> 
 @pytest.mark.parametrize("when", ["at_the_end", "by_all"])
 def test_a_group_that_nobody_needs_any_more_may_go(session: FaultSession, when: str) -> None:
     assert session[f"test_group_destroyed_{when}"].outcomes == ["passed"]
+
+
+UNNOTICED = """
+def sum_up(world):
+    dist.all_reduce(torch.ones(2, dtype=torch.int32 if world.rank else torch.float32))
+
+def test_alike(world):
+    assert world.gather(world.rank) == [0, 1]
+
+def test_unlike(world):
+    sum_up(world)
+
+@pytest.mark.xfail(strict=True)
+def test_expected(world):
+    sum_up(world)
+    assert world.size == 3
+"""
+
+
+def test_a_mismatch_that_nobody_notices_is_found_on_request_in_tests_that_pass(project: Project) -> None:
+    project.write(UNNOTICED)
+    said = project.run("--check-collectives")
+    assert "= 1 failed, 1 passed, 1 xfailed in " in said
+    sentence = "mismatch: rank 0 was in all_reduce #1 (float [2]) while rank 1 was in all_reduce #1 (int [2])"
+    assert sentence in said

@@ -167,6 +167,18 @@ def test_a_rank_leaves_early(world, run_subtests):
 def test_points_after_that_pass(world, run_subtests):
     run_subtests({"a": [1, 2]}, lambda a: world.barrier())
 
+def test_all_meet_before_the_next_point(world, run_subtests, monkeypatch):
+    from harness.rank.process_group import DefaultGroup
+    join = DefaultGroup.join
+    def join_late(group):
+        join(group)
+        time.sleep(0.3 * world.rank)
+        (world.shared_tmp_path / f"met-{world.rank}").touch()
+    monkeypatch.setattr(DefaultGroup, "join", join_late)
+    def claim(a):
+        assert {path.name for path in world.shared_tmp_path.iterdir()} == {"met-0", "met-1"}
+    run_subtests({"a": [1, 2]}, claim)
+
 def test_death_in_a_point(world, run_subtests):
     import os
     run_subtests({"a": [1, 2]}, lambda a: os._exit(5) if a == 2 and world.rank else world.barrier())
@@ -179,7 +191,7 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
     monkeypatch.setenv("COLUMNS", "200")
     pytester.makepyfile(test_points=POINTS)
     result = pytester.runpytest_subprocess("-rA", "-v", "-W", "ignore", timeout=120)
-    result.assert_outcomes(passed=2, failed=16, skipped=2)
+    result.assert_outcomes(passed=2, failed=18, skipped=2)
     result.stdout.fnmatch_lines_random(
         [
             "SUBFAILED[[]a=2, b=x[]] test_points.py::test_one_bad_point - rank 1: *assert *",
@@ -191,6 +203,8 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
             "SUBFAILED[[]a=2[]] *::test_death_in_a_point - rank 1: exited with code 5",
             "FAILED test_points.py::test_death_in_a_point - rank 1: exited with code 5",
             "FAILED test_points.py::test_the_same_settings_twice - contains 2 failed subtests",
+            "SUBFAILED[[]a=1[]] *::test_all_meet_before_the_next_point - *",
+            "FAILED *::test_all_meet_before_the_next_point - contains 1 failed subtest",
             "*::test_skipped_points_are_skipped SUBSKIPPED[[]all=0[]] (nobody)*",
             "rank 0: cut off by that at test_points.py:* (Connection closed by peer)",
             "pytest test_points.py::test_one_bad_point -W ignore --subtest a=2,b=x",

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from suites.selftest.conftest import FaultSession
 
 FAULTS = '''
 import os, signal, time
 import pytest, torch, torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2)
-
-def test_healthy(world):
-    assert world.gather(world.rank) == [0, 1]
 
 def test_assertion_on_one_rank(world):
     print("said by", world.rank)
@@ -150,106 +146,46 @@ def test_unequal_sends(world):
         dist.send(torch.ones(1), 1)
     else:
         dist.recv(torch.ones(1), 0)
-
-def test_still_healthy(world):
-    assert world.gather(world.rank) == [0, 1]
 '''
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the session said of one of its tests."""
-
-    outcomes: list[str]
-    message: str
-    text: str
-    seconds: float
-
-    def head(self) -> list[str]:
-        """The lines of the report before the traceback."""
-        return self.text.split("\n\n")[0].splitlines()
+def test_the_test_after_a_fault_is_healthy(session: FaultSession) -> None:
+    session.assert_healthy()
 
 
-@dataclass(frozen=True)
-class Session:
-    verdicts: dict[str, Verdict]
-    output: str
-    seconds: float
-
-    def __getitem__(self, name: str) -> Verdict:
-        return self.verdicts[name]
+def test_ranks_may_send_unequally_often(session: FaultSession) -> None:
+    assert session["test_unequal_sends"].outcomes == ["passed"]
 
 
-# Seconds from start to end of each item, as the controller sees them.
-STOPWATCH = """
-import time
-started = {}
-def pytest_runtest_logstart(nodeid):
-    started[nodeid] = time.monotonic()
-def pytest_runtest_logfinish(nodeid):
-    with open("seconds.txt", "a") as file:
-        print(nodeid.split("::")[-1], time.monotonic() - started[nodeid], file=file)
-"""
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """One session over all faults, in one controller."""
-    path = tmp_path_factory.mktemp("faults")
-    (path / "pytest.ini").write_text("[pytest]\n")
-    (path / "conftest.py").write_text(STOPWATCH)
-    (path / "test_faults.py").write_text(FAULTS)
-    command = [sys.executable, "-m", "pytest", "--junitxml=report.xml", "-ra", "--world-timeout=20"]
-    start = time.monotonic()
-    done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=120, check=False)
-    seconds = time.monotonic() - start
-    took = dict(line.split() for line in (path / "seconds.txt").read_text().splitlines())
-    verdicts = {}
-    for case in ElementTree.parse(path / "report.xml").iter("testcase"):
-        children = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        verdicts[case.attrib["name"]] = Verdict(
-            [child.tag for child in children] or ["passed"],
-            "\n".join(child.attrib.get("message", "") for child in children),
-            "\n".join(child.text or "" for child in children),
-            float(took[case.attrib["name"]]),
-        )
-    return Session(verdicts, done.stdout, seconds)
-
-
-def test_healthy_tests_around_faults_pass(faults: Session) -> None:
-    for name in ("test_healthy", "test_still_healthy", "test_unequal_sends"):
-        assert faults[name].outcomes == ["passed"]
-
-
-def test_the_rank_that_failed_is_named_with_its_own_traceback(faults: Session) -> None:
-    verdict = faults["test_assertion_on_one_rank"]
+def test_the_rank_that_failed_is_named_with_its_own_traceback(session: FaultSession) -> None:
+    verdict = session["test_assertion_on_one_rank"]
     assert verdict.head() == ["rank 1 of 2 failed", "rank 0: passed"]
     assert "E       assert 1 == 0" in verdict.text
     assert "rank 1: assert 1 == 0" in verdict.message
 
 
-def test_a_failure_shows_the_output_of_the_rank_to_blame_only(faults: Session) -> None:
-    assert "Captured stdout call (rank 1)" in faults.output
-    assert "said by 1" in faults.output
-    assert "said by 0" not in faults.output
+def test_a_failure_shows_the_output_of_the_rank_to_blame_only(session: FaultSession) -> None:
+    assert "Captured stdout call (rank 1)" in session.output
+    assert "said by 1" in session.output
+    assert "said by 0" not in session.output
 
 
-def test_a_rank_that_waits_for_one_that_failed_is_a_victim_in_one_line(faults: Session) -> None:
-    verdict = faults["test_assertion_while_the_other_waits"]
+def test_a_rank_that_waits_for_one_that_failed_is_a_victim_in_one_line(session: FaultSession) -> None:
+    verdict = session["test_assertion_while_the_other_waits"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
     assert verdict.head()[1].startswith("rank 0: cut off by that at test_faults.py:")
     assert "gloo/transport" not in verdict.text
-    assert verdict.seconds < 2
+    assert verdict.seconds < 15  # the deadline is 30
 
 
-def test_equal_tracebacks_are_shown_once(faults: Session) -> None:
-    verdict = faults["test_assertion_on_all_ranks"]
+def test_equal_tracebacks_are_shown_once(session: FaultSession) -> None:
+    verdict = session["test_assertion_on_all_ranks"]
     assert verdict.head()[0].startswith("all 2 ranks failed, with the same traceback")
     assert verdict.text.count("E       assert 2 == 5") == 1
 
 
-def test_the_first_failure_comes_first_and_others_follow(faults: Session) -> None:
-    verdict = faults["test_different_failures"]
+def test_the_first_failure_comes_first_and_others_follow(session: FaultSession) -> None:
+    verdict = session["test_different_failures"]
     assert verdict.head() == ["rank 1 of 2 failed first", "rank 0: failed, see below"]
     assert verdict.text.index("ValueError: sooner") < verdict.text.index("KeyError: 'later'")
     assert "rank 1: ValueError: sooner" in verdict.message
@@ -265,117 +201,123 @@ def test_the_first_failure_comes_first_and_others_follow(faults: Session) -> Non
         ("test_segmentation_fault", "died: SIGSEGV"),
     ],
 )
-def test_a_death_is_a_failure_within_two_seconds(faults: Session, name: str, how: str) -> None:
-    verdict = faults[name]
+def test_a_death_is_a_failure_long_before_the_deadline(session: FaultSession, name: str, how: str) -> None:
+    verdict = session[name]
     assert verdict.outcomes == ["failure"]
     assert verdict.head()[0].split(",")[0] == f"rank 1 of 2 {how}"
     assert verdict.message == f"rank 1: {how}"
-    assert verdict.seconds < 2  # a bound against hanging, not a measurement
+    assert verdict.seconds < 15  # the deadline is 30
 
 
-def test_a_segmentation_fault_shows_the_python_line_it_happened_at(faults: Session) -> None:
-    text = faults["test_segmentation_fault"].text
+def test_a_segmentation_fault_shows_the_python_line_it_happened_at(session: FaultSession) -> None:
+    text = session["test_segmentation_fault"].text
     assert "Fatal Python error: Segmentation fault" in text
     assert re.match(r"rank 1 of 2 died: SIGSEGV, at test_faults.py:\d+ in test_segmentation_fault\n", text)
 
 
-def test_a_survivor_of_a_death_is_its_victim(faults: Session) -> None:
-    assert "rank 0: cut off by that at test_faults.py" in faults["test_killed_before_a_collective"].text
+def test_a_survivor_of_a_death_is_its_victim(session: FaultSession) -> None:
+    assert "rank 0: cut off by that at test_faults.py" in session["test_killed_before_a_collective"].text
 
 
-def test_sys_exit_in_a_rank_is_that_tests_failure(faults: Session) -> None:
-    assert faults["test_system_exit"].head()[0] == "rank 1 of 2 failed"
-    assert "SystemExit: 7" in faults["test_system_exit"].text
+def test_sys_exit_in_a_rank_is_that_tests_failure(session: FaultSession) -> None:
+    assert session["test_system_exit"].head()[0] == "rank 1 of 2 failed"
+    assert "SystemExit: 7" in session["test_system_exit"].text
 
 
-def test_a_skip_on_one_rank_is_a_disagreement(faults: Session) -> None:
-    verdict = faults["test_skip_on_one_rank"]
+def test_a_skip_on_one_rank_is_a_disagreement(session: FaultSession) -> None:
+    verdict = session["test_skip_on_one_rank"]
     assert verdict.outcomes == ["failure"]
     assert verdict.head()[0] == "rank 1 of 2 skipped (not today) and others did not: ranks disagree"
     assert verdict.head()[1].startswith("rank 0: was in all_reduce #")
-    assert verdict.seconds < 3
+    assert verdict.seconds < 15  # the deadline is 30
 
 
-def test_a_skip_on_all_ranks_is_a_skip(faults: Session) -> None:
-    assert faults["test_skip_on_all_ranks"].outcomes == ["skipped"]
-    assert "nobody likes it" in faults["test_skip_on_all_ranks"].message
+def test_a_skip_on_all_ranks_is_a_skip(session: FaultSession) -> None:
+    assert session["test_skip_on_all_ranks"].outcomes == ["skipped"]
+    assert "nobody likes it" in session["test_skip_on_all_ranks"].message
 
 
-def test_a_hang_tells_what_every_rank_was_doing(faults: Session) -> None:
-    text = faults["test_hang"].text
+def test_a_hang_tells_what_every_rank_was_doing(session: FaultSession) -> None:
+    text = session["test_hang"].text
     assert "still ran at the deadline of 1.5 s, in all_reduce #1 (half [3, 5]) at " in text
     assert "time.sleep(100)" in text
     assert "dist.all_reduce(torch.ones(3, 5, dtype=torch.float16))" in text
-    assert faults["test_hang"].seconds < 4
+    assert session["test_hang"].seconds < 15  # not for ever
 
 
-def test_mismatched_collectives_are_told_apart(faults: Session) -> None:
-    text = faults["test_mismatch"].text
+def test_mismatched_collectives_are_told_apart(session: FaultSession) -> None:
+    text = session["test_mismatch"].text
     assert "in all_gather #1 (float [3])" in text
     assert "in barrier #1" in text
 
 
-def test_a_rank_that_holds_the_gil_still_shows_its_stack(faults: Session) -> None:
-    verdict = faults["test_hang_that_holds_the_gil"]
+def test_a_rank_that_holds_the_gil_still_shows_its_stack(session: FaultSession) -> None:
+    verdict = session["test_hang_that_holds_the_gil"]
     assert verdict.head()[0].startswith("rank 1 of 2 still ran at the deadline")
     assert "in test_hang_that_holds_the_gil" in verdict.text
 
 
-def test_a_rank_that_waits_for_one_that_has_ended_does_not_wait_for_the_deadline(faults: Session) -> None:
-    verdict = faults["test_collective_that_one_rank_misses"]
+def test_a_rank_that_waits_for_one_that_has_ended_is_not_left_until_the_deadline(
+    session: FaultSession,
+) -> None:
+    verdict = session["test_collective_that_one_rank_misses"]
     sentence = "rank 1 waits in all_reduce #1 (float [3]), which rank 0 never reached: it has ended the test"
     assert verdict.message == sentence
     assert verdict.head()[0] == sentence
     assert verdict.head()[1].startswith("rank 1 of 2 ended by the harness after ")
-    assert verdict.seconds < 4
+    assert verdict.seconds < 15  # the deadline is 30
 
 
-def test_a_collective_that_not_all_joined_fails_the_test_though_nobody_waits(faults: Session) -> None:
-    head = faults["test_collective_left_in_flight"].head()
+def test_a_collective_that_not_all_joined_fails_the_test_though_nobody_waits(session: FaultSession) -> None:
+    head = session["test_collective_left_in_flight"].head()
     assert head[0] == "rank 1 of 2 left all_reduce #1 (float [3]) in flight, which not every rank has joined"
 
 
-def test_a_fixture_that_breaks_on_one_rank_is_an_error_at_setup(faults: Session) -> None:
-    verdict = faults["test_setup_error"]
+def test_a_fixture_that_breaks_on_one_rank_is_an_error_at_setup(session: FaultSession) -> None:
+    verdict = session["test_setup_error"]
     assert verdict.outcomes == ["error"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
     assert "ValueError: in set-up" in verdict.text
 
 
-def test_a_fixture_that_breaks_late_is_an_error_at_teardown(faults: Session) -> None:
-    verdict = faults["test_teardown_error"]
+def test_a_fixture_that_breaks_late_is_an_error_at_teardown(session: FaultSession) -> None:
+    verdict = session["test_teardown_error"]
     assert verdict.outcomes == ["error"]
     assert "AssertionError: in tear-down" in verdict.text
 
 
-def test_a_teardown_that_misses_a_failed_rank_is_no_news(faults: Session) -> None:
-    verdict = faults["test_failure_before_a_collective_teardown"]
+def test_a_teardown_that_misses_a_failed_rank_is_no_news(session: FaultSession) -> None:
+    verdict = session["test_failure_before_a_collective_teardown"]
     assert verdict.outcomes == ["failure"]
     assert "the only news" in verdict.text
 
 
-def test_a_failure_expected_of_one_rank_is_expected(faults: Session) -> None:
-    assert faults["test_expected_failure_of_one_rank"].outcomes == ["skipped"]
-    assert "XFAIL test_faults.py::test_expected_failure_of_one_rank" in faults.output
+def test_a_failure_expected_of_one_rank_is_expected(session: FaultSession) -> None:
+    assert session["test_expected_failure_of_one_rank"].outcomes == ["skipped"]
+    assert "XFAIL test_faults.py::test_expected_failure_of_one_rank" in session.output
 
 
-def test_an_unexpected_pass_is_told_as_pytest_tells_it(faults: Session) -> None:
-    assert "XPASS test_faults.py::test_unexpected_pass" in faults.output
-    assert faults["test_strict_unexpected_pass"].outcomes == ["failure"]
-    assert "[XPASS(strict)]" in faults["test_strict_unexpected_pass"].text
+def test_an_unexpected_pass_is_told_as_pytest_tells_it(session: FaultSession) -> None:
+    assert "XPASS test_faults.py::test_unexpected_pass" in session.output
+    assert session["test_strict_unexpected_pass"].outcomes == ["failure"]
+    assert "[XPASS(strict)]" in session["test_strict_unexpected_pass"].text
 
 
-def test_a_subtest_of_one_rank_fails_under_its_name(faults: Session) -> None:
-    assert "SUBFAILED(i='2') test_faults.py::test_subtests - rank 1: " in faults.output
-    assert "FAILED test_faults.py::test_subtests - contains 1 failed subtest" in faults.output
+def test_a_subtest_of_one_rank_fails_under_its_name(session: FaultSession) -> None:
+    assert "SUBFAILED(i='2') test_faults.py::test_subtests - rank 1: " in session.output
+    assert "FAILED test_faults.py::test_subtests - contains 1 failed subtest" in session.output
 
 
-def test_passing_ranks_are_listed(faults: Session) -> None:
-    assert faults["test_third_rank_only"].head() == ["rank 2 of 3 failed", "rank 0: passed", "rank 1: passed"]
+def test_passing_ranks_are_listed(session: FaultSession) -> None:
+    assert session["test_third_rank_only"].head() == [
+        "rank 2 of 3 failed",
+        "rank 0: passed",
+        "rank 1: passed",
+    ]
 
 
-def test_every_failure_ends_with_the_line_that_runs_it_again(faults: Session) -> None:
-    failed = {name: v for name, v in faults.verdicts.items() if v.outcomes[0] in ("failure", "error")}
+def test_every_failure_ends_with_the_line_that_runs_it_again(session: FaultSession) -> None:
+    failed = {name: v for name, v in session.verdicts.items() if v.outcomes[0] in ("failure", "error")}
     for name, verdict in failed.items():
         told = "contains 1 failed subtest" in verdict.text
         assert told or f"pytest test_faults.py::{name}" in verdict.text
