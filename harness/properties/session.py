@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from harness.properties.examples import Examples
+    from harness.protocol import RunItem
     from harness.rank.process import Rank
 
 
@@ -20,17 +21,13 @@ class Properties:
         self._examples: Examples | None = None
 
     @contextlib.contextmanager
-    def of_item(self, entropy: int) -> Iterator[None]:
-        """Keep the properties of one item in step.
-
-        Args:
-            entropy: what their seeds are drawn from.
-        """
+    def of_item(self, order: RunItem) -> Iterator[None]:
+        """Keep the properties of one item in step."""
         if "hypothesis" not in sys.modules:
             yield
             return
         examples = self._examples = self._examples or self._start()
-        examples.begin_item(entropy)
+        examples.begin_item(order)
         try:
             yield
         finally:
@@ -40,6 +37,6 @@ class Properties:
         from harness.properties.examples import Examples
         from harness.properties.state import keep_in_step
 
-        examples = Examples(self._rank, self._rank.spec.rank)
+        examples = Examples(self._rank, self._rank.spec)
         keep_in_step(examples)
         return examples

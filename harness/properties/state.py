@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import core, settings
 from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
+from hypothesis.internal.conjecture.data import ConjectureData
 
 from harness import rank
 from harness.exceptions import PeerFailed
@@ -34,7 +35,12 @@ def keep_in_step(examples: Examples) -> None:
         _examples = examples
         _constants = SharedConstants(examples)
 
+    class Runner(_Runner):
+        _examples = examples
+
     core.StateForActualGivenExecution = State  # type: ignore[misc]
+    core.ConjectureRunner = Runner  # type: ignore[misc]
+    examples.lost.watch()
     engine.time = examples.clock  # type: ignore[assignment]
     respect_agreed_origins()
     _leave_out_of_explanations(str(Path(__file__).parent), str(Path(rank.__file__).parent))
@@ -46,6 +52,15 @@ def _leave_out_of_explanations(*folders: str) -> None:
     scrutineer.should_trace_file = functools.cache(
         lambda filename: not filename.startswith(folders) and original(filename)
     )
+
+
+class _Runner(engine.ConjectureRunner):
+    _examples: Examples
+
+    def test_function(self, data: ConjectureData) -> None:
+        super().test_function(data)
+        if self._examples.is_active and self.interesting_test_cases and self._examples.must_stop():
+            self.exit_with(engine.ExitReason.very_slow_shrinking)
 
 
 class _State(core.StateForActualGivenExecution):
@@ -61,6 +76,7 @@ class _State(core.StateForActualGivenExecution):
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
+        self.test = self._examples.lost.body(test)
         self.test_runner = partial(self._examples.run, self.test_runner)
         facts = {
             "seed": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
