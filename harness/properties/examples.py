@@ -47,6 +47,8 @@ class Examples:
         self.rank = spec.rank
         self.clock = LockstepClock()
         self.is_active = False
+        self.seed: int | None = None
+        """What brings the failure of this test up again, where no database keeps it."""
         self.running = RunningExample(spec.running_path)
         self.lost = LostExamples(self.running)
         self._rank = rank
@@ -58,6 +60,7 @@ class Examples:
     def begin_item(self, order: RunItem) -> None:
         """Note that a test begins, in which ranks keep in step."""
         self.is_active = True
+        self.seed = None
         self._run = self._count = 0
         self._began = time.monotonic()
         self._searches_on = order.searches_on

@@ -82,6 +82,8 @@ class _State(core.StateForActualGivenExecution):
             "seed": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
             "settings": repr(given),
         }
+        if given.database is None:
+            self._examples.seed = wrapped_test._hypothesis_internal_use_generated_seed
         self._examples.begin_run(test.__name__, facts)
         self._constants.settle()
 

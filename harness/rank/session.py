@@ -98,7 +98,13 @@ class RankSession:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
-        for plugin in (self._collection, self._rank.copies, self._baseline, self._reporter):
+        for plugin in (
+            self._collection,
+            self._rank.copies,
+            self._baseline,
+            self._reporter,
+            self._properties,
+        ):
             config.pluginmanager.register(plugin)
 
     @pytest.hookimpl(tryfirst=True)
