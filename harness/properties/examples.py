@@ -15,7 +15,7 @@ from harness.exceptions import PeerFailed
 from harness.properties import differences
 from harness.properties.attempt import Attempt
 from harness.properties.clock import LockstepClock
-from harness.properties.exceptions import OutOfStep
+from harness.properties.exceptions import LeftAlone, OutOfStep
 from harness.properties.lost import LostExamples
 from harness.properties.origin import set_origin
 from harness.properties.running import RunningExample
@@ -125,10 +125,13 @@ class Examples:
         """Vote.
 
         Raises:
-            OutOfStep: another rank is elsewhere, or has ended the test.
+            LeftAlone: another rank has ended the test.
+            OutOfStep: another rank is elsewhere in it.
         """
         __tracebackhide__ = True
         votes = self._rank.agree(vote, sever_after)
+        if any(other.outcome == "ended" for other in votes):
+            raise LeftAlone(differences.tell_places(votes))
         if any(other.point != vote.point for other in votes):
             raise OutOfStep(differences.tell_places(votes))
         return votes

@@ -19,6 +19,7 @@ from harness.exceptions import PeerFailed
 from harness.properties.constants import SharedConstants
 from harness.properties.database import LockstepDatabase
 from harness.properties.examples import Examples
+from harness.properties.exceptions import LeftAlone
 from harness.properties.origin import respect_agreed_origins
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
@@ -102,15 +103,19 @@ class _State(core.StateForActualGivenExecution):
     def run_engine(self) -> None:
         __tracebackhide__ = True
         victim: PeerFailed | None = None
+        writes = True
         try:
             super().run_engine()
+        except LeftAlone:  # this world is at its end; the next one, if there is one, shall find what it did
+            writes = False
+            raise
         except BaseExceptionGroup as error:
             victim = _victim_alone(error)
             if victim is None:
                 raise
         finally:
             self._constants.release()
-            if self._database is not None:
+            if self._database is not None and writes:
                 self._database.write()
         if victim is not None:
             raise victim

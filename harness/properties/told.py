@@ -8,6 +8,9 @@ EXAMPLE = "example "
 """How the point of an example begins. Points of `run_subtests` read `key=value`."""
 VICTIM_OF_AN_EXAMPLE = "this example failed elsewhere: "
 """How a rank's failure begins when the rank itself had no quarrel with the example."""
+LEFT = "had ended the test by then"
+"""How it ends if that is all that went wrong."""
+
 # Names of what ranks add to pytest's reports.
 LOST = "lockstep_lost_example"
 """Which of the examples that cost a world the report tells of."""
