@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData, Status
+from hypothesis.internal.escalation import get_trimmed_traceback
 
 from harness.properties.lost import LostExamples
 from harness.properties.origin import origin_of
@@ -68,11 +69,11 @@ class Attempt:
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
         except BaseException as error:
-            self.error = error
+            self.error = error.with_traceback(get_trimmed_traceback(error))
         self._forget_values()
 
     def _forget_values(self) -> None:
-        """Forget drawn objects: they live on where a traceback holds them, on one rank, and steer shrinking."""
+        """Forget drawn objects: which are alive steers shrinking, and a traceback keeps some so on one rank."""
         record = self.data._ConjectureData__span_record  # type: ignore[attr-defined]
         values = getattr(record, "span_values", {})
         for place in [place for place, value in values.items() if isinstance(value, weakref.ref)]:
@@ -126,9 +127,9 @@ class Attempt:
     def share(self, votes: tuple[Vote, ...]) -> None:
         """Take the times of the slowest rank, which health checks go by, and the best of all targets."""
         told: list[Any] = [vote.more for vote in votes]
-        self.data.draw_times = dict(max((each.draw_times for each in told), key=lambda it: sum(it.values())))
+        slowest = max(told, key=lambda each: sum(each.draw_times.values()))
+        self.data.draw_times = dict(slowest.draw_times)
         targets = self.data.target_observations
         for each in told:
             for label, value in each.targets.items():
                 targets[label] = max(value, targets.get(label, value))
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import time
@@ -18,9 +19,9 @@ from harness.properties.clock import LockstepClock
 from harness.properties.exceptions import LeftAlone, OutOfStep
 from harness.properties.lost import LostExamples
 from harness.properties.origin import set_origin
-from harness.properties.running import RunningExample
+from harness.properties.running import RunningExample, Search
 from harness.properties.told import Groups
-from harness.protocol import RankSpec, RunItem, Vote
+from harness.protocol import RankSpec, Vote
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
@@ -29,6 +30,15 @@ PATIENCE = 0.03
 
 HUNG_AT_MOST = 20.0
 """Seconds that examples may take in all in which no rank could get on, before the search ends."""
+
+
+Body = Callable[[ConjectureData], object]
+Runner = Callable[[ConjectureData, Body], object]
+
+
+def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
+    __tracebackhide__ = True
+    return runner(data, function)
 
 
 class Lockstep(Protocol):
@@ -52,26 +62,26 @@ class Examples:
         self.running = RunningExample(spec.running_path)
         self.lost = LostExamples(self.running)
         self._rank = rank
-        self._run = self._count = 0
+        self._run = self._count = self._total = 0
         self._began = 0.0
-        self._searches_on = True
+        self._search_goes_on = True
         self._hung = 0.0
 
-    def begin_item(self, order: RunItem) -> None:
+    def begin_item(self, search: Search) -> None:
         """Note that a test begins, in which ranks keep in step."""
         self.is_active = True
         self.seed = None
-        self._run = self._count = 0
+        self._run = self._count = self._total = 0
         self._began = time.monotonic()
-        self._searches_on = order.searches_on
+        self._search_goes_on = search.goes_on
         self._hung = 0.0
         self.clock.advance(0.0)
-        self.lost.begin_item(order.lost)
-        core.threadlocal._hypothesis_global_random = random.Random(order.entropy)
+        self.lost.begin_item(search.lost)
+        core.threadlocal._hypothesis_global_random = random.Random(search.entropy)
 
     def must_stop(self) -> bool:
         """Whether the search for smaller examples has to end: each costs too much, and there were enough."""
-        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._searches_on)
+        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._search_goes_on)
 
     def end_item(self) -> None:
         self.is_active = False
@@ -80,9 +90,9 @@ class Examples:
 
     def run(
         self,
-        runner: Callable[[ConjectureData, Callable[[ConjectureData], object]], object],
+        runner: Runner,
         data: ConjectureData,
-        function: Callable[[ConjectureData], object],
+        function: Body,
     ) -> object:
         """Run an example where Hypothesis would call `runner(data, function)`; all ranks do.
 
@@ -93,11 +103,12 @@ class Examples:
         """
         __tracebackhide__ = True
         self._count += 1
-        point = differences.example(self._count)
+        self._total += 1
+        point = differences.example(self._total)
         attempt = Attempt(data, self.running, self.lost)
         self._rank.begin_point(point)
         self.running.begin(self._run, self._count)
-        attempt.run(lambda data: runner(data, function))
+        attempt.run(functools.partial(_call, runner, function))
         votes = self._vote(attempt, point)
         self.running.end()
         if any(vote.outcome == "failed" for vote in votes):

@@ -10,6 +10,8 @@ VICTIM_OF_AN_EXAMPLE = "this example failed elsewhere: "
 """How a rank's failure begins when the rank itself had no quarrel with the example."""
 LEFT = "had ended the test by then"
 """How it ends if that is all that went wrong."""
+HYPOTHESIS = "Hypothesis"
+"""The title of what Hypothesis prints. It is the same on all ranks, as a rule, and shown once then."""
 
 # Names of what ranks add to pytest's reports.
 LOST = "lockstep_lost_example"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from harness.exceptions import WorldError
+from harness.properties.told import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
     Agreed,
@@ -210,6 +211,8 @@ class ItemRun:
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
         points = {self._answers[rank].point for rank in pending if rank in self._answers}
+        if len(points) > 1 and all(point.startswith(EXAMPLE) for point in points):
+            return  # no rank is in an example before all have ended the one before: one is on its way
         point = points.pop() if len(points) == 1 else ""
         if not point or point in self._diagnoses:
             self._diagnosis = found
