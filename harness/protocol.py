@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from harness.properties.running import Search
+
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
 VICTIM_OF_A_POINT = "this point failed elsewhere: "
 """How a rank's subtest failure begins when the rank itself had no quarrel with the point."""
-
 
 DEFAULT_GROUP = "the default group"
 """What messages call the default process group; others go by torch's names."""
@@ -92,6 +93,11 @@ class RankSpec:
         return self.path(f"rank-{self.rank}.phases")
 
     @property
+    def running_path(self) -> str:
+        """Where the rank notes which example of a property test it is in, for the case that it dies."""
+        return self.path(f"rank-{self.rank}.running")
+
+    @property
     def stacks_path(self) -> str:
         """Where faulthandler writes when a rank cannot answer, because it holds the GIL."""
         return self.path(f"rank-{self.rank}.stacks")
@@ -109,6 +115,7 @@ class RunItem:
     next_item: tuple[str, str] | None
     """Node id and path of the next item of this world: fixtures it shares stay up. None tears all down."""
     shared_tmp_path: str
+    search: Search = field(default_factory=Search)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,10 @@ class Vote:
     point: str
     outcome: str
     reason: str = ""
+    more: Any = None
+    """What else the rank tells the others; the controller only passes it on."""
+    renews_deadline: bool = False
+    """Whether the deadline of the test counts from here on anew: it is one for each example."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness.launch.limits import explain
+from harness.properties.told import Groups
 from harness.protocol import (
     Agreed,
     Broken,
@@ -45,6 +46,7 @@ from harness.rank.process_group import DefaultGroup
 from harness.rank.raised import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.stacks import Stacks
+from harness.rank.state import count_collectives, count_groups
 from harness.rank.view import RankWorld
 from harness.terminal import SentTerminal
 
@@ -157,17 +159,33 @@ class Rank:
             if self._lease.is_asked_back():
                 return Close()
 
-    def agree(self, vote: Vote) -> tuple[Vote, ...]:
+    def agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
         """Tell all ranks how this one fared at a point of a test; return every rank's vote, in rank order.
 
         A rank that has ended the test counts as a vote with the outcome "ended".
+
+        Args:
+            sever_after: seconds to wait for the others before freeing those that wait for this rank.
         """
         self._state = "votes"
         self.send(Voted(vote))
-        answer = self.next_order()
+        answer = self._early_order(sever_after) or self.next_order()
         self._state = "runs"
         assert isinstance(answer, Agreed)
         return answer.votes
+
+    def _early_order(self, within: float | None) -> RunItem | Agreed | Close | None:
+        """Return what the controller says in so many seconds; sever the group if it says nothing."""
+        if within is None:
+            return None
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=within)
+        self.sever()
+        return None
+
+    def groups(self) -> Groups:
+        """Return in which state the process groups are."""
+        return Groups(self.group.is_severed, count_collectives(), count_groups())
 
     def begin_point(self, name: str) -> None:
         """Note which subtest the test has come to, and give every generator the seed of the world."""
@@ -181,7 +199,7 @@ class Rank:
 
     def collectives(self) -> Doing:
         """Say which collectives this rank has begun in this test, and no more."""
-        issued, before = issued_since(self._item_began)
+        issued, before = issued_since(self._item_began, self.group.joined)
         return Doing("", "", "", issued, before, self._state, self._point)
 
     def sever(self) -> None:
@@ -250,7 +268,8 @@ class Rank:
         try:
             base = self.spec.session.cwd
             stacks = self._stacks.take()
-            return describe_rank(stacks, main, base, self._item_began, self._state, self._point)
+            began, joined = self._item_began, self.group.joined
+            return describe_rank(stacks, main, base, began, joined, self._state, self._point)
         except Exception:  # of what torch does not document; the thread that says it is needed on
             return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
 

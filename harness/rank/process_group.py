@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,10 @@ class DefaultGroup:
         self._generation = 0
         self._of_rank: list[dist.ProcessGroup] = []
         self.device = _device(spec)
+        self.is_severed = False
+        """Whether the group that was joined last has been severed."""
+        self.joined = 0
+        """When that was, nanoseconds since the epoch."""
 
     def join(self) -> None:
         """Meet the other ranks in a file of the world's private directory: no port, no host name."""
@@ -46,6 +51,8 @@ class DefaultGroup:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
             torch.cuda.set_device(self.device)
         self._generation += 1
+        self.is_severed = False
+        self.joined = time.time_ns()
         dist.init_process_group(
             key.backend,
             store=dist.FileStore(self._spec.path(f"store-{self._generation}"), key.size),
@@ -62,6 +69,7 @@ class DefaultGroup:
         """
         if not dist.is_initialized():
             return
+        self.is_severed = True
         if self._spec.key.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
             return

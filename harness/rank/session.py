@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.lockstep import RunSubtests
+from harness.properties.session import Properties
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, RunItem
 from harness.rank import debugger
 from harness.rank.baseline import Baseline
@@ -72,6 +73,7 @@ class RankSession:
         self._collection = RankCollection()
         self._baseline = Baseline(rank)
         self._reporter = RankReporter(rank)
+        self._properties = Properties(rank)
 
     # The session
 
@@ -96,7 +98,13 @@ class RankSession:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
-        for plugin in (self._collection, self._rank.copies, self._baseline, self._reporter):
+        for plugin in (
+            self._collection,
+            self._rank.copies,
+            self._baseline,
+            self._reporter,
+            self._properties,
+        ):
             config.pluginmanager.register(plugin)
 
     @pytest.hookimpl(tryfirst=True)
@@ -124,7 +132,8 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
             self._rank.reseed()
-            self._run_protocol(item, next_item)
+            with self._properties.of_item(order.search):
+                self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
         usable = torch.distributed.is_initialized() and self._baseline.is_restored
         self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))

@@ -13,8 +13,10 @@ from typing import Literal
 
 import pytest
 
+from harness.properties.told import EXAMPLE, HYPOTHESIS
+from harness.reporting.examples import last_of_examples, read_properties
 from harness.reporting.explain import explain
-from harness.reporting.problems import Problem, find_problems, subtest_problems
+from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
 from harness.reporting.properties import (
     hand_down,
     merge_properties,
@@ -28,10 +30,20 @@ from harness.world.outcome import Died, ItemOutcome, Stuck
 __all__ = ["merge"]
 
 
-def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> list[pytest.TestReport]:
-    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each."""
+def merge(
+    outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int, last: ItemOutcome | None = None
+) -> list[pytest.TestReport]:
+    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each.
+
+    Args:
+        last: of a property test that has cost worlds, what came of it in the end.
+    """
+    said = read_properties(last or outcome)
+    rerun += said.rerun
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
-    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, outcome.diagnosis)
+    example = said.example if last is not None and last is not outcome else ""
+    diagnosis = outcome.diagnosis or last_of_examples(outcome)
+    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, diagnosis, example)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
@@ -45,6 +57,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
             merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
+    said.add_statistics(merged)
     hand_down(merged)
     return merged
 
@@ -52,6 +65,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
 def _rerun_of_hang(rerun: str, outcome: ItemOutcome) -> str:
     """Let the command run only the point of `run_subtests` that a rank was stuck in."""
     points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    points = {point for point in points if not point.startswith(EXAMPLE)}
     return _with_point(rerun, points.pop()) if len(points) == 1 else rerun
 
 
@@ -91,7 +105,7 @@ def _merge_phase(
     problems: list[Problem],
     ranks: list[RankReports],
 ) -> pytest.TestReport:
-    causes = [problem for problem in problems if not problem.is_victim()] or problems
+    causes = find_causes(problems)
     causes.sort(key=lambda problem: problem.at)
     merged = _template(context, phase, reports, causes)
     if reports:
@@ -151,9 +165,10 @@ def _sections(
     ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
     # pytest's XML report strings texts together and leaves out their titles.
     titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
+    wanted = [rank for rank in ranks if shown == "all" or not to_blame or rank in to_blame]
     return [
         (f"{title} (rank {rank})", f"rank {rank}:\n{text}" if titled else text)
-        for rank in ranks
-        if shown == "all" or not to_blame or rank in to_blame
+        for rank in wanted
         for title, text in printed[rank]
+        if rank == wanted[0] or title != HYPOTHESIS or (title, text) not in printed[wanted[0]]
     ]

@@ -13,6 +13,7 @@ import pytest
 from _pytest._code.code import ReprFileLocation
 
 from harness.places import users_line_of_dump
+from harness.properties.told import VICTIM_OF_AN_EXAMPLE
 from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
 from harness.world.diagnosis import place_of
@@ -48,8 +49,16 @@ class Problem:
         if self.report is None:
             return False
         return any(
-            VICTIM_OF_A_POINT in message or BROKEN_CONNECTION.search(message)
+            VICTIM_OF_A_POINT in message
+            or VICTIM_OF_AN_EXAMPLE in message
+            or BROKEN_CONNECTION.search(message)
             for message in messages(self.report)
+        )
+
+    def is_bystander(self) -> bool:
+        """Whether the rank has only been told by others that an example has failed."""
+        return self.report is not None and any(
+            VICTIM_OF_AN_EXAMPLE in message for message in messages(self.report)
         )
 
     def key(self) -> object:
@@ -58,6 +67,12 @@ class Problem:
             return self.title, self.text
         said = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
         return said, lines(self.report)
+
+
+def find_causes(problems: list[Problem]) -> list[Problem]:
+    """Return those that are no victims; where all are, those that tell more than that another has failed."""
+    causes = [problem for problem in problems if not problem.is_victim()]
+    return causes or [problem for problem in problems if not problem.is_bystander()] or problems
 
 
 def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, list[Problem]]:
@@ -123,7 +138,11 @@ def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """A rank that was ended while it ran is to blame if nothing else explains it, or if it failed before."""
     explained = any(not problem.is_victim() for problem in _all(found))
+    stuck = [rank.fate for rank in ranks if isinstance(rank.fate, Stuck)]
+    waits_alone = all(fate.doing.state == "votes" for fate in stuck)
     for rank in ranks:
+        if isinstance(rank.fate, Stuck) and rank.fate.doing.state == "votes" and not waits_alone:
+            continue  # it has done its part
         failed_before = any(report.failed for report in rank.phases.values())
         if isinstance(rank.fate, Stuck) and (failed_before or not explained):
             when = (

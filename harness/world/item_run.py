@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from harness.exceptions import WorldError
+from harness.properties.told import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
     Agreed,
@@ -180,6 +181,8 @@ class ItemRun:
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
+        if all(vote.renews_deadline for vote in votes):
+            self._deadline = time.monotonic() + self._timeout
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send(Agreed(votes))
@@ -208,6 +211,8 @@ class ItemRun:
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
         points = {self._answers[rank].point for rank in pending if rank in self._answers}
+        if len(points) > 1 and all(point.startswith(EXAMPLE) for point in points):
+            return  # no rank is in an example before all have ended the one before: one is on its way
         point = points.pop() if len(points) == 1 else ""
         if not point or point in self._diagnoses:
             self._diagnosis = found

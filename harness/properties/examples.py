@@ -1,0 +1,211 @@
+"""The examples of one rank, kept in step with those of the others. Runs inside a rank."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hypothesis import core
+from hypothesis.internal.conjecture.data import ConjectureData
+
+from harness.exceptions import PeerFailed
+from harness.properties import differences
+from harness.properties.attempt import Attempt
+from harness.properties.clock import LockstepClock
+from harness.properties.exceptions import LeftAlone, OutOfStep
+from harness.properties.lost import LostExamples
+from harness.properties.origin import set_origin
+from harness.properties.running import RunningExample, Search
+from harness.properties.told import Groups
+from harness.protocol import RankSpec, Vote
+
+__hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
+
+PATIENCE = 0.03
+"""Seconds that a rank that has failed waits for the others before it frees them from waiting for it."""
+
+HUNG_AT_MOST = 20.0
+"""Seconds that examples may take in all in which no rank could get on, before the search ends."""
+
+
+Body = Callable[[ConjectureData], object]
+Runner = Callable[[ConjectureData, Body], object]
+
+
+def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
+    __tracebackhide__ = True
+    return runner(data, function)
+
+
+class Lockstep(Protocol):
+    """What property tests need of a rank."""
+
+    def agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]: ...
+    def begin_point(self, name: str) -> None: ...
+    def groups(self) -> Groups: ...
+    def repair(self) -> None: ...
+
+
+class Examples:
+    """Runs examples so that all ranks pass, fail, reject and skip them together."""
+
+    def __init__(self, rank: Lockstep, spec: RankSpec) -> None:
+        self.rank = spec.rank
+        self.clock = LockstepClock()
+        self.is_active = False
+        self.seed: int | None = None
+        """What brings the failure of this test up again, where no database keeps it."""
+        self.running = RunningExample(spec.running_path)
+        self.lost = LostExamples(self.running)
+        self._rank = rank
+        self._run = self._count = self._total = 0
+        self._began = 0.0
+        self._search_goes_on = True
+        self._hung = 0.0
+
+    def begin_item(self, search: Search) -> None:
+        """Note that a test begins, in which ranks keep in step."""
+        self.is_active = True
+        self.seed = None
+        self._run = self._count = self._total = 0
+        self._began = time.monotonic()
+        self._search_goes_on = search.goes_on
+        self._hung = 0.0
+        self.clock.advance(0.0)
+        self.lost.begin_item(search.lost)
+        core.threadlocal._hypothesis_global_random = random.Random(search.entropy)
+
+    def must_stop(self) -> bool:
+        """Whether the search for smaller examples has to end: each costs too much, and there were enough."""
+        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._search_goes_on)
+
+    def end_item(self) -> None:
+        self.is_active = False
+
+    # One example
+
+    def run(
+        self,
+        runner: Runner,
+        data: ConjectureData,
+        function: Body,
+    ) -> object:
+        """Run an example where Hypothesis would call `runner(data, function)`; all ranks do.
+
+        Raises:
+            PeerFailed: it failed on another rank.
+            OutOfStep: ranks have drawn or decided differently.
+            BaseException: what the example raised here.
+        """
+        __tracebackhide__ = True
+        self._count += 1
+        self._total += 1
+        point = differences.example(self._total)
+        attempt = Attempt(data, self.running, self.lost)
+        self._rank.begin_point(point)
+        self.running.begin(self._run, self._count)
+        attempt.run(functools.partial(_call, runner, function))
+        votes = self._vote(attempt, point)
+        self.running.end()
+        if any(vote.outcome == "failed" for vote in votes):
+            self._mend(point)
+            self._fail(attempt, votes)
+        self._expect_all_alike(attempt, votes)
+        attempt.share(votes)
+        attempt.recorder.hand_over()
+        if attempt.error is not None:
+            raise attempt.error
+        return attempt.result
+
+    def _vote(self, attempt: Attempt, point: str) -> tuple[Vote, ...]:
+        __tracebackhide__ = True
+        vote = attempt.vote(point, time.monotonic() - self._began)
+        votes = self._agree(vote, PATIENCE if vote.outcome == "failed" else None)
+        before = self.clock.monotonic()
+        self.clock.advance(votes[0].more.seconds)
+        if all(other.outcome != "failed" or other.more.is_cut_off for other in votes):
+            took = self.clock.monotonic() - before
+            self._hung += took if any(other.outcome == "failed" for other in votes) else 0.0
+        return votes
+
+    def _agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
+        """Vote.
+
+        Raises:
+            LeftAlone: another rank has ended the test.
+            OutOfStep: another rank is elsewhere in it.
+        """
+        __tracebackhide__ = True
+        votes = self._rank.agree(vote, sever_after)
+        if any(other.outcome == "ended" for other in votes):
+            raise LeftAlone(differences.tell_places(votes))
+        if any(other.point != vote.point for other in votes):
+            raise OutOfStep(differences.tell_places(votes))
+        return votes
+
+    def ask_all(self, point: str, say: object) -> list[Any]:
+        """Exchange something with all ranks; return what each said."""
+        __tracebackhide__ = True
+        return [vote.more for vote in self._agree(Vote(point, "asks", "", say, renews_deadline=True))]
+
+    def _mend(self, point: str) -> None:
+        """Meet the other ranks in a new process group, unless the failure has left this one whole."""
+        __tracebackhide__ = True
+        left = self.ask_all(f"the end of {point}", self._rank.groups())
+        if any(each.is_severed for each in left) or len(set(left)) > 1:
+            self._rank.repair()
+
+    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
+        """Raise what this rank has to say of an example that failed on one rank at least."""
+        __tracebackhide__ = True
+        failed = [rank for rank, vote in enumerate(votes) if vote.outcome == "failed"]
+        culprits = [rank for rank in failed if not votes[rank].more.is_cut_off]
+        if not culprits and any(vote.outcome not in ("failed", "passed") for vote in votes):
+            raise OutOfStep(differences.tell_outcomes(votes))
+        first = (culprits or failed)[0]
+        if len({vote.more.choices for vote in votes}) > 1:
+            self._take_over(attempt, votes[0].point, first)
+        attempt.share(votes)
+        error = attempt.error if votes[self.rank].outcome == "failed" else None
+        if error is None:
+            error = PeerFailed(differences.tell_victim(culprits or failed))
+        set_origin(error, votes[first].more.origin)
+        attempt.recorder.hand_over()
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+    def _take_over(self, attempt: Attempt, point: str, culprit: int) -> None:
+        """Let the example be for all ranks what the culprit has drawn of it: others went on, or broke off."""
+        __tracebackhide__ = True
+        mine = attempt.keep() if self.rank == culprit else None
+        kept = self.ask_all(f"what {point} has drawn", mine)
+        if self.rank != culprit:
+            attempt.take_over(kept[culprit])
+
+    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
+        __tracebackhide__ = True
+        point = votes[0].point
+        if len({vote.more.choices for vote in votes}) > 1:
+            drawn = self.ask_all(f"the draws of {point}", attempt.recorder.describe())
+            raise OutOfStep(differences.tell_draws(point, drawn))
+        if len({vote.outcome for vote in votes}) > 1:
+            raise OutOfStep(differences.tell_outcomes(votes))
+
+    # One run of a property
+
+    def begin_run(self, name: str, facts: dict[str, str]) -> None:
+        """Expect every rank to begin the same property, with the same seed and settings."""
+        __tracebackhide__ = True
+        self._run += 1
+        self._count = 0
+        digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+        point = f"the property {name}"
+        if len(set(self.ask_all(point, digest))) > 1:
+            told = self.ask_all(f"{point} in words", facts)
+            raise OutOfStep(differences.tell_runs(point, told))
