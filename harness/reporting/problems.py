@@ -112,7 +112,7 @@ def death_of(context: Context, rank: int, died: Died) -> Problem:
     why = died.how + _meaning_of_gloos_words(died.output)
     base = str(context.config.invocation_params.dir)
     if died.importing:
-        why += f" while it imported {died.importing.removeprefix(f'{base}/')}"
+        why += f" while it imported {_name_of(context, died.importing)}"
     where = users_line_of_dump(died.output, base)
     text = f"its last output:\n{died.output}" if died.output else ""
     title = f"{why}, at {where}" if where else why
@@ -145,13 +145,20 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
             continue  # it has done its part
         failed_before = any(report.failed for report in rank.phases.values())
         if isinstance(rank.fate, Stuck) and (failed_before or not explained):
-            when = (
-                f"still ran at the deadline of {context.timeout:g} s"
-                if context.timed_out
-                else f"ended by the harness after {context.seconds:.1f} s"
-            )
-            title = f"{when}, in {place_of(rank.fate.doing)}"
+            title = f"{_when_ended(context, rank.fate)}, in {place_of(rank.fate.doing)}"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
+
+
+def _when_ended(context: Context, stuck: Stuck) -> str:
+    if stuck.importing:
+        return f"still imported {_name_of(context, stuck.importing)} after {context.seconds:.0f} s"
+    if context.timed_out:
+        return f"still ran at the deadline of {context.timeout:g} s"
+    return f"ended by the harness after {context.seconds:.1f} s"
+
+
+def _name_of(context: Context, path: str) -> str:
+    return path.removeprefix(f"{context.config.invocation_params.dir}/")
 
 
 def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
