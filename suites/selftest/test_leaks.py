@@ -552,8 +552,10 @@ def test_an_unknown_policy_is_refused_before_collection(tmp_path: Path) -> None:
     assert session.output.strip() == "ERROR: ranks_leaks = 'fail': choose warn, error, off"
 
 
-def test_a_file_that_another_thread_is_about_to_close_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = os.open(os.devnull, os.O_RDONLY)
+def test_a_file_that_another_thread_is_about_to_close_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = os.open(tmp_path / "file", os.O_CREAT)
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: os.close(file))
     monkeypatch.setattr(leaks, "time", clock)
     watch = Leaks.__new__(Leaks)
