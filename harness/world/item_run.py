@@ -33,7 +33,7 @@ from harness.protocol import (
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
-from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
+from harness.world.handle import ANSWER_WITHIN, RankHandle, packed, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 GRACE = 0.4
@@ -183,9 +183,10 @@ class ItemRun:
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
+        agreed = packed(Agreed(votes))
         for outcome in voters:
             outcome.vote = None
-            self._handles[outcome.rank].send(Agreed(votes))
+            self._handles[outcome.rank].send_packed(agreed)
 
     # Standstill
 
