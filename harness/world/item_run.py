@@ -202,6 +202,7 @@ class ItemRun:
         found = diagnose(self._answers, len(self._handles)) if pending & self._answers.keys() else None
         if found is not None and found.is_hopeless and found == self._suspicion:
             self._end_standstill(found, pending)
+            found = None  # the answers to the next probe may come before a rank has noticed
         self._suspicion = found
         self._answers.clear()
         for handle in self._handles:
