@@ -54,6 +54,20 @@ def test_all_ranks(number):
 def test_unlike_bugs(world, first, second):
     assert (first, second)[world.rank] < 5
 
+class Box:
+    def __init__(self, number):
+        self.number = number
+
+@given(st.lists(st.builds(Box, st.integers()), min_size=1))
+def test_drawn_objects(world, boxes):
+    assert world.rank == 0 or max(box.number for box in boxes) < 1000 or len(boxes) < 3
+
+@pytest.mark.ranks(2, timeout=0.7)
+@few
+@given(st.integers())
+def test_long_in_all(world, number):
+    time.sleep(0.15)
+
 @given(st.data())
 def test_lonely_draw(world, data):
     data.draw(st.integers(0, 5), label="shared")
@@ -199,6 +213,15 @@ def test_a_failure_on_all_ranks_is_told_once(session: FaultSession) -> None:
 def test_the_smallest_of_several_bugs_is_told(session: FaultSession) -> None:
     told = _example(session, "test_unlike_bugs")
     assert ("first=5," in told) != ("second=5," in told)
+
+
+def test_ranks_search_alike_though_one_keeps_what_it_has_drawn(session: FaultSession) -> None:
+    assert session["test_drawn_objects"].text.count("Box(") == 3
+    assert session["test_drawn_objects"].text.count("Box(1000)") == 1
+
+
+def test_the_deadline_counts_for_each_example(session: FaultSession) -> None:
+    assert session["test_long_in_all"].outcomes == ["passed"]
 
 
 def test_a_draw_on_one_rank_is_named(session: FaultSession) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from suites.selftest.conftest import Project
@@ -78,10 +79,12 @@ def _take_seen(path: Path) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     from suites.selftest.conftest import Project
 
-    return Runs(Project(tmp_path_factory.mktemp("runs")))
+    project = Project(tmp_path_factory.mktemp("runs"))
+    yield Runs(project)
+    project.kill()
 
 
 def test_ranks_see_the_same_examples_from_first_to_last(runs: Runs) -> None:
