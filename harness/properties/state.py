@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from harness.properties.exceptions import LeftAlone
 from harness.properties.origin import respect_agreed_origins
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
+
+
+_DEFAULT_DEADLINE = timedelta(milliseconds=200)
+"""Hypothesis's own. It is not for ranks, which wait for each other, and import anew after a failure."""
 
 
 def keep_in_step(examples: Examples) -> None:
@@ -60,7 +65,7 @@ class _Runner(engine.ConjectureRunner):
 
     def test_function(self, data: ConjectureData) -> None:
         super().test_function(data)
-        if self._examples.is_active and self.interesting_test_cases and self._examples.must_stop():
+        if self._examples.is_active and self._examples.must_stop():
             self.exit_with(engine.ExitReason.very_slow_shrinking)
 
 
@@ -92,6 +97,8 @@ class _State(core.StateForActualGivenExecution):
     def _adapt(self, given: settings) -> settings:
         """Choose what ranks need: one bug at a time, told with what reproduces it; the shared database."""
         chosen: dict[str, Any] = {"report_multiple_bugs": False, "print_blob": True}
+        if given.deadline == _DEFAULT_DEADLINE:
+            chosen["deadline"] = None
         if self._examples.lost.is_expected:  # to explain such an example is to lose it a hundred times more
             chosen["phases"] = [phase for phase in given.phases if phase is not Phase.explain]
         if given.database is not None:
