@@ -22,8 +22,8 @@ from harness.reporting.problems import BROKEN_CONNECTION
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
-# Of an example's data: what its structure consists of, as far as the engine goes by it. Hypothesis has renamed
-# the first of them.
+# Of an example's data: what its structure consists of, as far as the engine goes by it. Releases of
+# Hypothesis call the first by either name.
 _STRUCTURE = (
     "nodes",
     "_nodes",

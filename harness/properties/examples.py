@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hypothesis import core
@@ -39,6 +40,11 @@ Runner = Callable[[ConjectureData, Body], object]
 def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
     __tracebackhide__ = True
     return runner(data, function)
+
+
+def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
+    """Whether another rank has ended the property, as only an error of its own can make it do."""
+    return mine.point != differences.END and any(vote.point == differences.END for vote in votes)
 
 
 class Lockstep(Protocol):
@@ -142,7 +148,7 @@ class Examples:
         """
         __tracebackhide__ = True
         votes = self._rank.agree(vote, sever_after)
-        if any(other.outcome == "ended" for other in votes):
+        if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
             raise LeftAlone(differences.tell_places(votes))
         if any(other.point != vote.point for other in votes):
             raise OutOfStep(differences.tell_places(votes))
@@ -200,6 +206,12 @@ class Examples:
             raise OutOfStep(differences.tell_outcomes(votes))
 
     # One run of a property
+
+    def end_run(self) -> None:
+        """Wait for the other ranks at the end of a property, unless one of them has ended it by itself."""
+        __tracebackhide__ = True
+        with contextlib.suppress(OutOfStep):
+            self._agree(Vote(differences.END, "ended it", renews_deadline=True))
 
     def begin_run(self, name: str, facts: dict[str, str]) -> None:
         """Expect every rank to begin the same property, with the same seed and settings."""

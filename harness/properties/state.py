@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import Phase, core, settings
 from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
@@ -78,7 +79,8 @@ class _State(core.StateForActualGivenExecution):
     ) -> None:
         __tracebackhide__ = True
         self._database: LockstepDatabase | None = None
-        if not self._examples.is_active or threading.current_thread() is not threading.main_thread():
+        self._is_in_step = self._examples.is_active and threading.current_thread() is threading.main_thread()
+        if not self._is_in_step:
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
@@ -112,26 +114,38 @@ class _State(core.StateForActualGivenExecution):
 
     def run_engine(self) -> None:
         __tracebackhide__ = True
-        victim: PeerFailed | None = None
-        writes = True
         try:
             super().run_engine()  # type: ignore[no-untyped-call]
-        except LeftAlone:  # this world is at its end; the next one, if there is one, shall find what it did
-            writes = False
+        except LeftAlone:
+            raise  # this world is at its end; the next one, if there is one, shall find what this one found
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            self._write()
             raise
-        except BaseExceptionGroup as error:
-            victim = _victim_alone(error)
-            if victim is None:
-                raise
+        except BaseException as error:
+            self._end()
+            if (victim := _victim_alone(error)) is not None:
+                raise victim from None
+            raise
+        else:
+            self._end()
         finally:
             self._constants.release()
-            if self._database is not None and writes:
-                self._database.write()
-        if victim is not None:
-            raise victim
+
+    def _end(self) -> None:
+        """Write what was found; no rank leaves before rank 0 has: the controller may end one that is late."""
+        __tracebackhide__ = True
+        self._write()
+        if self._is_in_step:
+            self._examples.end_run()
+
+    def _write(self) -> None:
+        if self._database is not None:
+            self._database.write()
 
 
-def _victim_alone(group: BaseExceptionGroup[BaseException]) -> PeerFailed | None:
-    """Return the failure of another rank if a group tells of nothing else."""
-    found = [error for error in group.exceptions if isinstance(error, PeerFailed)]
-    return found[0] if len(found) == len(group.exceptions) else None
+def _victim_alone(error: BaseException) -> PeerFailed | None:
+    """Return the failure of another rank if a group of exceptions tells of nothing else."""
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    found = [each for each in error.exceptions if isinstance(each, PeerFailed)]
+    return found[0] if len(found) == len(error.exceptions) else None

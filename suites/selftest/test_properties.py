@@ -54,6 +54,15 @@ def test_all_ranks(number):
 def test_unlike_bugs(world, first, second):
     assert (first, second)[world.rank] < 5
 
+COUNT = []
+
+@given(st.integers())
+def test_noise_beside(world, number):
+    COUNT.append(number)
+    assert world.rank == 1 or number < 100  # on rank 0
+    if number >= 100:
+        raise (ValueError, TypeError)[len(COUNT) % 2]("noise")
+
 class Box:
     def __init__(self, number):
         self.number = number
@@ -213,6 +222,12 @@ def test_a_failure_on_all_ranks_is_told_once(session: FaultSession) -> None:
 def test_the_smallest_of_several_bugs_is_told(session: FaultSession) -> None:
     told = _example(session, "test_unlike_bugs")
     assert ("first=5," in told) != ("second=5," in told)
+
+
+def test_the_first_rank_that_fails_says_which_bug_an_example_has_found(session: FaultSession) -> None:
+    text = re.sub(r"(?m)^E? +", "", session["test_noise_beside"].text)
+    assert "number=100," in text
+    assert "Flaky" not in text
 
 
 def test_ranks_search_alike_though_one_keeps_what_it_has_drawn(session: FaultSession) -> None:
