@@ -67,9 +67,9 @@ class Box:
     def __init__(self, number):
         self.number = number
 
-@given(st.lists(st.builds(Box, st.integers()), min_size=1))
-def test_drawn_objects(world, boxes):
-    assert world.rank == 0 or max(box.number for box in boxes) < 1000 or len(boxes) < 3
+@given(st.one_of(st.none(), st.builds(Box, st.integers(0, 3)), st.builds(Box, st.integers(10, 2000))))
+def test_drawn_objects(world, box):
+    assert world.rank == 0 or box is None or box.number < 1000
 
 @pytest.mark.ranks(2, timeout=0.8)
 @few
@@ -231,8 +231,7 @@ def test_the_first_rank_that_fails_says_which_bug_an_example_has_found(session: 
 
 
 def test_ranks_search_alike_though_one_keeps_what_it_has_drawn(session: FaultSession) -> None:
-    assert session["test_drawn_objects"].text.count("Box(") == 3
-    assert session["test_drawn_objects"].text.count("Box(1000)") == 1
+    assert "box=Box(1000)," in _example(session, "test_drawn_objects")
 
 
 def test_the_deadline_counts_for_each_example(session: FaultSession) -> None:
