@@ -42,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="deadline of a test on ranks, set-up and tear-down included (default: %(default)s)",
+        help="deadline of a test on ranks, set-up and tear-down included, and of each example of a property "
+        "(default: %(default)s)",
     )
     group.addoption(
         "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import unittest
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
@@ -23,8 +22,10 @@ from harness.reporting.problems import BROKEN_CONNECTION
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
-# Of an example's data: what its structure consists of, as far as the engine goes by it.
+# Of an example's data: what its structure consists of, as far as the engine goes by it. Releases of
+# Hypothesis call the first by either name.
 _STRUCTURE = (
+    "nodes",
     "_nodes",
     "_nodes_tuple",
     "length",
@@ -73,7 +74,7 @@ class Attempt:
         self._forget_values()
 
     def _forget_values(self) -> None:
-        """Forget drawn objects: which are alive steers shrinking, and a traceback keeps some so on one rank."""
+        """Forget drawn objects: those alive steer shrinking, and a traceback on one rank keeps some alive."""
         record = self.data._ConjectureData__span_record  # type: ignore[attr-defined]
         values = getattr(record, "span_values", {})
         for place in [place for place, value in values.items() if isinstance(value, weakref.ref)]:
@@ -89,7 +90,7 @@ class Attempt:
             origin_of(self.error) if outcome == "failed" and self.error is not None else None,
             BROKEN_CONNECTION.search(str(self.error)) is not None if outcome == "failed" else False,
         )
-        return Vote(point, outcome, reason, told, renews_deadline=True)
+        return Vote(point, outcome, reason, told.pack(), renews_deadline=True)
 
     def _outcome(self) -> tuple[str, str]:
         match self.error:
@@ -109,8 +110,8 @@ class Attempt:
 
     def keep(self) -> bytes:
         """Return what other ranks need to take this example over."""
-        attributes = {name: getattr(self.data, name) for name in _STRUCTURE}
-        attributes |= {"_nodes_tuple": (), "_ConjectureData__spans": None, "_ConjectureData__result": None}
+        attributes = {name: vars(self.data)[name] for name in _STRUCTURE if name in vars(self.data)}
+        attributes |= {"_ConjectureData__spans": None, "_ConjectureData__result": None}
         state = self.data._random.getstate() if self.data._random is not None else None
         # As bytes, so that the controller, which passes it on, need not import Hypothesis to read it.
         return pickle.dumps((self.recorder.events, attributes, state))
@@ -124,9 +125,8 @@ class Attempt:
         if state is not None and self.data._random is not None:
             self.data._random.setstate(state)
 
-    def share(self, votes: tuple[Vote, ...]) -> None:
+    def share(self, told: Sequence[Told]) -> None:
         """Take the times of the slowest rank, which health checks go by, and the best of all targets."""
-        told: list[Any] = [vote.more for vote in votes]
         slowest = max(told, key=lambda each: sum(each.draw_times.values()))
         self.data.draw_times = dict(slowest.draw_times)
         targets = self.data.target_observations

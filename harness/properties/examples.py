@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hypothesis import core
@@ -20,7 +21,7 @@ from harness.properties.exceptions import LeftAlone, OutOfStep
 from harness.properties.lost import LostExamples
 from harness.properties.origin import set_origin
 from harness.properties.running import RunningExample, Search
-from harness.properties.told import Groups
+from harness.properties.told import Groups, Told
 from harness.protocol import RankSpec, Vote
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
@@ -39,6 +40,11 @@ Runner = Callable[[ConjectureData, Body], object]
 def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
     __tracebackhide__ = True
     return runner(data, function)
+
+
+def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
+    """Whether another rank has ended the property, as only an error of its own can make it do."""
+    return mine.point != differences.END and any(vote.point == differences.END for vote in votes)
 
 
 class Lockstep(Protocol):
@@ -109,28 +115,29 @@ class Examples:
         self._rank.begin_point(point)
         self.running.begin(self._run, self._count)
         attempt.run(functools.partial(_call, runner, function))
-        votes = self._vote(attempt, point)
+        votes, told = self._vote(attempt, point)
         self.running.end()
         if any(vote.outcome == "failed" for vote in votes):
             self._mend(point)
-            self._fail(attempt, votes)
-        self._expect_all_alike(attempt, votes)
-        attempt.share(votes)
+            self._fail(attempt, votes, told)
+        self._expect_all_alike(attempt, votes, told)
+        attempt.share(told)
         attempt.recorder.hand_over()
         if attempt.error is not None:
             raise attempt.error
         return attempt.result
 
-    def _vote(self, attempt: Attempt, point: str) -> tuple[Vote, ...]:
+    def _vote(self, attempt: Attempt, point: str) -> tuple[tuple[Vote, ...], list[Told]]:
         __tracebackhide__ = True
         vote = attempt.vote(point, time.monotonic() - self._began)
         votes = self._agree(vote, PATIENCE if vote.outcome == "failed" else None)
+        told = [Told.unpack(each.more) for each in votes]
         before = self.clock.monotonic()
-        self.clock.advance(votes[0].more.seconds)
-        if all(other.outcome != "failed" or other.more.is_cut_off for other in votes):
-            took = self.clock.monotonic() - before
-            self._hung += took if any(other.outcome == "failed" for other in votes) else 0.0
-        return votes
+        self.clock.advance(told[0].seconds)
+        cut_off = [each.is_cut_off for each in told if each.origin is not None]
+        if cut_off and all(cut_off):
+            self._hung += self.clock.monotonic() - before
+        return votes, told
 
     def _agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
         """Vote.
@@ -141,7 +148,7 @@ class Examples:
         """
         __tracebackhide__ = True
         votes = self._rank.agree(vote, sever_after)
-        if any(other.outcome == "ended" for other in votes):
+        if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
             raise LeftAlone(differences.tell_places(votes))
         if any(other.point != vote.point for other in votes):
             raise OutOfStep(differences.tell_places(votes))
@@ -159,21 +166,22 @@ class Examples:
         if any(each.is_severed for each in left) or len(set(left)) > 1:
             self._rank.repair()
 
-    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
+    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
         """Raise what this rank has to say of an example that failed on one rank at least."""
         __tracebackhide__ = True
         failed = [rank for rank, vote in enumerate(votes) if vote.outcome == "failed"]
-        culprits = [rank for rank in failed if not votes[rank].more.is_cut_off]
+        culprits = [rank for rank in failed if not told[rank].is_cut_off]
         if not culprits and any(vote.outcome not in ("failed", "passed") for vote in votes):
             raise OutOfStep(differences.tell_outcomes(votes))
         first = (culprits or failed)[0]
-        if len({vote.more.choices for vote in votes}) > 1:
+        if len({each.choices for each in told}) > 1:
             self._take_over(attempt, votes[0].point, first)
-        attempt.share(votes)
+        attempt.share(told)
         error = attempt.error if votes[self.rank].outcome == "failed" else None
         if error is None:
             error = PeerFailed(differences.tell_victim(culprits or failed))
-        set_origin(error, votes[first].more.origin)
+        if (origin := told[first].origin) is not None:
+            set_origin(error, origin)
         attempt.recorder.hand_over()
         try:
             raise error
@@ -188,16 +196,22 @@ class Examples:
         if self.rank != culprit:
             attempt.take_over(kept[culprit])
 
-    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
+    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
         __tracebackhide__ = True
         point = votes[0].point
-        if len({vote.more.choices for vote in votes}) > 1:
+        if len({each.choices for each in told}) > 1:
             drawn = self.ask_all(f"the draws of {point}", attempt.recorder.describe())
             raise OutOfStep(differences.tell_draws(point, drawn))
         if len({vote.outcome for vote in votes}) > 1:
             raise OutOfStep(differences.tell_outcomes(votes))
 
     # One run of a property
+
+    def end_run(self) -> None:
+        """Wait for the other ranks at the end of a property, unless one of them has ended it by itself."""
+        __tracebackhide__ = True
+        with contextlib.suppress(OutOfStep):
+            self._agree(Vote(differences.END, "ended it", renews_deadline=True))
 
     def begin_run(self, name: str, facts: dict[str, str]) -> None:
         """Expect every rank to begin the same property, with the same seed and settings."""

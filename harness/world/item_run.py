@@ -33,7 +33,7 @@ from harness.protocol import (
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
-from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
+from harness.world.handle import ANSWER_WITHIN, RankHandle, packed, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 GRACE = 0.4
@@ -188,9 +188,10 @@ class ItemRun:
         self._severed = ""
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
+        agreed = packed(Agreed(votes))
         for outcome in voters:
             outcome.vote = None
-            self._handles[outcome.rank].send(Agreed(votes))
+            self._handles[outcome.rank].send_packed(agreed)
 
     def _without_rescue(self, vote: Vote) -> Vote:
         """Let a point fail that stood still, though the test has caught what it was freed by."""
@@ -211,6 +212,7 @@ class ItemRun:
         found = diagnose(self._answers, len(self._handles)) if pending & self._answers.keys() else None
         if found is not None and found.is_hopeless and found == self._suspicion:
             self._end_standstill(found, pending)
+            found = None  # the answers to the next probe may come before a rank has noticed
         self._suspicion = found
         self._answers.clear()
         for handle in self._handles:
