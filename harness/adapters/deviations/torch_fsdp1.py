@@ -205,10 +205,6 @@ MIXED: tuple[Deviation, ...] = (
         why="states of rank 0 are refused on CPU where ignored modules have buffers",
     ),
     Deviation(
-        claims=("mixed_precision/test_buffers.py::*::test_buffer_dtype_no_root_handle",),
-        why="buffers are called by names of the wrappers",
-    ),
-    Deviation(
         claims=("mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_full_shard[*-no_offload-*",),
         points=("*",),
         why=_ROOT,
@@ -228,13 +224,6 @@ MIXED: tuple[Deviation, ...] = (
         ),
         points=("offload=False, use_orig_params=True",),
         why=_OTHER_DTYPE,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_norms.py::*::test_mixed_precision_resnet",
-            "mixed_precision/test_norms.py::*::test_mp_batchnorm*",
-        ),
-        why="it hints at norms whatever the precision, so that the adapter leaves the hint out",
     ),
     Deviation(
         claims=(
