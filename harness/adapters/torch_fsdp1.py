@@ -59,8 +59,8 @@ class TorchFsdp1(Wrapped):
         # Full precision in eval is switched in the environment, for a whole process.
         lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
         lacking |= {Capability.SCALARS, Capability.EARLY_REDUCTION, Capability.ONE_PADDING}
-        if not torch.accelerator.is_available():  # it pins memory, which raises on such a host
-            lacking.add(Capability.OFFLOAD)
+        if not torch.accelerator.is_available():  # it pins memory, and broadcasts no tensors of the CPU
+            lacking |= {Capability.OFFLOAD, Capability.SYNC_STATES}
         return frozenset(Capability) - lacking
 
     @property
