@@ -33,9 +33,10 @@ _HINTS = (
     "FSDP will not all-gather parameters for containers",
     "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will ?be returned",
     ".* has both parameters with requires_grad=True and False",
-    "Both mixed precision and an auto_wrap_policy were specified",
     r"Called FSDP.clip_grad_norm_\(\) on rank \d+ with no gradients",
 )
+# It says so of norms although nothing is cast.
+_NORMS_APART = "Both mixed precision and an auto_wrap_policy were specified"
 FSDP = fsdp.FullyShardedDataParallel
 
 
@@ -58,8 +59,8 @@ class TorchFsdp1(Wrapped):
         # Full precision in eval is switched in the environment, for a whole process.
         lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
         lacking |= {Capability.SCALARS, Capability.EARLY_REDUCTION, Capability.ONE_PADDING}
-        if not torch.accelerator.is_available():  # it pins memory, which raises on such a host
-            lacking.add(Capability.OFFLOAD)
+        if not torch.accelerator.is_available():  # it pins memory, and broadcasts no tensors of the CPU
+            lacking |= {Capability.OFFLOAD, Capability.SYNC_STATES}
         return frozenset(Capability) - lacking
 
     @property
@@ -70,7 +71,7 @@ class TorchFsdp1(Wrapped):
         require(self, *asked(spec))
         if any(p.ndim == 0 for p in model.parameters()):
             raise NotOffered(self.name, Capability.SCALARS)
-        for message in _HINTS:
+        for message in (*_HINTS, *(() if _casts(spec) else (_NORMS_APART,))):
             warnings.filterwarnings("ignore", message, Warning)
         # On a host without GPUs torch must be told where to compute.
         return self.wrap(model, spec, device_id=spec.device or next(model.parameters()).device)
@@ -125,6 +126,11 @@ class TorchFsdp1(Wrapped):
         if process_group is not None:
             settings["process_group"] = process_group
         return ShardedGradScaler(device, **settings)
+
+
+def _casts(spec: ShardSpec) -> bool:
+    precisions = filter(None, (spec.precision, *spec.unit_precisions.values()))
+    return any(p.param_dtype or p.reduce_dtype or p.buffer_dtype for p in precisions)
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

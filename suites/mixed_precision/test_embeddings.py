@@ -66,7 +66,7 @@ def check_wire(groups, reductions, wire):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore:MixedPrecision. BatchNorm1d modules:UserWarning")
+@pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
 class TestFSDPMixedPrecisionSharded:
     def test_mp_embedding_reduce(self, check_both_ways):
         check_both_ways(Precision(reduce_dtype=F16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,33 @@ def test_of_a_claim_that_deviates_as_a_whole_one_reason_is_told(claims: list[str
         for claim in claims:
             told = [entry.why for entry in deviations.known_deviations(engine, claim) if entry.points is None]
             assert len(told) <= 1, (engine, claim)
+
+
+ROW = re.compile(r"^\| .*: `(?P<test>\S+)` \| (?P<marks>.*) \|$", re.MULTILINE)
+PAGE = SUITES.parent / "docs" / "conformance.md"
+
+
+def test_the_page_marks_as_deviating_what_the_tables_say(claims: list[str]) -> None:
+    _, _, table = PAGE.read_text().partition("| claim | ")
+    engines = table.partition(" |\n")[0].split(" | ")
+    rows = ROW.findall(table)
+    assert len(rows) > 20
+    for test, marks in rows:
+        about = [claim for claim in claims if claim.partition("[")[0].endswith(f"/{test}")]
+        known = {e: any(deviations.known_deviations(e, claim) for claim in about) for e in engines}
+        assert known == dict(zip(engines, (mark == "≈" for mark in marks.split(" | ")), strict=True)), test
+
+
+def test_the_page_tells_shares_of_one_total() -> None:
+    """All engines are asked the same points, and the rows add up to the last."""
+    _, _, table = PAGE.read_text().partition("| suite | ")
+    head, _, *lines = table.partition("\n\n")[0].splitlines()
+    assert head.strip(" |").split(" | ") == list(built_in_names())
+    rows = [[cell.split(",")[0].split(" / ") for cell in line.strip("| ").split(" | ")[1:]] for line in lines]
+    totals = [[sum(map(int, cell)) for cell in row] for row in rows]
+    assert all(len(set(row)) == 1 for row in totals)
+    *suites, whole = rows
+    columns = [[[int(row[e][i]) for i in range(3)] for row in suites] for e in range(len(whole))]
+    assert [[sum(part) for part in zip(*column, strict=True)] for column in columns] == [
+        [int(part) for part in cell] for cell in whole
+    ]

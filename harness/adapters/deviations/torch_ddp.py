@@ -1,9 +1,14 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.torch_engines import AMP_SCALER, IN_LOW_PRECISION, ONE_RANK
+from harness.adapters.deviations.torch_engines import (
+    AGAIN,
+    AMP_SCALER,
+    IN_LOW_PRECISION,
+    ONE_RANK,
+    UNREDUCED,
+)
 
-_AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
 _UNUSED = "all parameters must get a gradient in each step, unless it is told to look for those that do not"
 _REENTRANT = (
     "a parameter that reentrant checkpointing uses more than once is refused, or its gradient is wrong"
@@ -13,11 +18,11 @@ OWN: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
         points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
-        why=_AGAIN,
+        why=AGAIN,
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one*-NO_SHARD]",),
-        why=_AGAIN,
+        why=AGAIN,
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (0,), (0, 1)]]",),
@@ -66,7 +71,7 @@ OWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",),
-        why="what no_sync has left is clipped like any gradient",
+        why=UNREDUCED,
     ),
     Deviation(
         claims=("core/test_collectives.py::test_one_rank_communicates_nothing[fp32-NO_SHARD]",),

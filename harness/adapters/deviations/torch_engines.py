@@ -3,6 +3,8 @@
 from harness.adapters.deviations.deviation import Deviation
 
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
+AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
+UNREDUCED = "what no_sync has left is clipped like any gradient"
 ONE_RANK = "a group of one rank reduces all the same"
 KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
 
