@@ -11,11 +11,10 @@ import itertools
 import os
 import secrets
 import sys
-import uuid
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from harness import reporting
 from harness.controller.debugging import Debugging
 from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
 from harness.controller.lost_examples import LostExamples
+from harness.controller.posing import workerinput_of
 from harness.controller.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
 from harness.controller.rerun import rerun_line
 from harness.exceptions import LaunchError, WorldError
@@ -63,6 +63,7 @@ class Controller:
             worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
             OutputDirectory(self._output_directory).clear_logs(worker)
         self._at_once = ranks_at_once(config)
+        self._workerinput: dict[str, Any] | None = None
 
     # Before tests: find out what will be needed, and start it early
 
@@ -260,19 +261,15 @@ class Controller:
         if config.pluginmanager.hasplugin("_cov"):
             args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        workerinput = getattr(config, "workerinput", None) or {
-            "workerid": "master",
-            "workercount": 1,
-            "testrunuid": uuid.uuid4().hex,
-            "mainargv": sys.argv,
-        }
+        if self._workerinput is None:  # all worlds have the same: plugins are asked once
+            self._workerinput = workerinput_of(config)
         return SessionSpec(
             args=tuple(args),
             cwd=str(config.invocation_params.dir),
             argv=tuple(sys.argv),
             sys_path=tuple(sys.path),
             environ=environ,
-            workerinput=workerinput,
+            workerinput=self._workerinput,
             measures=self._measures,
             debugged_rank=config.getoption("rank_pdb"),
             captures=config.getoption("capture") in ("fd", "sys"),
