@@ -155,16 +155,13 @@ class ProcessLauncher:
         """Wait until the server has imported everything; then look, once, at what it says of that."""
         if not self._forks or self._checked:
             return
-        path = server.status_path(self.directory)
+        path, imports = server.status_path(self.directory), ", ".join(("torch", *self._preload))
         while not path.exists():
             if _has_ended(_running_server()._forkserver_pid):
-                raise LaunchError(
-                    f"the server that ranks are forked from died while it imported {', '.join(self._preload)}"
-                )
+                raise LaunchError(f"the server that ranks are forked from died while it imported {imports}")
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the server that ranks are forked from is still importing {', '.join(self._preload)}; "
-                    "look for a module in `ranks_preload` that never finishes"
+                    f"the server that ranks are forked from is still importing {imports}; {self._cure()}"
                 )
             time.sleep(0.002)  # once a session; the server has no other way to tell
         status = json.loads(path.read_text())
@@ -177,6 +174,11 @@ class ProcessLauncher:
                 "or set `ranks_start_method = spawn`"
             )
         self._checked = True
+
+    def _cure(self) -> str:
+        if self._preload:
+            return "look for a module in `ranks_preload` that never finishes"
+        return "a machine this slow needs a higher --world-timeout"
 
     def forget(self, pid: int) -> None:
         """Note that a rank is gone, and end what its tests have put out of reach of the rank's own end."""

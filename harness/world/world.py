@@ -35,6 +35,8 @@ from harness.world.outcome import Died, ItemOutcome
 if TYPE_CHECKING:
     from harness.launch.leases import Lease
 
+START_WITHIN = 60.0
+"""Seconds, at least, that ranks get to stand ready: importing torch may take longer than a test may."""
 CLOSE_WITHIN = 10.0
 """Seconds a rank gets to tear down its session."""
 
@@ -62,10 +64,14 @@ class World:
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
 
+        Args:
+            timeout: seconds that a test may take; starting may take `START_WITHIN` where that is more.
+
         Raises:
-            WorldError: a rank ended, or did not get ready in `timeout` seconds.
+            WorldError: a rank ended, or did not get ready in time.
             LaunchError: ranks cannot be started on this machine at all.
         """
+        timeout = max(timeout, START_WITHIN)
         deadline = time.monotonic() + timeout
         os.makedirs(self._directory, mode=0o700)
         leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
