@@ -1,7 +1,8 @@
-"""The controller's handle on a rank that does not read: it is not waited for."""
+"""The controller's handle on a rank that does not read, or has ended: it is not waited for."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from harness.launch.processes import RankProcess
+from harness.launch.served import ServedProcess
 from harness.protocol import Probe, RankSpec, SessionSpec, WorldKey
 from harness.world.handle import RankHandle
 
@@ -32,3 +34,13 @@ def test_a_rank_that_does_not_read_does_not_hold_up_who_writes(ends: tuple[RankH
     for _ in range(5_000):  # a few hundred fill the wire
         handle.send(Probe(thoroughly=True))
     assert isinstance(theirs.recv(), Probe)
+
+
+def test_a_process_that_has_just_ended_can_be_killed() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
+    served = ServedProcess(stand_in, lambda: True)
+    process.kill()
+    process.wait()
+    served.kill()
+    assert not served.is_alive()
