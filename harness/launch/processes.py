@@ -97,6 +97,17 @@ class ProcessLauncher:
         with _environment(environ), _no_main_module(), _signals_held_back():
             forkserver.ensure_running()
 
+    def restore_directory(self) -> None:
+        """Make the directory anew if somebody has removed it; end the server, whose socket was in it."""
+        if os.path.isdir(self.directory):
+            return
+        os.mkdir(self.directory, mode=0o700)
+        os.mkdir(f"{self.directory}/ranks", mode=0o700)
+        pid = _running_server()._forkserver_pid
+        if pid is not None and not _has_ended(pid):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # for multiprocessing to notice
+
     def _forget_dead_server(self) -> None:
         """Wait for the imports of the next server anew. Ranks of a dead one live on."""
         pid = _running_server()._forkserver_pid
@@ -184,11 +195,15 @@ class ProcessLauncher:
         """Note that a rank is gone, and end what its tests have put out of reach of the rank's own end."""
         Path(f"{self.directory}/ranks/{pid}").unlink(missing_ok=True)
         if self._forks and (server_pid := _running_server()._forkserver_pid) is not None:
-            end(lambda: children_of(server_pid) - self._ranks(), patience=0.0)
+            end(lambda: self._strays(server_pid), patience=0.0)
 
-    def _ranks(self) -> set[int]:
-        """Return the processes that are ranks, of whatever world: they note it as they start."""
-        return {int(name) for name in os.listdir(f"{self.directory}/ranks")}
+    def _strays(self, server_pid: int) -> set[int]:
+        """Return the server's children that are no ranks; ranks, of whatever world, note it as they start."""
+        try:
+            ranks = {int(name) for name in os.listdir(f"{self.directory}/ranks")}
+        except FileNotFoundError:  # somebody has cleaned it away: nobody knows which are ranks
+            return set()
+        return children_of(server_pid) - ranks
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.exceptions import WorldError
+from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output_directory import OutputDirectory
 from harness.properties.running import Running
@@ -73,6 +74,7 @@ class World:
         """
         timeout = max(timeout, START_WITHIN)
         deadline = time.monotonic() + timeout
+        self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
         leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
         specs = [
@@ -114,13 +116,17 @@ class World:
         """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
 
         Raises:
-            WorldError: a rank has left its session, or what `--rank-output-dir` holds cannot be replaced.
+            WorldError: a rank has left its session, the world's directory is gone, or what
+                `--rank-output-dir` holds cannot be replaced.
         """
-        if self._kept is None:
-            return ItemRun(self._handles, timeout).run(order)
-        self._kept.clear(order.nodeid)
-        outcome = ItemRun(self._handles, timeout).run(order)
-        self._keep_output(self._kept, order.nodeid, outcome)
+        if self._kept is not None:
+            self._kept.clear(order.nodeid)
+        try:
+            outcome = ItemRun(self._handles, timeout).run(order)
+        except OSError as error:
+            raise WorldError(self.fault() or explain(error)) from error
+        if self._kept is not None:
+            self._keep_output(self._kept, order.nodeid, outcome)
         return outcome
 
     def running(self) -> list[Running | None]:
@@ -174,9 +180,16 @@ class World:
         self.kill()
         return complaints
 
-    def is_whole(self) -> bool:
-        """Whether every rank lives."""
-        return all(handle.is_alive() for handle in self._handles)
+    def fault(self) -> str:
+        """Say why it can run no test any more; "" if it can."""
+        if not all(handle.is_alive() for handle in self._handles):
+            return f"a rank of {self.key} ended after the test"
+        if not os.path.isdir(self._directory):
+            return (
+                f"the directory of {self.key}, {self._directory}, has been removed: does a test, or a job of "
+                "the machine, clean the temporary directory?"
+            )
+        return ""
 
     def is_gone(self) -> bool:
         """Whether every rank has ended."""

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from harness.exceptions import WorldError
 from harness.launch.processes import RankProcess
 from harness.launch.served import ServedProcess
-from harness.protocol import Probe, RankSpec, SessionSpec, WorldKey
+from harness.properties.running import Search
+from harness.protocol import Probe, RankSpec, RunItem, SessionSpec, WorldKey
 from harness.world.handle import RankHandle
+from harness.world.world import World
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def ends(tmp_path: Path) -> Iterator[tuple[RankHandle, Connection]]:
     session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
     spec = RankSpec(0, WorldKey(1, "gloo", "cpu"), session, 0, str(tmp_path), str(tmp_path))
     ours, theirs = Pipe()
-    process: Any = SimpleNamespace(pid=1, sentinel=-1)
+    process: Any = SimpleNamespace(pid=1, sentinel=-1, is_alive=lambda: True)
     with ours, theirs:
         yield RankHandle(spec, RankProcess(process, ours)), theirs
 
@@ -34,6 +37,15 @@ def test_a_rank_that_does_not_read_does_not_hold_up_who_writes(ends: tuple[RankH
     for _ in range(5_000):  # a few hundred fill the wire
         handle.send(Probe(thoroughly=True))
     assert isinstance(theirs.recv(), Probe)
+
+
+def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
+    handle, _ = ends
+    launcher: Any = SimpleNamespace(directory=str(tmp_path))
+    world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle._spec.session, launcher)
+    world._handles = [handle]
+    with pytest.raises(WorldError, match=f"the directory of 1 rank .*, {tmp_path}/world-3, has been removed"):
+        world.run(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0)
 
 
 def test_a_process_that_has_just_ended_can_be_killed() -> None:
