@@ -121,7 +121,7 @@ class Controller:
                 reports = self._run(item, request, nextitem)
             case Refusal():
                 reports = _refuse(item, request)
-        self._tear_down_controllers_own(item, nextitem, reports[-1])
+        self._tear_down_controllers_own(item, nextitem, reports)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -196,7 +196,7 @@ class Controller:
         return None
 
     def _tear_down_controllers_own(
-        self, item: pytest.Item, nextitem: pytest.Item | None, report: pytest.TestReport
+        self, item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
     ) -> None:
         """Tear down wider fixtures of unmarked items before this one, as pytest would between two items."""
         # pytest offers no other way to a plugin that runs items itself.
@@ -204,7 +204,10 @@ class Controller:
         call = pytest.CallInfo.from_call(lambda: setup_state.teardown_exact(nextitem), when="teardown")
         if call.excinfo is not None:
             failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
-            report.outcome, report.longrepr = failed.outcome, failed.longrepr
+            if reports[-1].failed:  # what went wrong on ranks is told too
+                reports.append(failed)
+            else:
+                reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
 
     # What ranks say beside their reports
 
