@@ -398,7 +398,7 @@ def test_a_server_that_takes_too_long_is_told_with_what_to_do(
 
 
 def test_the_line_that_runs_it_again_repeats_what_changes_a_run(project: Project) -> None:
-    project.write("def test_a(world): assert False")
+    project.write("def test_a(world, run_subtests): assert False")
     (project.path / "conftest.py").write_text("""
 def pytest_addoption(parser):
     parser.addoption("--mine")
@@ -407,9 +407,11 @@ def pytest_addoption(parser):
 """)
     options = ["-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=3", "-c", "pytest.ini"]
     others = ["--mine=a b", "-vk", "a", "--flag", "--tb=short", "-W", "error", "--several", "x", "y", "-n0"]
-    output = project.run("test_sample.py", *options, *others)
+    changing = ["-vs", "--runxfail", "--subtest", "a=1"]
+    output = project.run("test_sample.py", *options, *others, *changing)
     line = next(line for line in output.splitlines() if line.startswith("pytest test_sample"))
     assert line == (
         "pytest test_sample.py::test_a -c pytest.ini -o console_output_style=classic -p no:cacheprovider "
-        "--world-seed 3 --fresh-worlds '--mine=a b' --flag -W error --several x y"
+        "--world-seed 3 --fresh-worlds --capture no --runxfail '--mine=a b' --flag -W error --several x y "
+        "--subtest a=1"
     )
