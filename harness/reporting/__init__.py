@@ -66,7 +66,7 @@ def merge(
 
 
 def _rerun_of_all(rerun: str, outcome: ItemOutcome, selected: list[str]) -> str:
-    """Let the command run only the point of `run_subtests` that a rank was stuck in, else the user's choice."""
+    """Let the command run only the point that a rank was stuck in, else those that the user chose."""
     points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
     points = {point for point in points if not point.startswith(EXAMPLE)}
     if len(points) == 1:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 START_WITHIN = 60.0
 """Seconds, at least, that ranks get to stand ready: importing torch may take longer than a test may."""
 CLOSE_WITHIN = 10.0
-"""Seconds a rank gets to tear down its session."""
+"""Seconds, at least, that a rank gets to tear down its session, wide fixtures included."""
 
 
 class World:
@@ -60,18 +60,22 @@ class World:
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
         self._handles: list[RankHandle] = []
+        self._close_within = CLOSE_WITHIN
         self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
 
         Args:
-            timeout: seconds that a test may take; starting may take `START_WITHIN` where that is more.
+            timeout: seconds that a test may take; so may starting and, later, tearing down the session, or
+                `START_WITHIN` and `CLOSE_WITHIN` where that is more.
 
         Raises:
             WorldError: a rank ended, or did not get ready in time.
             LaunchError: ranks cannot be started on this machine at all.
         """
+        # A wide fixture is torn down with the last test where all goes well, and within its deadline then.
+        self._close_within = max(timeout, CLOSE_WITHIN)
         timeout = max(timeout, START_WITHIN)
         deadline = time.monotonic() + timeout
         self._launcher.restore_directory()
@@ -168,8 +172,9 @@ class World:
         for handle in self._handles:
             handle.send(Close())
 
-    def reap(self, timeout: float = CLOSE_WITHIN) -> list[str]:
+    def reap(self, timeout: float | None = None) -> list[str]:
         """Wait for ranks that were asked to close, end what is left; return what went wrong, a line each."""
+        timeout = self._close_within if timeout is None else timeout
         until = time.monotonic() + timeout
         complaints = []
         for handle in self._handles:

@@ -376,6 +376,25 @@ def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -
     assert "died while it imported torch, deadly" in project.run()
 
 
+def test_a_wide_fixture_has_the_deadline_of_a_test_for_its_tear_down_after_a_failure(
+    project: Project,
+) -> None:
+    (project.path / "conftest.py").write_text("import harness.world.world as w\nw.CLOSE_WITHIN = 0.1\n")
+    project.write("""
+@pytest.fixture(scope="module")
+def wide():
+    yield
+    time.sleep(1)
+    pathlib.Path("torn-down.txt").touch()
+
+def test_a(world, wide): assert False
+def test_b(world): pass
+""")
+    output = project.run()
+    assert "1 failed, 1 passed" in output
+    assert (project.path / "torn-down.txt").exists()
+
+
 def test_the_deadline_of_a_test_does_not_bound_the_start_of_ranks(project: Project) -> None:
     project.write("@pytest.mark.ranks(2, timeout=60)\ndef test_a(world): pass")
     assert "1 passed" in project.run("--world-timeout=0.01")
