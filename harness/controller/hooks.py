@@ -11,11 +11,10 @@ import itertools
 import os
 import secrets
 import sys
-import uuid
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from harness import reporting
 from harness.controller.debugging import Debugging
 from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
 from harness.controller.lost_examples import LostExamples
+from harness.controller.posing import workerinput_of
 from harness.controller.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
 from harness.controller.rerun import rerun_line
 from harness.exceptions import LaunchError, WorldError
@@ -63,6 +63,7 @@ class Controller:
             worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
             OutputDirectory(self._output_directory).clear_logs(worker)
         self._at_once = ranks_at_once(config)
+        self._workerinput: dict[str, Any] | None = None
 
     # Before tests: find out what will be needed, and start it early
 
@@ -120,7 +121,7 @@ class Controller:
                 reports = self._run(item, request, nextitem)
             case Refusal():
                 reports = _refuse(item, request)
-        self._tear_down_controllers_own(item, nextitem, reports[-1])
+        self._tear_down_controllers_own(item, nextitem, reports)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -195,7 +196,7 @@ class Controller:
         return None
 
     def _tear_down_controllers_own(
-        self, item: pytest.Item, nextitem: pytest.Item | None, report: pytest.TestReport
+        self, item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
     ) -> None:
         """Tear down wider fixtures of unmarked items before this one, as pytest would between two items."""
         # pytest offers no other way to a plugin that runs items itself.
@@ -203,7 +204,10 @@ class Controller:
         call = pytest.CallInfo.from_call(lambda: setup_state.teardown_exact(nextitem), when="teardown")
         if call.excinfo is not None:
             failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
-            report.outcome, report.longrepr = failed.outcome, failed.longrepr
+            if reports[-1].failed:  # what went wrong on ranks is told too
+                reports.append(failed)
+            else:
+                reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
 
     # What ranks say beside their reports
 
@@ -260,19 +264,15 @@ class Controller:
         if config.pluginmanager.hasplugin("_cov"):
             args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        workerinput = getattr(config, "workerinput", None) or {
-            "workerid": "master",
-            "workercount": 1,
-            "testrunuid": uuid.uuid4().hex,
-            "mainargv": sys.argv,
-        }
+        if self._workerinput is None:  # all worlds have the same: plugins are asked once
+            self._workerinput = workerinput_of(config)
         return SessionSpec(
             args=tuple(args),
             cwd=str(config.invocation_params.dir),
             argv=tuple(sys.argv),
             sys_path=tuple(sys.path),
             environ=environ,
-            workerinput=workerinput,
+            workerinput=self._workerinput,
             measures=self._measures,
             debugged_rank=config.getoption("rank_pdb"),
             captures=config.getoption("capture") in ("fd", "sys"),

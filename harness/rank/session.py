@@ -93,6 +93,7 @@ class RankSession:
         if self._spec.session.measures:
             config.pluginmanager.register(Measuring(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
+        _block_reruns(config)
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
         return (yield)
@@ -181,6 +182,13 @@ class RankSession:
         if isinstance(runner, RunSubtests):
             runner.skip_if_nothing_ran()
         return result
+
+
+def _block_reruns(config: pytest.Config) -> None:
+    """Leave pytest-rerunfailures out: a rank that ran an item again would do so alone."""
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        config.pluginmanager.set_blocked("rerunfailures")
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; does nothing on ranks")
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

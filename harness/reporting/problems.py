@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from _pytest._code.code import ReprFileLocation
 
-from harness.places import users_line_of_dump
+from harness.dumps import users_line
 from harness.properties.told import VICTIM_OF_AN_EXAMPLE
 from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
@@ -113,7 +113,7 @@ def death_of(context: Context, rank: int, died: Died) -> Problem:
     base = str(context.config.invocation_params.dir)
     if died.importing:
         why += f" while it imported {_name_of(context, died.importing)}"
-    where = users_line_of_dump(died.output, base)
+    where = users_line(died.output, base)
     text = f"its last output:\n{died.output}" if died.output else ""
     title = f"{why}, at {where}" if where else why
     return Problem(rank, died.at, title, text=text, crash=_crash(context, where, why))

@@ -18,8 +18,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from harness.dumps import shorten, users_line
 from harness.launch.processes import RankProcess
-from harness.places import users_line_of_dump
 from harness.properties.running import Running, read_running
 from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
 from harness.world.outcome import Died
@@ -129,8 +129,8 @@ class RankHandle:
         if self._status() in ("T", "t"):
             return Doing("(its process is stopped)", "a place unknown, for it is stopped", state="stopped")
         if text := self._dump():
-            where = users_line_of_dump(text, self._spec.session.cwd)
-            return Doing(text, f"{where or 'code'}, which holds the GIL", state="silent")
+            where = users_line(text, self._spec.session.cwd)
+            return Doing(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")
         return Doing("(it does not answer)", "a blocking system call", state="silent")
 
     def _dump(self) -> str:

@@ -1,9 +1,10 @@
-"""The controller's handle on a rank that does not read, or stops as it writes: it is not waited for."""
+"""The controller's handle on a rank that does not read, stops as it writes, or has ended: not waited for."""
 
 from __future__ import annotations
 
 import os
 import struct
+import subprocess
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 
+from harness.exceptions import WorldError
 from harness.launch.processes import RankProcess
-from harness.protocol import Probe, RankSpec, SessionSpec, WorldKey
+from harness.launch.served import ServedProcess
+from harness.properties.running import Search
+from harness.protocol import Probe, RankSpec, RunItem, SessionSpec, WorldKey
 from harness.world import handle as module
 from harness.world.handle import RankHandle
 from harness.world.outcome import Died
+from harness.world.world import World
 
 
 @pytest.fixture
@@ -27,7 +32,8 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank
     session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
     spec = RankSpec(0, WorldKey(1, "gloo", "cpu"), session, 0, str(tmp_path), str(tmp_path))
     ours, theirs = Pipe()
-    process: Any = SimpleNamespace(pid=1, sentinel=-1, exitcode=None, join=lambda timeout: None)
+    facts = {"pid": 1, "sentinel": -1, "exitcode": None}
+    process: Any = SimpleNamespace(**facts, is_alive=lambda: True, join=lambda timeout: None)
     with ours, theirs:
         yield RankHandle(spec, RankProcess(process, ours)), theirs
 
@@ -47,3 +53,22 @@ def test_a_rank_that_stops_in_the_middle_of_a_message_counts_as_dead(
     (died,) = handle.read(handle.sources()[0])
     assert isinstance(died, Died)
     assert died.how == "closed its connection to the controller"
+
+
+def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
+    handle, _ = ends
+    launcher: Any = SimpleNamespace(directory=str(tmp_path))
+    world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle._spec.session, launcher)
+    world._handles = [handle]
+    with pytest.raises(WorldError, match=f"the directory of 1 rank .*, {tmp_path}/world-3, has been removed"):
+        world.run(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0)
+
+
+def test_a_process_that_has_just_ended_can_be_killed() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
+    served = ServedProcess(stand_in, lambda: True)
+    process.kill()
+    process.wait()
+    served.kill()
+    assert not served.is_alive()
