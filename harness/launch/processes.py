@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from harness.descendants import children_of, end
+from harness.descendants import children_of, end, with_descendants
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.launch.limits import check_open_files, explain
@@ -48,8 +48,13 @@ class RankProcess:
         pid = self.process.pid
         if pid is None:
             return
+        # Spawned ranks have no server that looks after what a test has put into a session of its own.
+        below = with_descendants({pid}) if self.process.is_alive() else set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+        for each in below - {pid}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
         if self.process.is_alive():  # it may not lead a group of its own yet
             self.process.kill()
 

@@ -195,6 +195,21 @@ def test_a_temporary_directory_too_deep_for_sockets_is_no_obstacle(project: Proj
     assert list(deep.iterdir()) == [deep / f"pytest-of-{getpass.getuser()}"]
 
 
+def test_nothing_outlives_a_spawned_rank_that_is_ended(project: Project) -> None:
+    tests = """
+def test_a(world):
+    if world.rank == 1:
+        import subprocess
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    world.barrier()
+    assert world.rank == 1
+    time.sleep(100)
+"""
+    project.write(tests, "ranks_start_method = spawn")
+    assert "1 failed" in project.run()
+    project.assert_nothing_is_left()
+
+
 def test_ranks_can_be_spawned_instead_of_forked(project: Project) -> None:
     project.write(
         "def test_a(world): assert world.gather(world.rank) == [0, 1]", "ranks_start_method = spawn"
