@@ -5,6 +5,7 @@ from harness.adapters.deviations.deviation import Deviation
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
 AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
 UNREDUCED = "what no_sync has left is clipped like any gradient"
+FP16_REFUSED = "fp16 gradients are refused"
 ONE_RANK = "a group of one rank reduces all the same"
 KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
 
@@ -21,10 +22,8 @@ AMP_SCALER: tuple[Deviation, ...] = (
         claims=(
             "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
             "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
-            "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
-            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
         ),
-        why="fp16 gradients are refused",
+        why=FP16_REFUSED,
         issue=74739,
     ),
 )

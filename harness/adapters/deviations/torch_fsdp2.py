@@ -4,6 +4,7 @@ from harness.adapters.deviations.deviation import Deviation
 from harness.adapters.deviations.norms import DTENSOR_NORMS
 from harness.adapters.deviations.torch_engines import (
     AMP_SCALER,
+    FP16_REFUSED,
     FSDPS,
     IN_LOW_PRECISION,
     KEPT,
@@ -186,6 +187,14 @@ SCALER: tuple[Deviation, ...] = (
     Deviation(
         claims=("grad_scaler/test_agreement.py::test_ranks_without_gradients_follow_the_one_that_has_some*",),
         why="a rank without a gradient is refused by the scaler",
+    ),
+    Deviation(
+        claims=(
+            "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
+        ),
+        why=FP16_REFUSED,
+        issue=74739,
     ),
     Deviation(
         claims=("grad_scaler/test_gradients.py::test_a_sparse_gradient_of_what_is_not_sharded*",),
