@@ -58,7 +58,7 @@ class SilentRank(RankHandle):
 
 
 class FreedRank(SilentRank):
-    """Stands still in a subtest, answers one more probe after it was freed, and ends the test with the next."""
+    """Stands still in a subtest, answers one probe after it was freed, and ends the test with the next."""
 
     def __init__(self) -> None:
         ours, self.theirs = multiprocessing.Pipe()
