@@ -121,7 +121,7 @@ def test_death_between_draws(world, data):
 
 @pytest.mark.ranks(2, timeout=0.7)
 @few
-@given(st.integers(0, 12))
+@given(st.integers(0, 6))
 def test_hang(world, number):
     while world.rank == 1 and number > 4: time.sleep(0.01)  # for ever
 
@@ -150,13 +150,13 @@ TestMachine = Counter.TestCase
 TestMachine.settings = settings(max_examples=10, stateful_step_count=5)
 
 class Mortal(RuleBasedStateMachine):
-    @rule(number=st.integers(0, 10))
+    @rule(number=st.integers(0, 5))
     def step(self, number):
         if number > 4 and dist.get_rank() == 1:
             os._exit(4)
 
 def test_machine_that_dies(world):
-    run_state_machine_as_test(Mortal, settings=settings(max_examples=10, stateful_step_count=3))
+    run_state_machine_as_test(Mortal, settings=settings(max_examples=10, stateful_step_count=2))
 
 def test_two_properties(world):
     @given(st.integers())
