@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.protocol import Collecting, Doing, Probe, Reported
+from harness.protocol import Collecting, Doing, Finished, Probe, Reported, Sever
 from harness.world import item_run
 from harness.world.handle import RankHandle
 from harness.world.item_run import ItemRun
@@ -56,6 +56,28 @@ class SilentRank(RankHandle):
 
     def output(self) -> Any:
         return SimpleNamespace(captured=lambda: ())
+
+
+class FreedRank(SilentRank):
+    """Stands still in a subtest, answers one probe after it was freed, and ends the test with the next."""
+
+    def __init__(self) -> None:
+        ours, self.theirs = multiprocessing.Pipe()
+        super().__init__(ours)
+        self.answers = iter([Doing("", "a line", state="stopped", point="a=1")] * 3)
+
+    def send(self, message: Any) -> None:
+        super().send(message)
+        if message == Probe():
+            self.theirs.send((next(self.answers, Finished(True, 0, 0)),))
+
+
+def test_an_answer_from_before_a_rank_was_freed_does_not_end_its_test(monkeypatch: Any) -> None:
+    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
+    rank = FreedRank()
+    outcome = ItemRun([rank], 10).run(ORDER)
+    assert rank.sent.count(Sever("a=1")) == 1
+    assert outcome.finished() == [Finished(True, 0, 0)]
 
 
 def test_a_rank_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: Any) -> None:

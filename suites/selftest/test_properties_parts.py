@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.conjecture.data import ConjectureData
 
 from harness.controller.lost_examples import LostExamples
+from harness.properties import lost
+from harness.properties.attempt import Attempt
 from harness.properties.constants import SharedConstants
 from harness.properties.database import LockstepDatabase
 from harness.properties.running import Lost, Running, RunningExample, Search, read_running
@@ -142,6 +146,23 @@ def test_only_rank_0_reads_and_writes_the_database_and_not_before_the_end() -> N
         database.write()
     assert [sorted(each.fetch(KEY)) for each in theirs] == [[b"b"], [b"unseen"]]
     assert list(theirs[0].fetch(b"second")) == [b"a"]
+
+
+class Box:
+    """Something that can be referred to weakly."""
+
+
+def test_an_example_forgets_the_objects_it_has_drawn_and_knows_its_numbers(tmp_path: Path) -> None:
+    running = RunningExample(str(tmp_path / "running"))
+    data = ConjectureData.for_choices([1, 4])
+    boxes = st.sampled_from([Box(), Box()])
+    attempt = Attempt(data, running, lost.LostExamples(running))
+    attempt.run(lambda data: (data.draw(boxes), data.draw(st.integers(0, 9))))
+    data.freeze()
+    values = [span.recorded_value for span in data.spans]
+    assert attempt.error is None
+    assert 4 in values
+    assert not any(isinstance(value, Box) for value in values)
 
 
 class _OtherRank:
