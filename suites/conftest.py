@@ -3,6 +3,17 @@
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Register the profile `long` of properties/conftest.py, before Hypothesis's plugin looks for it."""
+    if config.getoption("hypothesis_profile", None) == "long":
+        from hypothesis import settings
+
+        settings.register_profile(
+            "long", max_examples=200, derandomize=True, database=None, deadline=None, print_blob=True
+        )
+
+
 @pytest.fixture(autouse=True)
 def freed_memory_is_nan(request, monkeypatch):
     """Let the built-in engine fill memory that is freed or sent with NaN, so that a late reader fails a test.
