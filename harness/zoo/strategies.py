@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.zoo.trees import Again, Block, Gain, Linear, Offset, Part, Tree
 
-__all__ = ["trees"]
+__all__ = ["rewraps", "trees"]
 
 # Most parts are plain, so that models compute something.
 _USED = st.sampled_from(["always"] * 4 + ["sometimes", "unheard", "never"])
@@ -24,7 +25,9 @@ _ANY = st.integers(0, 9).map(str)
 def trees(
     *, frozen: bool = True, shared: bool = True, idle: bool = True, max_parts: int = 6
 ) -> st.SearchStrategy[Tree]:
-    """Return a strategy of trees in which some parameter learns from every batch: if need be, of a last layer.
+    """Return a strategy of trees in which some parameter learns from every batch.
+
+    Where none was drawn that does, a last layer is added.
 
     Args:
         frozen: whether parameters may be frozen.
@@ -41,8 +44,20 @@ def trees(
         how["used"] = _USED
     parts = st.recursive(_leaves(how, shared), lambda below: _blocks(below, how), max_leaves=max_parts)
     # Mapped, not built, so that what is printed is the tree, and not how it was drawn.
-    drawn = st.tuples(st.integers(1, 5), st.lists(parts, min_size=1, max_size=3).map(tuple))
+    drawn = st.tuples(st.integers(1, 5), st.lists(parts, max_size=3).map(tuple))
     return drawn.map(lambda of: _tree(*of))
+
+
+def rewraps(tree: Tree) -> st.SearchStrategy[Tree]:
+    """Return a strategy of the same tree with other units: any, or where parts are shared all or none."""
+    names = [name for name, part in tree.named_parts() if isinstance(part, Block)]
+    shares = any(isinstance(part, Again) or getattr(part, "tied", None) for _, part in tree.named_parts())
+    if shares:
+        # Units may be what keeps a shared parameter out of a second group.
+        return st.sampled_from([tree, tree.with_units(())])
+    return st.lists(st.booleans(), min_size=len(names), max_size=len(names)).map(
+        lambda chosen: tree.with_units(tuple(itertools.compress(names, chosen)))
+    )
 
 
 def _leaves(how: Mapping[str, Any], shared: bool) -> st.SearchStrategy[Part]:

@@ -7,8 +7,8 @@ such descriptions. Parts have the names that they have in an `nn.Sequential`: ``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -100,19 +100,27 @@ class Tree(_Described):
     @property
     def units(self) -> tuple[str, ...]:
         """Names of the submodules that are to be sharded on their own."""
-        return tuple(name for name, part in _named(self.parts) if isinstance(part, Block) and part.unit)
+        return tuple(name for name, part in self.named_parts() if isinstance(part, Block) and part.unit)
+
+    def named_parts(self) -> Iterator[tuple[str, Part]]:
+        """Yield every part with its name, outer before inner."""
+        yield from _named(self.parts)
+
+    def with_units(self, units: Collection[str]) -> Tree:
+        """Return the same model with the blocks of these names as units, and no others."""
+        return replace(self, parts=_marked(self.parts, units))
 
     def build(self, seed: int = 0) -> nn.Module:
         """Return the model, with values that depend on the seed only."""
         built = _Chain(self.parts, self.width)
-        for name, part in _named(self.parts):
+        for name, part in self.named_parts():
             if isinstance(part, Linear) and part.tied is not None:
                 weight = built.get_submodule(part.tied).get_parameter("weight")
                 built.get_submodule(name).register_parameter("weight", weight)
             elif isinstance(part, Again):
                 where, _, last = name.rpartition(".")
                 built.get_submodule(where)[int(last)] = built.get_submodule(part.of)  # type: ignore[operator]
-        for name, part in _named(self.parts):
+        for name, part in self.named_parts():
             if part.frozen:
                 built.get_submodule(name).requires_grad_(False)
         generator = torch.Generator().manual_seed(seed)
@@ -199,8 +207,17 @@ def _built(part: Part, width: int) -> nn.Module:
 
 
 def _named(parts: tuple[Part, ...], prefix: str = "") -> Iterator[tuple[str, Part]]:
-    """Yield every part with its name, outer before inner, but none twice."""
     for index, part in enumerate(parts):
         yield f"{prefix}{index}", part
         if isinstance(part, Block):
             yield from _named(part.parts, f"{prefix}{index}.")
+
+
+def _marked(parts: tuple[Part, ...], units: Collection[str], prefix: str = "") -> tuple[Part, ...]:
+    found: list[Part] = []
+    for index, part in enumerate(parts):
+        name = f"{prefix}{index}"
+        if isinstance(part, Block):
+            part = replace(part, unit=name in units, parts=_marked(part.parts, units, f"{name}."))
+        found.append(part)
+    return tuple(found)
