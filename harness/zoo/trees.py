@@ -141,6 +141,14 @@ class Tree(_Described):
             found[owner] = (*found.get(owner, ()), name)
         return found
 
+    def has_mixed_groups(self) -> bool:
+        """Tell whether a group has frozen parameters and others: one flat parameter cannot be both."""
+        built = self.build()
+        return any(
+            len({built.get_parameter(name).requires_grad for name in names}) > 1
+            for names in self.groups().values()
+        )
+
     def batch(self, generator: torch.Generator) -> Tensor:
         """Return an input, (2, width), fp32, on the generator's device."""
         return torch.randn(_ROWS, self.width, generator=generator, device=generator.device)

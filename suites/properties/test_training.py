@@ -113,14 +113,6 @@ def process_groups(world, strategy):
         dist.destroy_process_group(group)
 
 
-def has_mixed_groups(tree):
-    """Tell whether a group has frozen parameters and others: one flat parameter cannot be both."""
-    bare = tree.build()
-    return any(
-        len({bare.get_parameter(n).requires_grad for n in names}) > 1 for names in tree.groups().values()
-    )
-
-
 def zeros_for_none(gradients, like):
     return {n: torch.zeros_like(like[n]) if g is None else g for n, g in gradients.items()}
 
@@ -134,7 +126,7 @@ def zeros_for_none(gradients, like):
 def test_losses_gradients_and_parameters_are_the_unsharded_ones(world, engine, tree, options, no_sync):
     """``no_sync``: for each microbatch of a step whether it keeps its gradients to itself."""
     options = offered(engine, world, options)
-    if has_mixed_groups(tree):
+    if tree.has_mixed_groups():
         options["use_orig_params"] = True
     with process_groups(world, options.get("strategy", "")) as groups:
         check_parity(
