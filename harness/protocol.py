@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from harness.properties.running import Lost
+
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
@@ -92,6 +94,11 @@ class RankSpec:
         return self.path(f"rank-{self.rank}.phases")
 
     @property
+    def running_path(self) -> str:
+        """Where the rank notes which example of a property test it is in, for the case that it dies."""
+        return self.path(f"rank-{self.rank}.running")
+
+    @property
     def stacks_path(self) -> str:
         """Where faulthandler writes when a rank cannot answer, because it holds the GIL."""
         return self.path(f"rank-{self.rank}.stacks")
@@ -111,6 +118,10 @@ class RunItem:
     shared_tmp_path: str
     entropy: int = 0
     """What Hypothesis draws its seeds from, the same on all ranks."""
+    lost: tuple[Lost, ...] = ()
+    """The examples that have cost a world each, as this test was run in it."""
+    searches_on: bool = True
+    """Whether Hypothesis may look for a smaller example once the last of these has come up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,14 @@ import pytest
 from harness import reporting
 from harness.controller.debugging import Debugging
 from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
+from harness.controller.lost_examples import LostExamples
 from harness.controller.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
 from harness.controller.rerun import rerun_line
 from harness.exceptions import LaunchError, WorldError
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output_directory import OutputDirectory
+from harness.properties.running import Running
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.world.outcome import ItemOutcome
 from harness.world.world import World
@@ -130,24 +132,39 @@ class Controller:
     def _run(
         self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
     ) -> list[pytest.TestReport]:
+        order = self._order(item, request, nextitem)
+        lost = LostExamples()
+        try:
+            outcome, running = self._run_in_world(item, request, order)
+            while lost.note(outcome, running):
+                outcome, running = self._run_in_world(item, request, lost.order(order))
+        except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
+            return _refuse(item, Refusal("failed", str(error)))
+        self._pass_on_warnings(item, outcome)
+        return reporting.merge(
+            lost.told_of(outcome), item, rerun_line(item), self._config.getoption("world_seed"), outcome
+        )
+
+    def _run_in_world(
+        self, item: pytest.Item, request: Request, order: RunItem
+    ) -> tuple[ItemOutcome, list[Running | None]]:
         try:
             world = self._worlds.take(request.key, fresh=request.fresh)
-            self._last_items[world.name] = item
         except WorldError as error:
-            return _refuse(item, Refusal("failed", f"no world of {request.key}: {error}"))
-        order = self._order(item, request, nextitem)
+            raise WorldError(f"no world of {request.key}: {error}") from error
+        self._last_items[world.name] = item
         try:
             with self._debugging.attending(world):
                 outcome = world.run(order, request.timeout)
-        except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
+        except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
-            return _refuse(item, Refusal("failed", str(error)))
+            raise
+        running = world.running()
         if len(outcome.finished()) < len(outcome.ranks):
             self._worlds.discard(world)
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
-        self._pass_on_warnings(item, outcome)
-        return reporting.merge(outcome, item, rerun_line(item), self._config.getoption("world_seed"))
+        return outcome, running
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request.key, nextitem)

@@ -12,8 +12,10 @@ import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData, Status
 
+from harness.properties.lost import LostExamples
 from harness.properties.origin import origin_of
 from harness.properties.recorder import Recorder
+from harness.properties.running import RunningExample
 from harness.properties.told import Told
 from harness.protocol import Vote
 from harness.reporting.problems import BROKEN_CONNECTION
@@ -48,11 +50,11 @@ class Attempt:
         result: What it has returned.
     """
 
-    def __init__(self, data: ConjectureData) -> None:
+    def __init__(self, data: ConjectureData, running: RunningExample, lost: LostExamples) -> None:
         self.data = data
         self.error: BaseException | None = None
         self.result: object = None
-        self.recorder = Recorder(data)
+        self.recorder = Recorder(data, running, lost)
 
     def run(self, function: Callable[[ConjectureData], object]) -> None:
         """Draw, run the body, keep what comes of it.

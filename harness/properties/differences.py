@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.properties.told import EXAMPLE, VICTIM_OF_AN_EXAMPLE, Drawn
+from harness.properties.told import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
 from harness.protocol import Vote
 
 _DRAW = (
@@ -22,7 +22,7 @@ def tell_places(votes: Sequence[Vote]) -> str:
     """Say where each rank is, as they are not at the same example."""
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
     if ended:
-        return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(ended)} had ended the test by then"
+        return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(ended)} {LEFT}"
     where = "; ".join(f"rank {rank} at [{vote.point}]" for rank, vote in enumerate(votes))
     return f"ranks disagree on what comes next: {where}"
 

@@ -15,15 +15,20 @@ from harness.exceptions import PeerFailed
 from harness.properties import differences
 from harness.properties.attempt import Attempt
 from harness.properties.clock import LockstepClock
-from harness.properties.exceptions import OutOfStep
+from harness.properties.exceptions import LeftAlone, OutOfStep
+from harness.properties.lost import LostExamples
 from harness.properties.origin import set_origin
+from harness.properties.running import RunningExample
 from harness.properties.told import Groups
-from harness.protocol import Vote
+from harness.protocol import RankSpec, RunItem, Vote
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
 PATIENCE = 0.03
 """Seconds that a rank that has failed waits for the others before it frees them from waiting for it."""
+
+HUNG_AT_MOST = 20.0
+"""Seconds that examples may take in all in which no rank could get on, before the search ends."""
 
 
 class Lockstep(Protocol):
@@ -38,21 +43,35 @@ class Lockstep(Protocol):
 class Examples:
     """Runs examples so that all ranks pass, fail, reject and skip them together."""
 
-    def __init__(self, rank: Lockstep, number: int) -> None:
-        self.rank = number
+    def __init__(self, rank: Lockstep, spec: RankSpec) -> None:
+        self.rank = spec.rank
         self.clock = LockstepClock()
         self.is_active = False
+        self.seed: int | None = None
+        """What brings the failure of this test up again, where no database keeps it."""
+        self.running = RunningExample(spec.running_path)
+        self.lost = LostExamples(self.running)
         self._rank = rank
-        self._count = 0
+        self._run = self._count = 0
         self._began = 0.0
+        self._searches_on = True
+        self._hung = 0.0
 
-    def begin_item(self, entropy: int) -> None:
+    def begin_item(self, order: RunItem) -> None:
         """Note that a test begins, in which ranks keep in step."""
         self.is_active = True
-        self._count = 0
+        self.seed = None
+        self._run = self._count = 0
         self._began = time.monotonic()
+        self._searches_on = order.searches_on
+        self._hung = 0.0
         self.clock.advance(0.0)
-        core.threadlocal._hypothesis_global_random = random.Random(entropy)
+        self.lost.begin_item(order.lost)
+        core.threadlocal._hypothesis_global_random = random.Random(order.entropy)
+
+    def must_stop(self) -> bool:
+        """Whether the search for smaller examples has to end: each costs too much, and there were enough."""
+        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._searches_on)
 
     def end_item(self) -> None:
         self.is_active = False
@@ -75,10 +94,12 @@ class Examples:
         __tracebackhide__ = True
         self._count += 1
         point = differences.example(self._count)
-        attempt = Attempt(data)
+        attempt = Attempt(data, self.running, self.lost)
         self._rank.begin_point(point)
+        self.running.begin(self._run, self._count)
         attempt.run(lambda data: runner(data, function))
         votes = self._vote(attempt, point)
+        self.running.end()
         if any(vote.outcome == "failed" for vote in votes):
             self._mend(point)
             self._fail(attempt, votes)
@@ -93,17 +114,24 @@ class Examples:
         __tracebackhide__ = True
         vote = attempt.vote(point, time.monotonic() - self._began)
         votes = self._agree(vote, PATIENCE if vote.outcome == "failed" else None)
+        before = self.clock.monotonic()
         self.clock.advance(votes[0].more.seconds)
+        if all(other.outcome != "failed" or other.more.is_cut_off for other in votes):
+            took = self.clock.monotonic() - before
+            self._hung += took if any(other.outcome == "failed" for other in votes) else 0.0
         return votes
 
     def _agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
         """Vote.
 
         Raises:
-            OutOfStep: another rank is elsewhere, or has ended the test.
+            LeftAlone: another rank has ended the test.
+            OutOfStep: another rank is elsewhere in it.
         """
         __tracebackhide__ = True
         votes = self._rank.agree(vote, sever_after)
+        if any(other.outcome == "ended" for other in votes):
+            raise LeftAlone(differences.tell_places(votes))
         if any(other.point != vote.point for other in votes):
             raise OutOfStep(differences.tell_places(votes))
         return votes
@@ -119,8 +147,6 @@ class Examples:
         left = self.ask_all(f"the end of {point}", self._rank.groups())
         if any(each.is_severed for each in left) or len(set(left)) > 1:
             self._rank.repair()
-            # Who fails at once must not break the connections of who has still to join.
-            self.ask_all(f"a new group after {point}", None)
 
     def _fail(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
         """Raise what this rank has to say of an example that failed on one rank at least."""
@@ -165,6 +191,8 @@ class Examples:
     def begin_run(self, name: str, facts: dict[str, str]) -> None:
         """Expect every rank to begin the same property, with the same seed and settings."""
         __tracebackhide__ = True
+        self._run += 1
+        self._count = 0
         digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
         point = f"the property {name}"
         if len(set(self.ask_all(point, digest))) > 1:

@@ -8,3 +8,7 @@ class OutOfStep(BaseException):
 
     Not an `Exception`, which Hypothesis would take for a failing example and try to shrink.
     """
+
+
+class LeftAlone(OutOfStep):
+    """Another rank has ended the test: what goes on here means nothing."""

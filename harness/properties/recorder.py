@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis.database import choices_to_bytes
 from hypothesis.internal.conjecture.data import ConjectureData, DataObserver, Status
 
 from harness.cut import cut
+from harness.properties.lost import LostExamples
+from harness.properties.running import RunningExample
 from harness.properties.told import Drawn
 
 MOST_OF_A_VALUE = 80
@@ -22,8 +25,10 @@ class Recorder(DataObserver):
     The engine's own remembers for good what it sees. It must not see what one rank alone has drawn.
     """
 
-    def __init__(self, data: ConjectureData) -> None:
+    def __init__(self, data: ConjectureData, running: RunningExample, lost: LostExamples) -> None:
         self._data = data
+        self._running = running
+        self._lost = lost
         self._observer = data.observer
         self.events: list[Any] = []
         self._conclusion: tuple[Any, ...] | None = None
@@ -45,6 +50,8 @@ class Recorder(DataObserver):
         self._note("boolean", value, constraints, was_forced)
 
     def _note(self, kind: str, value: Any, constraints: Any, was_forced: bool) -> None:
+        self._lost.check()
+        self._running.draw(choices_to_bytes((value,)))
         self.events.append((kind, value, constraints, was_forced, len(self._data.draw_times)))
 
     def kill_branch(self) -> None:

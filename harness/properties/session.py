@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.properties.told import LOST, NOTES, SEED, STATISTICS
 
 if TYPE_CHECKING:
     from harness.properties.examples import Examples
+    from harness.protocol import RunItem
     from harness.rank.process import Rank
+
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
 
 class Properties:
-    """The property tests of one rank; imports nothing of Hypothesis before a test file does."""
+    """The property tests of one rank, a plugin; imports nothing of Hypothesis before a test file does."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._examples: Examples | None = None
 
     @contextlib.contextmanager
-    def of_item(self, entropy: int) -> Iterator[None]:
-        """Keep the properties of one item in step.
-
-        Args:
-            entropy: what their seeds are drawn from.
-        """
+    def of_item(self, order: RunItem) -> Iterator[None]:
+        """Keep the properties of one item in step."""
         if "hypothesis" not in sys.modules:
             yield
             return
         examples = self._examples = self._examples or self._start()
-        examples.begin_item(entropy)
+        examples.begin_item(order)
         try:
             yield
         finally:
@@ -40,6 +43,34 @@ class Properties:
         from harness.properties.examples import Examples
         from harness.properties.state import keep_in_step
 
-        examples = Examples(self._rank, self._rank.spec.rank)
+        examples = Examples(self._rank, self._rank.spec)
         keep_in_step(examples)
         return examples
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add what the controller has to know of a property; its statistics are told by rank 0 alone."""
+        __tracebackhide__ = True
+        statistics = getattr(item, "hypothesis_statistics", None)
+        if statistics is not None and self._rank.spec.rank:
+            del item.hypothesis_statistics  # type: ignore[attr-defined]
+        report = yield
+        if self._examples is not None and call.excinfo is not None:
+            vars(report).update(self._words(self._examples, call.excinfo.value))
+        if statistics is not None and report.when == "teardown" and not self._rank.spec.rank:
+            vars(report)[STATISTICS] = statistics
+        return report
+
+    def _words(self, examples: Examples, error: BaseException) -> dict[str, Any]:
+        from harness.properties.lost import RankLost
+
+        words: dict[str, Any] = {}
+        if notes := getattr(error, "__notes__", None):
+            words[NOTES] = "\n".join(notes)
+        if examples.seed is not None:
+            words[SEED] = examples.seed
+        if isinstance(error, RankLost):
+            words[LOST] = error.number
+        return words

@@ -12,12 +12,14 @@ from typing import Any
 from hypothesis import core, settings
 from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
+from hypothesis.internal.conjecture.data import ConjectureData
 
 from harness import rank
 from harness.exceptions import PeerFailed
 from harness.properties.constants import SharedConstants
 from harness.properties.database import LockstepDatabase
 from harness.properties.examples import Examples
+from harness.properties.exceptions import LeftAlone
 from harness.properties.origin import respect_agreed_origins
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
@@ -34,7 +36,12 @@ def keep_in_step(examples: Examples) -> None:
         _examples = examples
         _constants = SharedConstants(examples)
 
+    class Runner(_Runner):
+        _examples = examples
+
     core.StateForActualGivenExecution = State  # type: ignore[misc]
+    core.ConjectureRunner = Runner  # type: ignore[misc]
+    examples.lost.watch()
     engine.time = examples.clock  # type: ignore[assignment]
     respect_agreed_origins()
     _leave_out_of_explanations(str(Path(__file__).parent), str(Path(rank.__file__).parent))
@@ -46,6 +53,15 @@ def _leave_out_of_explanations(*folders: str) -> None:
     scrutineer.should_trace_file = functools.cache(
         lambda filename: not filename.startswith(folders) and original(filename)
     )
+
+
+class _Runner(engine.ConjectureRunner):
+    _examples: Examples
+
+    def test_function(self, data: ConjectureData) -> None:
+        super().test_function(data)
+        if self._examples.is_active and self.interesting_test_cases and self._examples.must_stop():
+            self.exit_with(engine.ExitReason.very_slow_shrinking)
 
 
 class _State(core.StateForActualGivenExecution):
@@ -61,11 +77,14 @@ class _State(core.StateForActualGivenExecution):
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
+        self.test = self._examples.lost.body(test)
         self.test_runner = partial(self._examples.run, self.test_runner)
         facts = {
             "seed": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
             "settings": repr(given),
         }
+        if given.database is None:
+            self._examples.seed = wrapped_test._hypothesis_internal_use_generated_seed
         self._examples.begin_run(test.__name__, facts)
         self._constants.settle()
 
@@ -84,15 +103,19 @@ class _State(core.StateForActualGivenExecution):
     def run_engine(self) -> None:
         __tracebackhide__ = True
         victim: PeerFailed | None = None
+        writes = True
         try:
             super().run_engine()
+        except LeftAlone:  # this world is at its end; the next one, if there is one, shall find what it did
+            writes = False
+            raise
         except BaseExceptionGroup as error:
             victim = _victim_alone(error)
             if victim is None:
                 raise
         finally:
             self._constants.release()
-            if self._database is not None:
+            if self._database is not None and writes:
                 self._database.write()
         if victim is not None:
             raise victim

@@ -8,6 +8,18 @@ EXAMPLE = "example "
 """How the point of an example begins. Points of `run_subtests` read `key=value`."""
 VICTIM_OF_AN_EXAMPLE = "this example failed elsewhere: "
 """How a rank's failure begins when the rank itself had no quarrel with the example."""
+LEFT = "had ended the test by then"
+"""How it ends if that is all that went wrong."""
+
+# Names of what ranks add to pytest's reports.
+LOST = "lockstep_lost_example"
+"""Which of the examples that cost a world the report tells of."""
+NOTES = "lockstep_example"
+"""What Hypothesis says of the failing example."""
+SEED = "lockstep_seed"
+"""The seed that brings the failure up again, where no database keeps it."""
+STATISTICS = "_hypothesis_stats"
+"""Hypothesis's own name, under which its plugin looks for them."""
 
 
 @dataclass(frozen=True, slots=True)

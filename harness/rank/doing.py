@@ -15,6 +15,7 @@ import pluggy
 import torch
 import torch.distributed as dist
 
+import harness.properties
 from harness.places import is_installed
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
 from harness.rank.stacks import Stack
@@ -23,10 +24,17 @@ WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256
 """Collectives that torch's flight recorder keeps: those of most tests. All are looked through on request."""
 _DEFAULT_DESCRIPTION = "default_pg"
+_OUR_PROPERTIES = str(Path(harness.properties.__file__).parent)
 
 
 def describe_rank(
-    stacks: dict[int, Stack], main_thread: int, base: str, begun: int, state: State, point: str = ""
+    stacks: dict[int, Stack],
+    main_thread: int,
+    base: str,
+    begun: int,
+    joined: int,
+    state: State,
+    point: str = "",
 ) -> Doing:
     """Describe all threads of this process but the one that asks, the main thread first.
 
@@ -35,6 +43,7 @@ def describe_rank(
         main_thread: its ident.
         base: directory that the user's files are named from.
         begun: when the item began, nanoseconds since the epoch.
+        joined: when the rank joined its default group.
         state: "runs", "votes" or "idle".
         point: the subtest under way.
     """
@@ -44,7 +53,7 @@ def describe_rank(
     for ident, stack in stacks.items():
         if ident != main_thread and names.get(ident) != WIRE_THREAD:
             texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(stack))}")
-    issued, before = issued_since(begun)
+    issued, before = issued_since(begun, joined)
     where, call = _users_line(main)
     if state == "runs" and main and _is_pytests(main[0].filename):
         state = "reports"
@@ -90,13 +99,18 @@ def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
     linecache.checkcache()
     stack = [place.summary() for place in reversed(innermost_first)]
     last_of_pytest = max((i for i, frame in enumerate(stack) if _is_pytests(frame.filename)), default=-1)
-    below = stack[last_of_pytest + 1 :]
+    below = [frame for frame in stack[last_of_pytest + 1 :] if not _leads_to_property(frame.filename)]
     calls_user = any(not is_installed(frame.filename) for frame in below)
     return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
 
 
 def _format(frames: list[traceback.FrameSummary]) -> str:
     return "".join(traceback.format_list(frames))
+
+
+def _leads_to_property(filename: str) -> bool:
+    """Whether a file is Hypothesis's or ours about it: dozens of frames between a test and its body."""
+    return "/site-packages/hypothesis/" in filename or filename.startswith(_OUR_PROPERTIES)
 
 
 def _is_pytests(filename: str) -> bool:
@@ -113,14 +127,18 @@ def _users_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
     return (f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "?"), ""
 
 
-def issued_since(begun: int) -> tuple[tuple[Issued, ...], dict[str, int]]:
+def issued_since(begun: int, joined: int) -> tuple[tuple[Issued, ...], dict[str, int]]:
     """Return the collectives that this rank has begun since then, and each group's number of them before.
+
+    Those from before the rank joined its default group do not count: they were of groups that are no more,
+    one of which had the same name.
 
     Read from torch's flight recorder, which keeps the latest of all groups. A group whose last collective
     before `begun` it has forgotten is missing from the second value.
     """
     entries = _recorded()
     may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MOST_RECORDED))
+    entries = [entry for entry in entries if entry["time_created_ns"] >= joined]
     generation = {_name(entry): entry["pg_id"] for entry in entries}  # a repaired group takes over a name
     entries = [entry for entry in entries if entry["pg_id"] == generation[_name(entry)]]
     news = [entry for entry in entries if entry["time_created_ns"] >= begun]

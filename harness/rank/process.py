@@ -199,7 +199,7 @@ class Rank:
 
     def collectives(self) -> Doing:
         """Say which collectives this rank has begun in this test, and no more."""
-        issued, before = issued_since(self._item_began)
+        issued, before = issued_since(self._item_began, self.group.joined)
         return Doing("", "", "", issued, before, self._state, self._point)
 
     def sever(self) -> None:
@@ -268,7 +268,8 @@ class Rank:
         try:
             base = self.spec.session.cwd
             stacks = self._stacks.take()
-            return describe_rank(stacks, main, base, self._item_began, self._state, self._point)
+            began, joined = self._item_began, self.group.joined
+            return describe_rank(stacks, main, base, began, joined, self._state, self._point)
         except Exception:  # of what torch does not document; the thread that says it is needed on
             return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
 

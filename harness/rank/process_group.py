@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 
 import torch
@@ -30,6 +31,8 @@ class DefaultGroup:
         self.device = _device(spec)
         self.is_severed = False
         """Whether the group that was joined last has been severed."""
+        self.joined = 0
+        """When that was, nanoseconds since the epoch."""
 
     def join(self) -> None:
         """Meet the other ranks in a file of the world's private directory: no port, no host name."""
@@ -49,6 +52,7 @@ class DefaultGroup:
             torch.cuda.set_device(self.device)
         self._generation += 1
         self.is_severed = False
+        self.joined = time.time_ns()
         dist.init_process_group(
             key.backend,
             store=dist.FileStore(self._spec.path(f"store-{self._generation}"), key.size),

@@ -98,7 +98,13 @@ class RankSession:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
-        for plugin in (self._collection, self._rank.copies, self._baseline, self._reporter):
+        for plugin in (
+            self._collection,
+            self._rank.copies,
+            self._baseline,
+            self._reporter,
+            self._properties,
+        ):
             config.pluginmanager.register(plugin)
 
     @pytest.hookimpl(tryfirst=True)
@@ -126,7 +132,7 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
             self._rank.reseed()
-            with self._properties.of_item(order.entropy):
+            with self._properties.of_item(order):
                 self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
         usable = torch.distributed.is_initialized() and self._baseline.is_restored

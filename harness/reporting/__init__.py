@@ -13,6 +13,8 @@ from typing import Literal
 
 import pytest
 
+from harness.properties.told import EXAMPLE
+from harness.reporting.examples import last_of_examples, read_properties
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_problems, subtest_problems
 from harness.reporting.properties import (
@@ -28,10 +30,22 @@ from harness.world.outcome import Died, ItemOutcome, Stuck
 __all__ = ["merge"]
 
 
-def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> list[pytest.TestReport]:
-    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each."""
+def merge(
+    outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int, last: ItemOutcome | None = None
+) -> list[pytest.TestReport]:
+    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each.
+
+    Args:
+        last: of a property test that has cost worlds, what came of it in the end.
+    """
+    said = read_properties(last or outcome)
+    rerun += said.rerun
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
-    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, outcome.diagnosis)
+    example = said.example if last is not None and last is not outcome else ""
+    diagnosis = outcome.diagnosis or last_of_examples(outcome)
+    context = Context(
+        item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, diagnosis, example
+    )
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
@@ -45,6 +59,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
             merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
+    said.add_statistics(merged)
     hand_down(merged)
     return merged
 
@@ -52,6 +67,7 @@ def merge(outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int) -> lis
 def _rerun_of_hang(rerun: str, outcome: ItemOutcome) -> str:
     """Let the command run only the point of `run_subtests` that a rank was stuck in."""
     points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    points = {point for point in points if not point.startswith(EXAMPLE)}
     return _with_point(rerun, points.pop()) if len(points) == 1 else rerun
 
 

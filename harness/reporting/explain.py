@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from harness.properties.told import VICTIM_OF_AN_EXAMPLE
+from harness.properties.told import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE
 from harness.reporting.problems import BROKEN_CONNECTION, Problem
 from harness.reporting.words import Context, Link, RankReports, lines, links, messages
 from harness.world.outcome import Stuck
@@ -23,7 +23,8 @@ def explain(
     head = [sentence] if sentence else []
     head += _head(first, len(ranks), others)
     in_groups = {problem.rank for group in (first, *others) for problem in group}
-    if points := {rank.fate.doing.point for rank in ranks if isinstance(rank.fate, Stuck)} - {""}:
+    points = {rank.fate.doing.point for rank in ranks if isinstance(rank.fate, Stuck)} - {""}
+    if points and not max(points).startswith(EXAMPLE):
         head.append(f"subtests after [{max(points)}] did not run")
     for rank in ranks:
         if rank.rank not in in_groups:
@@ -32,6 +33,8 @@ def explain(
     for group in others:
         names = _names(group)
         longrepr.addsection(f"{names} {group[0].title}", _text(group[0]), "-")
+    if context.example:
+        longrepr.addsection("failing example", context.example, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun, "-")
     return longrepr
 
@@ -71,7 +74,7 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None) -> str:
     report = next((each for each in reports if each.failed), report)
     if report is not None and report.failed:
         if messages(report)[-1].partition(": ")[2].startswith(VICTIM_OF_AN_EXAMPLE):
-            return "passed this example"
+            return "ended by that" if LEFT in messages(report)[-1] else "passed this example"
         broken = BROKEN_CONNECTION.search(messages(report)[-1])
         why = broken[1] or "aborted" if broken else messages(report)[-1].splitlines()[0]
         return f"cut off by that at {lines(report)[0]} ({why})"

@@ -126,7 +126,11 @@ def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """A rank that was ended while it ran is to blame if nothing else explains it, or if it failed before."""
     explained = any(not problem.is_victim() for problem in _all(found))
+    stuck = [rank.fate for rank in ranks if isinstance(rank.fate, Stuck)]
+    waits_alone = all(fate.doing.state == "votes" for fate in stuck)
     for rank in ranks:
+        if isinstance(rank.fate, Stuck) and rank.fate.doing.state == "votes" and not waits_alone:
+            continue  # it has done its part
         failed_before = any(report.failed for report in rank.phases.values())
         if isinstance(rank.fate, Stuck) and (failed_before or not explained):
             when = (

@@ -88,6 +88,8 @@ class Context:
     seed: int
     diagnosis: Diagnosis | None
     """What was wrong between the ranks, if that can be told."""
+    example: str = ""
+    """The failing example of a property test, where no traceback tells it."""
 
 
 def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:

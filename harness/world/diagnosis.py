@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from harness.properties.told import EXAMPLE
 from harness.protocol import DEFAULT_GROUP, Doing, Issued
 
 # In these every rank hands in as many elements as the others.
@@ -80,6 +81,8 @@ def describe(issued: Issued) -> str:
 
 def place_of(doing: Doing) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
+    if doing.state == "votes":
+        return f"a wait for the others after [{doing.point}]"
     point = f" [{doing.point}]" if doing.point else ""
     issued = in_flight(doing)
     call = describe(issued) if issued is not None else doing.call
@@ -198,7 +201,8 @@ class _Ranks:
             case "idle":
                 return f"rank {rank} never reached: it has ended the test"
             case "votes":
-                return f"rank {rank} never reached: it has ended the subtest [{doing.point}]"
+                what = "" if doing.point.startswith(EXAMPLE) else "the subtest "
+                return f"rank {rank} never reached: it has ended {what}[{doing.point}]"
             case "stopped":
                 return f"rank {rank} did not reach: it is stopped"
             case "silent":

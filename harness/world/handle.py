@@ -17,6 +17,7 @@ from typing import Any
 
 from harness.launch.processes import RankProcess
 from harness.places import users_line_of_dump
+from harness.properties.running import Running, read_running
 from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
 from harness.world.outcome import Died
 from harness.world.output import RankOutput
@@ -142,6 +143,10 @@ class RankHandle:
             return int(Path(self._spec.phases_path).read_text())
         except (OSError, ValueError):  # it died before it ran an item
             return 0
+
+    def running(self) -> Running | None:
+        """Return which example of a property test the rank is in, or was in as it died."""
+        return read_running(self._spec.running_path)
 
     def log(self) -> str:
         """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""

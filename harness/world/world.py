@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
 from harness.output_directory import OutputDirectory
+from harness.properties.running import Running
 from harness.protocol import (
     Broken,
     Close,
@@ -115,6 +116,10 @@ class World:
         outcome = ItemRun(self._handles, timeout).run(order)
         self._keep_output(self._kept, order.nodeid, outcome)
         return outcome
+
+    def running(self) -> list[Running | None]:
+        """Return which example of a property test each rank was in when it last said so, in rank order."""
+        return [handle.running() for handle in self._handles]
 
     def _keep_output(self, kept: OutputDirectory, nodeid: str, outcome: ItemOutcome) -> None:
         """Keep what ranks that died or were ended had printed; the others have done so themselves."""

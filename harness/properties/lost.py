@@ -1,0 +1,108 @@
+"""Examples that cost a world: not run again, but failed at once where they would have cost another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import stateful
+from hypothesis.strategies._internal.core import DataObject
+
+from harness.properties.running import Lost, RunningExample
+from harness.properties.told import VICTIM_OF_AN_EXAMPLE
+
+__hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
+_WRAPPED = "_lockstep_wrapped"
+
+
+class RankLost(pytest.fail.Exception):
+    """A rank has died or hung in this example, in a world before this one.
+
+    A failure that no `except Exception` of a test's body catches.
+
+    Attributes:
+        number: which of the lost examples it is.
+    """
+
+    def __init__(self, number: int, lost: Lost) -> None:
+        super().__init__(f"{VICTIM_OF_AN_EXAMPLE}{lost.how}", pytrace=False)
+        self.number = number
+
+
+class LostExamples:
+    """Looks out for them, at the moments at which a body goes on: as it begins, after a draw, in a rule.
+
+    Attributes:
+        has_met_last: whether the one that was lost last has come up.
+    """
+
+    def __init__(self, running: RunningExample) -> None:
+        self._running = running
+        self._lost: tuple[Lost, ...] = ()
+        self.has_met_last = False
+
+    def begin_item(self, lost: tuple[Lost, ...]) -> None:
+        self._lost = lost
+        self.has_met_last = False
+
+    def check(self) -> None:
+        """Raise if the example has come to where it cost a world.
+
+        Raises:
+            RankLost: it has.
+        """
+        __tracebackhide__ = True
+        if not self._lost:
+            return
+        now = self._running.now()
+        for number, lost in enumerate(self._lost):
+            if lost.example.is_same(now):
+                self.has_met_last = self.has_met_last or number == len(self._lost) - 1
+                raise RankLost(number, lost)
+
+    def watch(self) -> None:
+        """Check after each draw of a body, and as each rule of a state machine begins."""
+        draw = DataObject.draw
+
+        @functools.wraps(draw)
+        def draw_and_check(data: DataObject, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            drawn = draw(data, *args, **kwargs)
+            self.check()
+            return drawn
+
+        DataObject.draw = draw_and_check  # type: ignore[method-assign]
+        set_up = stateful.RuleBasedStateMachine.setup_state.__func__  # type: ignore[attr-defined]
+
+        def setup_state(cls: Any) -> Any:
+            state = set_up(cls)
+            for rule in (*state.rules, *state.initializers):
+                if not hasattr(rule.function, _WRAPPED):
+                    object.__setattr__(rule, "function", self._checked(rule.function))
+            return state
+
+        stateful.RuleBasedStateMachine.setup_state = classmethod(setup_state)  # type: ignore[assignment]
+
+    def _checked(self, function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> object:
+            __tracebackhide__ = True
+            self.check()
+            return function(*args, **kwargs)
+
+        setattr(checked, _WRAPPED, True)
+        return checked
+
+    def body(self, test: Callable[..., object]) -> Callable[..., object]:
+        """Return the body of a property, made to check as it begins."""
+
+        @functools.wraps(test)
+        def body(*args: Any, **kwargs: Any) -> object:
+            __tracebackhide__ = True
+            self._running.enter_body()
+            self.check()
+            return test(*args, **kwargs)
+
+        return body
