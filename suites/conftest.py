@@ -9,7 +9,7 @@ def pytest_configure(config):
     if config.getoption("hypothesis_profile", None) == "long":
         from hypothesis import settings
 
-        settings.register_profile("long", max_examples=400, deadline=None)
+        settings.register_profile("long", max_examples=200, deadline=None)
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,7 @@ def trees(
     if idle:
         how["used"] = _USED
     parts = st.recursive(_leaves(how, shared), lambda below: _blocks(below, how), max_leaves=max_parts)
-    # Mapped, not built, so that what is printed is the tree, and not how it was drawn.
-    drawn = st.tuples(st.integers(1, 5), st.lists(parts, max_size=3).map(tuple))
-    return drawn.map(lambda of: _tree(*of))
+    return _trees(parts)
 
 
 def rewraps(tree: Tree) -> st.SearchStrategy[Tree]:
@@ -100,8 +98,11 @@ def _heard(tree: Tree) -> list[Any]:
     return found
 
 
-def _tree(width: int, parts: tuple[Part, ...]) -> Tree:
-    tree = Tree(width, _settle(parts, "", _Scope([])))
+@st.composite
+def _trees(draw: st.DrawFn, parts: st.SearchStrategy[Part]) -> Tree:
+    # Composed, not built or mapped, so that what is printed is the tree, and not how it was drawn.
+    width, drawn = draw(st.integers(1, 5)), draw(st.lists(parts, max_size=3))
+    tree = Tree(width, _settle(tuple(drawn), "", _Scope([])))
     return tree if _learns(tree) else replace(tree, parts=(*tree.parts, Linear()))
 
 
