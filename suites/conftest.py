@@ -7,9 +7,11 @@ import pytest
 def pytest_configure(config):
     """Register the profile `long` of properties/conftest.py, before Hypothesis's plugin looks for it."""
     if config.getoption("hypothesis_profile", None) == "long":
-        from hypothesis import settings
+        from hypothesis import Phase, settings
 
-        settings.register_profile("long", max_examples=200, deadline=None)
+        # What is explained of an example takes minutes, and is no news beside its few lines.
+        phases = [phase for phase in Phase if phase != Phase.explain]
+        settings.register_profile("long", max_examples=300, deadline=None, phases=phases)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ __all__ = ["rewraps", "trees"]
 
 # Most parts are plain, so that models compute something.
 _USED = st.sampled_from(["always"] * 4 + ["sometimes", "unheard", "never"])
-_FROZEN = st.sampled_from([False] * 3 + [True])
+_RARELY = st.sampled_from([False] * 3 + [True])
 _CALLS = st.sampled_from([1, 1, 1, 2])
 _SHAPES = st.sampled_from([(1,), (2,), (3,), (5,), (7, 3), (), (0,), (0, 3)])
 # Which part of those that may be meant: `_settle` puts the name of one in its place.
@@ -23,7 +23,12 @@ _ANY = st.integers(0, 9).map(str)
 
 
 def trees(
-    *, frozen: bool = True, shared: bool = True, idle: bool = True, max_parts: int = 6
+    *,
+    frozen: bool = True,
+    shared: bool = True,
+    idle: bool = True,
+    recomputed: bool = True,
+    max_parts: int = 6,
 ) -> st.SearchStrategy[Tree]:
     """Return a strategy of trees in which some parameter learns from every batch.
 
@@ -33,16 +38,18 @@ def trees(
         frozen: whether parameters may be frozen.
         shared: whether modules may have two places or be called more than once, and weights be tied.
         idle: whether parts may be left out, of some batches or of the loss.
+        recomputed: whether backward may compute blocks a second time.
         max_parts: parts altogether, not counting blocks.
     """
     how: dict[str, Any] = {}
     if frozen:
-        how["frozen"] = _FROZEN
+        how["frozen"] = _RARELY
     if shared:
         how["calls"] = _CALLS
     if idle:
         how["used"] = _USED
-    parts = st.recursive(_leaves(how, shared), lambda below: _blocks(below, how), max_leaves=max_parts)
+    of_blocks = {**how, "recomputed": _RARELY} if recomputed else how
+    parts = st.recursive(_leaves(how, shared), lambda below: _blocks(below, of_blocks), max_leaves=max_parts)
     return _trees(parts)
 
 

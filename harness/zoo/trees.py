@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["Again", "Block", "Gain", "Linear", "Offset", "Part", "Tree"]
 
@@ -78,10 +80,14 @@ class Again(_Described):
 
 @dataclass(frozen=True, repr=False)
 class Block(_Described):
-    """Parts one after the other; ``unit``: to be sharded on its own. ``frozen``: all that is in it."""
+    """Parts one after the other; ``unit``: to be sharded on its own. ``frozen``: all that is in it.
+
+    ``recomputed``: by a checkpoint around it, in backward.
+    """
 
     parts: tuple[Part, ...] = field()
     unit: bool = False
+    recomputed: bool = False
     frozen: bool = False
     used: str = "always"
     calls: int = 1
@@ -164,16 +170,22 @@ class _Chain(nn.Sequential):
 
     def __init__(self, parts: tuple[Part, ...], width: int) -> None:
         super().__init__(*(_built(part, width) for part in parts))
-        self._how = tuple((part.used, part.calls) for part in parts)
+        self._parts = parts
 
     def forward(self, x: Tensor, number: int = 0) -> Tensor:  # type: ignore[override]  # one argument more
-        for module, (used, calls) in zip(self, self._how, strict=True):
-            if used == "unheard":
-                module(x, number)
-            elif used == "always" or (used == "sometimes" and number % 2):
-                for _ in range(calls):
-                    x = module(x, number)
+        for module, part in zip(self, self._parts, strict=True):
+            call = partial(_recomputed, module) if isinstance(part, Block) and part.recomputed else module
+            if part.used == "unheard":
+                call(x, number)
+            elif part.used == "always" or (part.used == "sometimes" and number % 2):
+                for _ in range(part.calls):
+                    x = call(x, number)
         return x
+
+
+def _recomputed(module: nn.Module, x: Tensor, number: int) -> Tensor:
+    output: Tensor = checkpoint(module, x, number, use_reentrant=False)
+    return output
 
 
 class _Linear(nn.Linear):
@@ -187,8 +199,8 @@ class _Gain(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        # Each element has a gradient of its own.
-        return x * (1 + self.weight.square().sum() / 4)
+        # Each element has a gradient of its own, and no number of calls lets x grow.
+        return x * torch.tanh(1 + self.weight.square().sum())
 
 
 class _Offset(nn.Module):

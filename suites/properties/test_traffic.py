@@ -82,7 +82,7 @@ def padded(world, numel):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@given(tree=trees(idle=False), strategy=STRATEGIES, precision=PRECISIONS)
+@given(tree=trees(idle=False, recomputed=False), strategy=STRATEGIES, precision=PRECISIONS)
 def test_units_are_gathered_for_each_call_and_once_in_backward(world, engine, tree, strategy, precision):
     require(engine, Capability.TRAFFIC, Capability.GROUPS)
     log, numel = run(world, engine, tree, strategy, precision)
