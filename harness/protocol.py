@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from harness.properties.running import Lost
+from harness.properties.running import Search
 
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
 VICTIM_OF_A_POINT = "this point failed elsewhere: "
 """How a rank's subtest failure begins when the rank itself had no quarrel with the point."""
-
 
 DEFAULT_GROUP = "the default group"
 """What messages call the default process group; others go by torch's names."""
@@ -116,12 +115,7 @@ class RunItem:
     next_item: tuple[str, str] | None
     """Node id and path of the next item of this world: fixtures it shares stay up. None tears all down."""
     shared_tmp_path: str
-    entropy: int = 0
-    """What Hypothesis draws its seeds from, the same on all ranks."""
-    lost: tuple[Lost, ...] = ()
-    """The examples that have cost a world each, as this test was run in it."""
-    searches_on: bool = True
-    """Whether Hypothesis may look for a smaller example once the last of these has come up."""
+    search: Search = field(default_factory=Search)
 
 
 @dataclass(frozen=True, slots=True)

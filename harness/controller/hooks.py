@@ -29,7 +29,7 @@ from harness.exceptions import LaunchError, WorldError
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output_directory import OutputDirectory
-from harness.properties.running import Running
+from harness.properties.running import Running, Search
 from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
 from harness.world.outcome import ItemOutcome
 from harness.world.world import World
@@ -174,7 +174,7 @@ class Controller:
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=str(self._basetemp() / "shared" / name[:40]),
-            entropy=secrets.randbits(128),
+            search=Search(secrets.randbits(128)),
         )
 
     def _next_of_world(self, key: WorldKey, nextitem: pytest.Item | None) -> pytest.Item | None:

@@ -58,7 +58,7 @@ class LostExamples:
         """Return the order that runs the test again."""
         lost = tuple(world.lost for world in self._worlds)
         self._was_last = not self._searches_on()
-        return replace(order, lost=lost, searches_on=not self._was_last)
+        return replace(order, search=replace(order.search, lost=lost, goes_on=not self._was_last))
 
     def _searches_on(self) -> bool:
         """Whether there is time for one more loss like the last one."""
@@ -66,7 +66,7 @@ class LostExamples:
         return spent + self._worlds[-1].outcome.seconds < SEARCH_WITHIN and len(self._worlds) < MOST_LOST
 
     def told_of(self, outcome: ItemOutcome) -> ItemOutcome:
-        """Return what is to be told of the test: of its last run, or of the world that its example has cost."""
+        """Return what to tell of the test: its last run, or the one that the example found there has cost."""
         reports = [report for rank in outcome.ranks for report in rank.reports]
         number = next((report[LOST] for report in reports if LOST in report), None)
         return outcome if number is None else self._worlds[number].outcome

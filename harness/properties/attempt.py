@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 import unittest
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData, Status
+from hypothesis.internal.escalation import get_trimmed_traceback
 
 from harness.properties.lost import LostExamples
 from harness.properties.origin import origin_of
@@ -68,11 +68,11 @@ class Attempt:
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
         except BaseException as error:
-            self.error = error
+            self.error = error.with_traceback(get_trimmed_traceback(error))
         self._forget_values()
 
     def _forget_values(self) -> None:
-        """Forget drawn objects: they live on where a traceback holds them, on one rank, and steer shrinking."""
+        """Forget drawn objects: those alive steer shrinking, and a traceback on one rank keeps some alive."""
         record = self.data._ConjectureData__span_record  # type: ignore[attr-defined]
         values = getattr(record, "span_values", {})
         for place in [place for place, value in values.items() if isinstance(value, weakref.ref)]:
@@ -88,7 +88,7 @@ class Attempt:
             origin_of(self.error) if outcome == "failed" and self.error is not None else None,
             BROKEN_CONNECTION.search(str(self.error)) is not None if outcome == "failed" else False,
         )
-        return Vote(point, outcome, reason, told, renews_deadline=True)
+        return Vote(point, outcome, reason, told.pack(), renews_deadline=True)
 
     def _outcome(self) -> tuple[str, str]:
         match self.error:
@@ -123,12 +123,11 @@ class Attempt:
         if state is not None and self.data._random is not None:
             self.data._random.setstate(state)
 
-    def share(self, votes: tuple[Vote, ...]) -> None:
+    def share(self, told: Sequence[Told]) -> None:
         """Take the times of the slowest rank, which health checks go by, and the best of all targets."""
-        told: list[Any] = [vote.more for vote in votes]
-        self.data.draw_times = dict(max((each.draw_times for each in told), key=lambda it: sum(it.values())))
+        slowest = max(told, key=lambda each: sum(each.draw_times.values()))
+        self.data.draw_times = dict(slowest.draw_times)
         targets = self.data.target_observations
         for each in told:
             for label, value in each.targets.items():
                 targets[label] = max(value, targets.get(label, value))
-

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.properties.told import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
 from harness.protocol import Vote
 
 _DRAW = (
-    "\nEvery rank must draw the same. Draw on all ranks, in no branch and with no bounds or "
-    "filter that depend on the rank; what is to differ between ranks take with world.pick(...) from something "
-    "that all have drawn"
+    "\nEvery rank must draw the same. Draw on all ranks, in no branch and with no bounds or filter that "
+    "depend on the rank; what is to differ between ranks take with world.pick(...) from what all have drawn"
 )
 _DECIDE = (
-    "\nassume(), filters and health checks must say the same on all ranks: decide on what all ranks share, a "
-    "value that was gathered, say"
+    "\nassume(), skips, filters and health checks must say the same on all ranks: decide on what all ranks "
+    "share, a value that was gathered, say"
 )
 
 
@@ -27,9 +26,10 @@ def tell_places(votes: Sequence[Vote]) -> str:
     return f"ranks disagree on what comes next: {where}"
 
 
-def tell_runs(point: str, told: Sequence[tuple[str, str]]) -> str:
-    """Say in what ranks differ as they begin a property test; pairs are the same thing on each rank."""
-    said = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(told))
+def tell_runs(point: str, facts: Sequence[Mapping[str, str]]) -> str:
+    """Say in what ranks differ as they begin a property test; `facts` are those of each rank, by name."""
+    name = next((name for name in facts[0] if len({each[name] for each in facts}) > 1), "seed")
+    said = "; ".join(f"rank {rank} has the {name} {each[name]}" for rank, each in enumerate(facts))
     return f"ranks begin [{point}] differently: {said}.\nSeed and settings must be the same on all ranks"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import time
@@ -18,9 +19,9 @@ from harness.properties.clock import LockstepClock
 from harness.properties.exceptions import LeftAlone, OutOfStep
 from harness.properties.lost import LostExamples
 from harness.properties.origin import set_origin
-from harness.properties.running import RunningExample
-from harness.properties.told import Groups
-from harness.protocol import RankSpec, RunItem, Vote
+from harness.properties.running import RunningExample, Search
+from harness.properties.told import Groups, Told
+from harness.protocol import RankSpec, Vote
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
@@ -29,6 +30,15 @@ PATIENCE = 0.03
 
 HUNG_AT_MOST = 20.0
 """Seconds that examples may take in all in which no rank could get on, before the search ends."""
+
+
+Body = Callable[[ConjectureData], object]
+Runner = Callable[[ConjectureData, Body], object]
+
+
+def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
+    __tracebackhide__ = True
+    return runner(data, function)
 
 
 class Lockstep(Protocol):
@@ -52,26 +62,26 @@ class Examples:
         self.running = RunningExample(spec.running_path)
         self.lost = LostExamples(self.running)
         self._rank = rank
-        self._run = self._count = 0
+        self._run = self._count = self._total = 0
         self._began = 0.0
-        self._searches_on = True
+        self._search_goes_on = True
         self._hung = 0.0
 
-    def begin_item(self, order: RunItem) -> None:
+    def begin_item(self, search: Search) -> None:
         """Note that a test begins, in which ranks keep in step."""
         self.is_active = True
         self.seed = None
-        self._run = self._count = 0
+        self._run = self._count = self._total = 0
         self._began = time.monotonic()
-        self._searches_on = order.searches_on
+        self._search_goes_on = search.goes_on
         self._hung = 0.0
         self.clock.advance(0.0)
-        self.lost.begin_item(order.lost)
-        core.threadlocal._hypothesis_global_random = random.Random(order.entropy)
+        self.lost.begin_item(search.lost)
+        core.threadlocal._hypothesis_global_random = random.Random(search.entropy)
 
     def must_stop(self) -> bool:
         """Whether the search for smaller examples has to end: each costs too much, and there were enough."""
-        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._searches_on)
+        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._search_goes_on)
 
     def end_item(self) -> None:
         self.is_active = False
@@ -80,9 +90,9 @@ class Examples:
 
     def run(
         self,
-        runner: Callable[[ConjectureData, Callable[[ConjectureData], object]], object],
+        runner: Runner,
         data: ConjectureData,
-        function: Callable[[ConjectureData], object],
+        function: Body,
     ) -> object:
         """Run an example where Hypothesis would call `runner(data, function)`; all ranks do.
 
@@ -93,33 +103,35 @@ class Examples:
         """
         __tracebackhide__ = True
         self._count += 1
-        point = differences.example(self._count)
+        self._total += 1
+        point = differences.example(self._total)
         attempt = Attempt(data, self.running, self.lost)
         self._rank.begin_point(point)
         self.running.begin(self._run, self._count)
-        attempt.run(lambda data: runner(data, function))
-        votes = self._vote(attempt, point)
+        attempt.run(functools.partial(_call, runner, function))
+        votes, told = self._vote(attempt, point)
         self.running.end()
         if any(vote.outcome == "failed" for vote in votes):
             self._mend(point)
-            self._fail(attempt, votes)
-        self._expect_all_alike(attempt, votes)
-        attempt.share(votes)
+            self._fail(attempt, votes, told)
+        self._expect_all_alike(attempt, votes, told)
+        attempt.share(told)
         attempt.recorder.hand_over()
         if attempt.error is not None:
             raise attempt.error
         return attempt.result
 
-    def _vote(self, attempt: Attempt, point: str) -> tuple[Vote, ...]:
+    def _vote(self, attempt: Attempt, point: str) -> tuple[tuple[Vote, ...], list[Told]]:
         __tracebackhide__ = True
         vote = attempt.vote(point, time.monotonic() - self._began)
         votes = self._agree(vote, PATIENCE if vote.outcome == "failed" else None)
+        told = [Told.unpack(each.more) for each in votes]
         before = self.clock.monotonic()
-        self.clock.advance(votes[0].more.seconds)
-        if all(other.outcome != "failed" or other.more.is_cut_off for other in votes):
-            took = self.clock.monotonic() - before
-            self._hung += took if any(other.outcome == "failed" for other in votes) else 0.0
-        return votes
+        self.clock.advance(told[0].seconds)
+        cut_off = [each.is_cut_off for each in told if each.origin is not None]
+        if cut_off and all(cut_off):
+            self._hung += self.clock.monotonic() - before
+        return votes, told
 
     def _agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
         """Vote.
@@ -148,21 +160,22 @@ class Examples:
         if any(each.is_severed for each in left) or len(set(left)) > 1:
             self._rank.repair()
 
-    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
+    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
         """Raise what this rank has to say of an example that failed on one rank at least."""
         __tracebackhide__ = True
         failed = [rank for rank, vote in enumerate(votes) if vote.outcome == "failed"]
-        culprits = [rank for rank in failed if not votes[rank].more.is_cut_off]
+        culprits = [rank for rank in failed if not told[rank].is_cut_off]
         if not culprits and any(vote.outcome not in ("failed", "passed") for vote in votes):
             raise OutOfStep(differences.tell_outcomes(votes))
         first = (culprits or failed)[0]
-        if len({vote.more.choices for vote in votes}) > 1:
+        if len({each.choices for each in told}) > 1:
             self._take_over(attempt, votes[0].point, first)
-        attempt.share(votes)
+        attempt.share(told)
         error = attempt.error if votes[self.rank].outcome == "failed" else None
         if error is None:
             error = PeerFailed(differences.tell_victim(culprits or failed))
-        set_origin(error, votes[first].more.origin)
+        if (origin := told[first].origin) is not None:
+            set_origin(error, origin)
         attempt.recorder.hand_over()
         try:
             raise error
@@ -177,10 +190,10 @@ class Examples:
         if self.rank != culprit:
             attempt.take_over(kept[culprit])
 
-    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...]) -> None:
+    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
         __tracebackhide__ = True
         point = votes[0].point
-        if len({vote.more.choices for vote in votes}) > 1:
+        if len({each.choices for each in told}) > 1:
             drawn = self.ask_all(f"the draws of {point}", attempt.recorder.describe())
             raise OutOfStep(differences.tell_draws(point, drawn))
         if len({vote.outcome for vote in votes}) > 1:

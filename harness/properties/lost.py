@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+from _pytest.outcomes import Failed
 from hypothesis import stateful
 from hypothesis.strategies._internal.core import DataObject
 
@@ -17,7 +17,7 @@ __hypothesistracebackhide__ = True  # our frames are no news in a failure's trac
 _WRAPPED = "_lockstep_wrapped"
 
 
-class RankLost(pytest.fail.Exception):
+class RankLost(Failed):
     """A rank has died or hung in this example, in a world before this one.
 
     A failure that no `except Exception` of a test's body catches.
@@ -47,6 +47,11 @@ class LostExamples:
         self._lost = lost
         self.has_met_last = False
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether any may come up."""
+        return bool(self._lost)
+
     def check(self) -> None:
         """Raise if the example has come to where it cost a world.
 
@@ -73,7 +78,7 @@ class LostExamples:
             self.check()
             return drawn
 
-        DataObject.draw = draw_and_check  # type: ignore[method-assign]
+        DataObject.draw = draw_and_check  # type: ignore[method-assign, assignment]
         set_up = stateful.RuleBasedStateMachine.setup_state.__func__  # type: ignore[attr-defined]
 
         def setup_state(cls: Any) -> Any:

@@ -28,7 +28,7 @@ class Recorder(DataObserver):
     def __init__(self, data: ConjectureData, running: RunningExample, lost: LostExamples) -> None:
         self._data = data
         self._running = running
-        self._lost = lost
+        self._check = lost.check if lost.is_expected else None
         self._observer = data.observer
         self.events: list[Any] = []
         self._conclusion: tuple[Any, ...] | None = None
@@ -50,7 +50,8 @@ class Recorder(DataObserver):
         self._note("boolean", value, constraints, was_forced)
 
     def _note(self, kind: str, value: Any, constraints: Any, was_forced: bool) -> None:
-        self._lost.check()
+        if self._check is not None:
+            self._check()
         self._running.draw(choices_to_bytes((value,)))
         self.events.append((kind, value, constraints, was_forced, len(self._data.draw_times)))
 

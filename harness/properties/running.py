@@ -43,6 +43,18 @@ class Lost:
     """What became of which rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What ranks must know alike to search for a failing example alike."""
+
+    entropy: int = 0
+    """What Hypothesis draws its seeds from."""
+    lost: tuple[Lost, ...] = ()
+    """The examples that have cost a world each, as this test was run in it."""
+    goes_on: bool = True
+    """Whether to look for a smaller example once the last of these has come up."""
+
+
 class RunningExample:
     """The note as its rank writes it."""
 
@@ -66,7 +78,7 @@ class RunningExample:
         self._write_header()
 
     def draw(self, choice: bytes) -> None:
-        """Add a choice; one that finds no room makes the note worthless, and is left out with what follows."""
+        """Add a choice. One that finds no room is left out: the note is of no use then."""
         end = self._end + len(choice)
         if end <= SIZE:
             self._memory[self._end : end] = choice

@@ -13,7 +13,7 @@ from harness.properties.told import LOST, NOTES, SEED, STATISTICS
 
 if TYPE_CHECKING:
     from harness.properties.examples import Examples
-    from harness.protocol import RunItem
+    from harness.properties.running import Search
     from harness.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
@@ -27,13 +27,13 @@ class Properties:
         self._examples: Examples | None = None
 
     @contextlib.contextmanager
-    def of_item(self, order: RunItem) -> Iterator[None]:
+    def of_item(self, search: Search) -> Iterator[None]:
         """Keep the properties of one item in step."""
         if "hypothesis" not in sys.modules:
             yield
             return
         examples = self._examples = self._examples or self._start()
-        examples.begin_item(order)
+        examples.begin_item(search)
         try:
             yield
         finally:

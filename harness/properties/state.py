@@ -1,4 +1,4 @@
-"""Hypothesis's run of one property, made to keep in step: what is put in place of its own classes on ranks."""
+"""Hypothesis's run of one property, made to keep in step: what ranks put in place of its own classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hypothesis import core, settings
+from hypothesis import Phase, core, settings
 from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
 from hypothesis.internal.conjecture.data import ConjectureData
@@ -39,7 +39,7 @@ def keep_in_step(examples: Examples) -> None:
     class Runner(_Runner):
         _examples = examples
 
-    core.StateForActualGivenExecution = State  # type: ignore[misc]
+    core.StateForActualGivenExecution = State  # type: ignore[misc, assignment]
     core.ConjectureRunner = Runner  # type: ignore[misc]
     examples.lost.watch()
     engine.time = examples.clock  # type: ignore[assignment]
@@ -80,7 +80,8 @@ class _State(core.StateForActualGivenExecution):
         self.test = self._examples.lost.body(test)
         self.test_runner = partial(self._examples.run, self.test_runner)
         facts = {
-            "seed": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
+            "seed": str(wrapped_test._hypothesis_internal_use_seed),
+            "randomness": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
             "settings": repr(given),
         }
         if given.database is None:
@@ -91,6 +92,8 @@ class _State(core.StateForActualGivenExecution):
     def _adapt(self, given: settings) -> settings:
         """Choose what ranks need: one bug at a time, told with what reproduces it; the shared database."""
         chosen: dict[str, Any] = {"report_multiple_bugs": False, "print_blob": True}
+        if self._examples.lost.is_expected:  # to explain such an example is to lose it a hundred times more
+            chosen["phases"] = [phase for phase in given.phases if phase is not Phase.explain]
         if given.database is not None:
             self._database = LockstepDatabase(given.database, self._examples.rank == 0, self._fetch)
             chosen["database"] = self._database
@@ -105,7 +108,7 @@ class _State(core.StateForActualGivenExecution):
         victim: PeerFailed | None = None
         writes = True
         try:
-            super().run_engine()
+            super().run_engine()  # type: ignore[no-untyped-call]
         except LeftAlone:  # this world is at its end; the next one, if there is one, shall find what it did
             writes = False
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 
 EXAMPLE = "example "
@@ -10,6 +11,8 @@ VICTIM_OF_AN_EXAMPLE = "this example failed elsewhere: "
 """How a rank's failure begins when the rank itself had no quarrel with the example."""
 LEFT = "had ended the test by then"
 """How it ends if that is all that went wrong."""
+HYPOTHESIS = "Hypothesis"
+"""The title of what Hypothesis prints. It is the same on all ranks, as a rule, and shown once then."""
 
 # Names of what ranks add to pytest's reports.
 LOST = "lockstep_lost_example"
@@ -59,6 +62,15 @@ class Told:
     """Of a failure."""
     is_cut_off: bool = False
     """Whether the failure is a broken connection: another rank broke off."""
+
+    def pack(self) -> bytes:
+        """Return what `unpack` reads: bytes, which pass through the controller at little cost."""
+        fields = self.choices, self.seconds, self.draw_times, self.targets, self.origin, self.is_cut_off
+        return pickle.dumps(fields)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Told:
+        return cls(*pickle.loads(packed))
 
 
 @dataclass(frozen=True, slots=True)

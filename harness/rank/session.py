@@ -132,7 +132,7 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
             self._rank.reseed()
-            with self._properties.of_item(order):
+            with self._properties.of_item(order.search):
                 self._run_protocol(item, next_item)
         doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
         usable = torch.distributed.is_initialized() and self._baseline.is_restored

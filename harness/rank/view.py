@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,6 +84,22 @@ class RankWorld:
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
+
+    def pick(self, values: Sequence[T]) -> T:
+        """Return this rank's of `values`, which has one for each rank: what rank N gets stands at N.
+
+        For data that differs between ranks in a property test: every rank draws the whole list, and picks. A
+        draw that depends on the rank would let ranks search on in different places, and fails the test.
+
+        Raises:
+            ValueError: there are fewer values than ranks.
+        """
+        if len(values) < self.size:
+            raise ValueError(
+                f"world.pick: {len(values)} values for {self.size} ranks; draw at least world.size of them, "
+                "with st.lists(..., min_size=world.size), say"
+            )
+        return values[self.rank]
 
     def assert_same(self, value: object) -> None:
         """Fail on every rank, with each rank's value, unless it is the same on all.

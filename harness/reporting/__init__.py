@@ -13,10 +13,10 @@ from typing import Literal
 
 import pytest
 
-from harness.properties.told import EXAMPLE
+from harness.properties.told import EXAMPLE, HYPOTHESIS
 from harness.reporting.examples import last_of_examples, read_properties
 from harness.reporting.explain import explain
-from harness.reporting.problems import Problem, find_problems, subtest_problems
+from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
 from harness.reporting.properties import (
     hand_down,
     merge_properties,
@@ -43,9 +43,7 @@ def merge(
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
     example = said.example if last is not None and last is not outcome else ""
     diagnosis = outcome.diagnosis or last_of_examples(outcome)
-    context = Context(
-        item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, diagnosis, example
-    )
+    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, diagnosis, example)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
@@ -107,7 +105,7 @@ def _merge_phase(
     problems: list[Problem],
     ranks: list[RankReports],
 ) -> pytest.TestReport:
-    causes = [problem for problem in problems if not problem.is_victim()] or problems
+    causes = find_causes(problems)
     causes.sort(key=lambda problem: problem.at)
     merged = _template(context, phase, reports, causes)
     if reports:
@@ -167,9 +165,10 @@ def _sections(
     ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
     # pytest's XML report strings texts together and leaves out their titles.
     titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
+    wanted = [rank for rank in ranks if shown == "all" or not to_blame or rank in to_blame]
     return [
         (f"{title} (rank {rank})", f"rank {rank}:\n{text}" if titled else text)
-        for rank in ranks
-        if shown == "all" or not to_blame or rank in to_blame
+        for rank in wanted
         for title, text in printed[rank]
+        if rank == wanted[0] or title != HYPOTHESIS or (title, text) not in printed[wanted[0]]
     ]

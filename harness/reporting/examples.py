@@ -35,7 +35,7 @@ class PropertyWords:
 
 def read_properties(outcome: ItemOutcome) -> PropertyWords:
     """Find what the reports of ranks tell of a property test."""
-    found = {}
+    found: dict[str, str] = {}
     for report in (report for rank in outcome.ranks for report in rank.reports):
         for name in (NOTES, SEED, STATISTICS):
             if name in report:

@@ -55,12 +55,24 @@ class Problem:
             for message in messages(self.report)
         )
 
+    def is_bystander(self) -> bool:
+        """Whether the rank has only been told by others that an example has failed."""
+        return self.report is not None and any(
+            VICTIM_OF_AN_EXAMPLE in message for message in messages(self.report)
+        )
+
     def key(self) -> object:
         """What is equal for problems that need to be shown once only."""
         if self.report is None:
             return self.title, self.text
         said = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
         return said, lines(self.report)
+
+
+def find_causes(problems: list[Problem]) -> list[Problem]:
+    """Return those that are no victims; where all are, those that tell more than that another has failed."""
+    causes = [problem for problem in problems if not problem.is_victim()]
+    return causes or [problem for problem in problems if not problem.is_bystander()] or problems
 
 
 def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, list[Problem]]:

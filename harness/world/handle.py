@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Collection
 from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,13 @@ class RankHandle:
 
     def send(self, message: ToRank) -> None:
         """Send a message; to a rank that has not read for so long that its wire is full, none."""
+        self.send_packed(packed(message))
+
+    def send_packed(self, message: bytes) -> None:
+        """Send a message that several ranks get, and that was packed once for all of them."""
         with contextlib.suppress(OSError):  # a rank that has died is noticed where its end is awaited
             if self._can_write.poll(0):
-                self._wire.send(message)
+                self._wire.send_bytes(message)
 
     def sources(self) -> tuple[Any, ...]:
         """Return what to wait for: both become ready when the rank has something to say, or has ended."""
@@ -189,6 +194,11 @@ class RankHandle:
     def reap(self) -> None:
         """Wait for the end of a killed rank, and close the wire."""
         self._started.close()
+
+
+def packed(message: ToRank) -> bytes:
+    """Return a message as a connection sends it."""
+    return bytes(ForkingPickler.dumps(message))
 
 
 def ask(handles: Collection[RankHandle]) -> dict[int, Doing]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from harness.exceptions import WorldError
+from harness.properties.told import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
     Agreed,
@@ -32,7 +33,7 @@ from harness.protocol import (
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
-from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
+from harness.world.handle import ANSWER_WITHIN, RankHandle, packed, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 GRACE = 0.4
@@ -182,9 +183,10 @@ class ItemRun:
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
+        agreed = packed(Agreed(votes))
         for outcome in voters:
             outcome.vote = None
-            self._handles[outcome.rank].send(Agreed(votes))
+            self._handles[outcome.rank].send_packed(agreed)
 
     # Standstill
 
@@ -200,6 +202,7 @@ class ItemRun:
         found = diagnose(self._answers, len(self._handles)) if pending & self._answers.keys() else None
         if found is not None and found.is_hopeless and found == self._suspicion:
             self._end_standstill(found, pending)
+            found = None  # the answers to the next probe may come before a rank has noticed
         self._suspicion = found
         self._answers.clear()
         for handle in self._handles:
@@ -210,6 +213,8 @@ class ItemRun:
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
         points = {self._answers[rank].point for rank in pending if rank in self._answers}
+        if len(points) > 1 and all(point.startswith(EXAMPLE) for point in points):
+            return  # no rank is in an example before all have ended the one before: one is on its way
         point = points.pop() if len(points) == 1 else ""
         if not point or point in self._diagnoses:
             self._diagnosis = found
