@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,10 @@ class _Described:
             elif value != f.default:
                 told.append(f"{f.name}={value!r}")
         return f"{type(self).__name__}({', '.join(told)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the same where a pretty printer, as Hypothesis's, would tell every field of a dataclass."""
+        printer.text(repr(self))
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,6 +21,8 @@ DTYPES = {
     "reduced_in_bf16": (Precision(reduce_dtype=BF16), F32, BF16),
 }
 STRATEGIES = st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+# For each microbatch of a step whether it keeps its gradients to itself.
+NO_SYNC = st.lists(st.booleans(), max_size=2).map(lambda before: (*before, False))
 PRECISIONS = st.sampled_from(list(DTYPES))
 
 
@@ -65,7 +67,7 @@ class Course:
         return [name for name in forward if self.numel[name]], {n for n in backward if self.numel[n]}
 
 
-def run(world, engine, tree, strategy, precision, no_sync=(False,)):
+def run(world, engine, tree, strategy, precision, no_sync):
     """Return what travels in a step, and how many elements of each group do."""
     spec = ShardSpec(strategy, units=tree.units, precision=DTYPES[precision][0], use_orig_params=True)
     model = engine.shard(tree.build().to(world.device), spec)
@@ -82,10 +84,12 @@ def padded(world, numel):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@given(tree=trees(idle=False, recomputed=False), strategy=STRATEGIES, precision=PRECISIONS)
-def test_units_are_gathered_for_each_call_and_once_in_backward(world, engine, tree, strategy, precision):
+@given(tree=trees(idle=False, recomputed=False), strategy=STRATEGIES, precision=PRECISIONS, no_sync=NO_SYNC)
+def test_units_are_gathered_for_each_call_and_once_in_each_backward(
+    world, engine, tree, strategy, precision, no_sync
+):
     require(engine, Capability.TRAFFIC, Capability.GROUPS)
-    log, numel = run(world, engine, tree, strategy, precision)
+    log, numel = run(world, engine, tree, strategy, precision, no_sync)
     course, dtype = Course(tree), DTYPES[precision][1]
     if offers(engine, Capability.ONE_PADDING) and strategy != "NO_SHARD":
         assert {name: numel[name] for name in course.numel} == {
@@ -95,13 +99,15 @@ def test_units_are_gathered_for_each_call_and_once_in_backward(world, engine, tr
     size = {name: (dtype, padded(world, numel[name]) // world.size * dtype.itemsize) for name in numel}
     gathers = engine.traffic(log).gathers
     found = [(entry.dtype, entry.nbytes) for entry in gathers if not entry.in_backward]
-    assert found == [size[name] for name in forward], log
+    assert found == [size[name] for name in forward] * len(no_sync), log
     found = [(entry.dtype, entry.nbytes) for entry in gathers if entry.in_backward]
     again = course.read_twice() if strategy != "NO_SHARD" else set()
     if again and world.size > 1:
         assert {size[name] for name in backward} <= set(found) <= {size[n] for n in backward | again}, log
     else:
-        assert sorted(found, key=str) == sorted((size[name] for name in backward), key=str), log
+        assert sorted(found, key=str) == sorted([size[name] for name in backward] * len(no_sync), key=str), (
+            log
+        )
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -109,7 +115,7 @@ def test_units_are_gathered_for_each_call_and_once_in_backward(world, engine, tr
     tree=trees(),
     strategy=STRATEGIES,
     precision=PRECISIONS,
-    no_sync=st.lists(st.booleans(), max_size=2).map(lambda before: (*before, False)),
+    no_sync=NO_SYNC,
 )
 def test_groups_with_gradients_are_reduced_once_by_each_synced_backward(
     world, engine, tree, strategy, precision, no_sync
