@@ -162,21 +162,18 @@ class Life(RuleBasedStateMachine):
             self.pending.pop()[1].backward()
         self.is_clean = False
 
-    @rule()
-    def look_at_state(self):
-        assert_named_close(self.engine.full_state(self.model), self.bare.state_dict(), EXACT)
-
-    @rule()
-    def look_at_parameters(self):
-        assert_named_close(self.engine.full_parameters(self.model), dict(self.bare.named_parameters()), EXACT)
+    @rule(what=st.sampled_from(["state", "parameters"]))
+    def look_at(self, what):
+        actual = getattr(self.engine, f"full_{what}")(self.model)
+        own = self.bare.state_dict() if what == "state" else dict(self.bare.named_parameters())
+        assert_named_close(actual, own, EXACT)
 
     @precondition(all_synced)
     @rule()
     def look_at_gradients(self):
+        actual = self.engine.full_gradients(self.model)
         expected = {name: p.grad for name, p in self.bare.named_parameters()}
-        assert_named_close(
-            *(self.without_none(g) for g in (self.engine.full_gradients(self.model), expected)), EXACT
-        )
+        assert_named_close(self.without_none(actual), self.without_none(expected), EXACT)
 
     def without_none(self, gradients):
         like = dict(self.bare.named_parameters())
