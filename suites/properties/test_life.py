@@ -23,8 +23,8 @@ from harness.assertions.closeness import EXACT
 from harness.zoo.strategies import trees
 
 SETTINGS = settings(stateful_step_count=30)  # of the profile under which this is imported
+STRATEGIES = st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 OPTIONS = {
-    "strategy": st.sampled_from(["SHARD_GRAD_OP", "NO_SHARD"]),
     "use_orig_params": st.just(True),
     "forward_prefetch": st.just(True),
 }
@@ -44,7 +44,9 @@ class Life(RuleBasedStateMachine):
         self.pending, self.unsynced, self.number = [], {}, 0
         self.is_synced = self.is_clean = True
 
-    @initialize(tree=trees(max_parts=4), options=st.fixed_dictionaries({}, optional=OPTIONS))
+    @initialize(
+        tree=trees(max_parts=4), options=st.fixed_dictionaries({"strategy": STRATEGIES}, optional=OPTIONS)
+    )
     def shard(self, tree, options):
         if not offers(self.engine, Capability.PREFETCH):
             options.pop("forward_prefetch", None)
@@ -79,7 +81,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pending)
     @rule(index=st.integers(0, 2), sync=st.booleans(), twice=st.booleans())
-    def backward(self, index, sync, twice):
+    def backward(self, index=0, sync=True, twice=False):
         of_bare, of_model = self.pending.pop(index % len(self.pending))
         for retain_graph in (True, False) if twice else (False,):
             self.of_bare_alone(of_bare, retain_graph, sync)
@@ -100,6 +102,13 @@ class Life(RuleBasedStateMachine):
                 dist.all_reduce(mean)
                 mean /= self.world.size
                 p.grad = mean if p.grad is None else p.grad + mean
+
+    @precondition(at_rest)
+    @rule(no_sync=st.sampled_from([(False,), (True, False), (False, True, False)]))
+    def accumulate(self, no_sync):
+        for unsynced in no_sync:
+            self.forward()
+            self.backward(sync=not unsynced)
 
     @precondition(lambda self: self.pending)
     @rule()
@@ -140,40 +149,37 @@ class Life(RuleBasedStateMachine):
             for parameter in self.bare.parameters():
                 parameter.mul_(0.5)
 
+    @rule()
+    def compute_while_summoned(self):
+        """Go forward, or backward if there is a loss; both are refused."""
+        if not offers(self.engine, Capability.WRITEBACK):
+            return
+        refused = pytest.raises(RuntimeError, match="inside summon_full_params")
+        with self.engine.summon(self.model), refused:
+            if self.pending:
+                self.is_clean = False
+                self.pending.pop()[1].backward()
+            else:
+                self.model(self.batch(), self.number)
+
     @precondition(at_rest)
     @rule()
     def save_and_load(self):
         state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(state)
 
-    @precondition(at_rest)
-    @rule()
-    def forward_while_summoned(self):
-        if not offers(self.engine, Capability.WRITEBACK):
-            return
-        with self.engine.summon(self.model), pytest.raises(RuntimeError, match="inside summon_full_params"):
-            self.model(self.batch(), self.number)
-        self.number -= 1
-
-    @precondition(lambda self: self.pending)
-    @rule()
-    def backward_while_summoned(self):
-        with self.engine.summon(self.model), pytest.raises(RuntimeError, match="inside summon_full_params"):
-            self.pending.pop()[1].backward()
-        self.is_clean = False
-
-    @rule(what=st.sampled_from(["state", "parameters"]))
+    @rule(what=st.sampled_from(["state", "parameters", "gradients"]))
     def look_at(self, what):
-        actual = getattr(self.engine, f"full_{what}")(self.model)
-        own = self.bare.state_dict() if what == "state" else dict(self.bare.named_parameters())
-        assert_named_close(actual, own, EXACT)
-
-    @precondition(all_synced)
-    @rule()
-    def look_at_gradients(self):
-        actual = self.engine.full_gradients(self.model)
-        expected = {name: p.grad for name, p in self.bare.named_parameters()}
-        assert_named_close(self.without_none(actual), self.without_none(expected), EXACT)
+        if what == "gradients" and not self.all_synced():
+            return
+        own = dict(self.bare.named_parameters())
+        expected = {
+            "state": self.bare.state_dict(),
+            "parameters": own,
+            "gradients": self.without_none({name: p.grad for name, p in own.items()}),
+        }
+        actual = self.without_none(getattr(self.engine, f"full_{what}")(self.model))
+        assert_named_close(actual, expected[what], EXACT)
 
     def without_none(self, gradients):
         like = dict(self.bare.named_parameters())
