@@ -104,11 +104,13 @@ class Life(RuleBasedStateMachine):
                 p.grad = mean if p.grad is None else p.grad + mean
 
     @precondition(at_rest)
-    @rule(no_sync=st.sampled_from([(False,), (True, False), (False, True, False)]))
-    def accumulate(self, no_sync):
+    @rule(no_sync=st.sampled_from([(False,), (True, False), (False, True, False)]), steps=st.booleans())
+    def accumulate(self, no_sync, steps):
         for unsynced in no_sync:
             self.forward()
             self.backward(sync=not unsynced)
+        if steps:
+            self.step(after_a_forward=False)
 
     @precondition(lambda self: self.pending)
     @rule()
@@ -124,8 +126,11 @@ class Life(RuleBasedStateMachine):
         self.bare.train(), self.model.train()
 
     @precondition(all_synced)
-    @rule()
-    def step(self):
+    @rule(after_a_forward=st.booleans())
+    def step(self, after_a_forward):
+        if after_a_forward:
+            self.forward()
+            self.forget_a_loss()
         for optimizer in self.optimizers:
             optimizer.step()
 
