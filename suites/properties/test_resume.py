@@ -1,5 +1,7 @@
 """What was saved by some ranks goes on with the same bits on more or fewer ranks that wrap other units."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,18 +30,29 @@ def wrapped_twice(draw):
     return tree, draw(rewraps(tree))
 
 
-class Model:
-    """A model on the first of the ranks; all of them train on the same batches."""
+@contextmanager
+def first_ranks(world, *sizes):
+    """For each of the sizes, a process group of so many ranks, where this one is among them."""
+    made = [dist.new_group(range(size)) for size in sizes]
+    here = [group if world.rank < size else None for group, size in zip(made, sizes, strict=True)]
+    try:
+        yield here
+    finally:
+        for group in filter(None, here):
+            dist.destroy_process_group(group)
 
-    def __init__(self, world, engine, tree, spec, seed):
-        self.engine, self.tree, self.device = engine, tree, world.device
-        ranks = spec.pop("ranks")
-        self.group = dist.new_group(range(ranks))
-        self.is_here = world.rank < ranks
+
+class Model:
+    """A model on the ranks of a group, which train on the same batches; elsewhere it does nothing."""
+
+    def __init__(self, world, engine, tree, group, seed, options):
+        self.engine, self.tree, self.device, self.is_here = engine, tree, world.device, group is not None
         if self.is_here:
-            bare = tree.build(seed).to(world.device)
-            spec["use_orig_params"] = spec.get("use_orig_params", False) or tree.has_mixed_groups()
-            self.sharded = engine.shard(bare, ShardSpec(units=tree.units, process_group=self.group, **spec))
+            options = {name: value for name, value in options.items() if name != "ranks"}
+            if tree.has_mixed_groups():
+                options["use_orig_params"] = True
+            spec = ShardSpec(units=tree.units, process_group=group, **options)
+            self.sharded = engine.shard(tree.build(seed).to(world.device), spec)
 
     def step(self, number):
         if self.is_here:
@@ -67,19 +80,17 @@ def as_in(own, tensor):
 @pytest.mark.ranks(3)
 @given(trees=wrapped_twice(), saving=SPECS, loading=SPECS)
 def test_the_step_after_a_load_elsewhere_has_the_same_bits(world, engine, trees, saving, loading):
-    exact = max(saving["ranks"], loading["ranks"]) < 3
-    first = Model(world, engine, trees[0], dict(saving), seed=0)
-    second = Model(world, engine, trees[1], dict(loading), seed=1)
-    first.step(0)
-    saved = world.gather(first.state())[0]
-    second.step(0)
-    second.load(saved)
-    assert_named_close(world.gather(second.state())[0], saved, EXACT)
-    for model in (first, second):
-        model.step(1)
-    states = [world.gather(model.state())[0] for model in (first, second)]
+    sizes = saving["ranks"], loading["ranks"]
+    with first_ranks(world, *sizes) as groups:
+        first = Model(world, engine, trees[0], groups[0], 0, saving)
+        second = Model(world, engine, trees[1], groups[1], 1, loading)
+        first.step(0)
+        saved = world.gather(first.state())[0]
+        second.step(0)
+        second.load(saved)
+        assert_named_close(world.gather(second.state())[0], saved, EXACT)
+        for model in (first, second):
+            model.step(1)
+        states = [world.gather(model.state())[0] for model in (first, second)]
     # The mean of one or two equal gradients is exact; a third of a sum of three is not.
-    assert_named_close(states[1], states[0], EXACT if exact else torch.float32)
-    for model in (first, second):
-        if model.is_here:
-            dist.destroy_process_group(model.group)
+    assert_named_close(states[1], states[0], EXACT if max(sizes) < 3 else torch.float32)

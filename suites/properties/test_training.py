@@ -108,9 +108,11 @@ def process_groups(world, strategy):
         return
     mesh = world.mesh(2, 2)
     groups = mesh.get_group(1), mesh.get_group(0)
-    yield groups
-    for group in groups:
-        dist.destroy_process_group(group)
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def zeros_for_none(gradients, like):
