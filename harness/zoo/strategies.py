@@ -89,7 +89,8 @@ def _learns(tree: Tree) -> bool:
 
 
 def _heard(tree: Tree) -> list[Any]:
-    built, found = tree.build(), []
+    built = tree.build()
+    found: list[Any] = []
 
     def walk(parts: tuple[Part, ...], prefix: str) -> None:
         for index, part in enumerate(parts):
