@@ -152,6 +152,16 @@ def _asked_of_precision(precision: Precision) -> Iterator[Capability]:
         yield Capability.KEPT_LOW_PRECISION
 
 
+def _inner_first(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once, by its first name, after all that are inside it at any of its places."""
+    if module in seen:
+        return
+    seen.add(module)
+    for child, inner in module.named_children():
+        yield from _inner_first(f"{name}.{child}" if name else child, inner, seen)
+    yield name, module
+
+
 @dataclass(frozen=True)
 class _Application:
     """One spec that is being applied to one model."""
@@ -167,7 +177,7 @@ class _Application:
         ignored = chosen_modules(self.model, spec.ignored, "ignored")
         kept = {p for module in ignored for p in module.parameters()}
         kept_modules = {part for module in ignored for part in module.modules()}
-        for name, module in reversed(list(self.model.named_modules())):
+        for name, module in _inner_first("", self.model, set()):
             if module is self.model:
                 continue
             # As a wrap policy does: these have no forward, so there is no moment to gather them.

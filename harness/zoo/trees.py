@@ -121,6 +121,10 @@ class Tree(_Described):
         """Return the same model with the blocks of these names as units, and no others."""
         return replace(self, parts=_marked(self.parts, units))
 
+    def without_scalars(self) -> Tree:
+        """Return the same model with one element in place of parameters without dimensions."""
+        return replace(self, parts=_without_scalars(self.parts))
+
     def build(self, seed: int = 0) -> nn.Module:
         """Return the model, with values that depend on the seed only."""
         built = _Chain(self.parts, self.width)
@@ -236,6 +240,15 @@ def _named(parts: tuple[Part, ...], prefix: str = "") -> Iterator[tuple[str, Par
         yield f"{prefix}{index}", part
         if isinstance(part, Block):
             yield from _named(part.parts, f"{prefix}{index}.")
+
+
+def _without_scalars(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, Block):
+            part = replace(part, parts=_without_scalars(part.parts))
+        found.append(replace(part, shape=part.shape or (1,)) if isinstance(part, Gain) else part)
+    return tuple(found)
 
 
 def _marked(parts: tuple[Part, ...], units: Collection[str], prefix: str = "") -> tuple[Part, ...]:

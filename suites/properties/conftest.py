@@ -3,6 +3,16 @@
 import pytest
 from hypothesis import Phase, settings
 
+from harness.adapters import Capability, offers
+
+# What an option asks of an engine.
+ASKED = {
+    "precision": Capability.MIXED_PRECISION,
+    "offload": Capability.OFFLOAD,
+    "backward_prefetch": Capability.PREFETCH,
+    "forward_prefetch": Capability.PREFETCH,
+    "sync_module_states": Capability.SYNC_STATES,
+}
 _UNASKED = ("default", "ci")
 
 
@@ -20,3 +30,20 @@ def pytest_make_collect_report(collector):
         return (yield)
     finally:
         settings.load_profile(found)
+
+
+@pytest.fixture(scope="session")
+def offered(engine):
+    """Return what of a drawn tree and of drawn options the engine has.
+
+    One example that asks for more would skip the whole test.
+    """
+
+    def of(tree, options):
+        found = {k: v for k, v in options.items() if k not in ASKED or offers(engine, ASKED[k])}
+        if not offers(engine, Capability.SHARDING):
+            found["strategy"] = "NO_SHARD"
+        # Where parameters are DTensors, those without dimensions can be replicated only.
+        return tree if offers(engine, Capability.PLAIN_PARAMETERS) else tree.without_scalars(), found
+
+    return of

@@ -38,9 +38,9 @@ class Life(RuleBasedStateMachine):
     ``is_clean``: whether nothing can be left of a forward whose backward will not come.
     """
 
-    def __init__(self, world, engine):
+    def __init__(self, world, engine, offered):
         super().__init__()
-        self.world, self.engine = world, engine
+        self.world, self.engine, self.offered = world, engine, offered
         self.pending, self.unsynced, self.number = [], {}, 0
         self.is_synced = self.is_clean = True
 
@@ -48,8 +48,7 @@ class Life(RuleBasedStateMachine):
         tree=trees(max_parts=4), options=st.fixed_dictionaries({"strategy": STRATEGIES}, optional=OPTIONS)
     )
     def shard(self, tree, options):
-        if not offers(self.engine, Capability.PREFETCH):
-            options.pop("forward_prefetch", None)
+        tree, options = self.offered(tree, options)
         if tree.has_mixed_groups():
             options["use_orig_params"] = True
         self.tree = tree
@@ -137,6 +136,8 @@ class Life(RuleBasedStateMachine):
     @precondition(at_rest)
     @rule(set_to_none=st.booleans())
     def zero_grad(self, set_to_none):
+        if not (self.is_synced or offers(self.engine, Capability.UNSYNCED_GRADIENTS)):
+            return  # it would not see them
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
         self.unsynced = {}
@@ -203,5 +204,5 @@ class Life(RuleBasedStateMachine):
 
 
 @pytest.mark.ranks(1, 2)
-def test_values_are_fresh_whole_and_counted_once_in_any_order(world, engine):
-    run_state_machine_as_test(lambda: Life(world, engine), settings=SETTINGS)
+def test_values_are_fresh_whole_and_counted_once_in_any_order(world, engine, offered):
+    run_state_machine_as_test(lambda: Life(world, engine, offered), settings=SETTINGS)

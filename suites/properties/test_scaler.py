@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.adapters import Capability, ShardSpec, offers
+from harness.adapters import ShardSpec
 from harness.zoo import KnownGradient
+from harness.zoo.trees import Tree
 
 INF, NAN = float("inf"), float("nan")
 
@@ -55,9 +56,10 @@ class Rule:
     scaling=SCALING,
     options=st.fixed_dictionaries({}, optional=OPTIONS),
 )
-def test_all_ranks_step_or_none_and_agree_on_the_scale(world, engine, steps, numel, scaling, options):
-    if not offers(engine, Capability.OFFLOAD):
-        options.pop("offload", None)
+def test_all_ranks_step_or_none_and_agree_on_the_scale(
+    world, engine, offered, steps, numel, scaling, options
+):
+    _, options = offered(Tree(1, ()), options)
     # One weight: what is wrong with an element, one rank alone can see, or with NO_SHARD all.
     model = engine.shard(KnownGradient(numel).to(world.device), ShardSpec(device=world.device, **options))
     scaling = {"init_scale": 2.0, "growth_interval": 2} | scaling

@@ -86,9 +86,10 @@ def padded(world, numel):
 @pytest.mark.ranks(1, 2, 3)
 @given(tree=trees(idle=False, recomputed=False), strategy=STRATEGIES, precision=PRECISIONS, no_sync=NO_SYNC)
 def test_units_are_gathered_for_each_call_and_once_in_each_backward(
-    world, engine, tree, strategy, precision, no_sync
+    world, engine, offered, tree, strategy, precision, no_sync
 ):
-    require(engine, Capability.TRAFFIC, Capability.GROUPS)
+    require(engine, Capability.TRAFFIC, Capability.GROUPS, Capability.SHARDING, Capability.MIXED_PRECISION)
+    tree, _ = offered(tree, {})
     log, numel = run(world, engine, tree, strategy, precision, no_sync)
     course, dtype = Course(tree), DTYPES[precision][1]
     if offers(engine, Capability.ONE_PADDING) and strategy != "NO_SHARD":
@@ -118,9 +119,10 @@ def test_units_are_gathered_for_each_call_and_once_in_each_backward(
     no_sync=NO_SYNC,
 )
 def test_groups_with_gradients_are_reduced_once_by_each_synced_backward(
-    world, engine, tree, strategy, precision, no_sync
+    world, engine, offered, tree, strategy, precision, no_sync
 ):
-    require(engine, Capability.TRAFFIC, Capability.GROUPS)
+    require(engine, Capability.TRAFFIC, Capability.GROUPS, Capability.SHARDING, Capability.MIXED_PRECISION)
+    tree, _ = offered(tree, {})
     log, numel = run(world, engine, tree, strategy, precision, no_sync)
     dtype, expected = DTYPES[precision][2], []
     since = 0

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,14 +17,6 @@ from harness.zoo.strategies import trees
 
 BF16, F32 = torch.bfloat16, torch.float32
 
-# What an option asks of an engine, beside the strategies below.
-ASKED = {
-    "precision": Capability.MIXED_PRECISION,
-    "offload": Capability.OFFLOAD,
-    "backward_prefetch": Capability.PREFETCH,
-    "forward_prefetch": Capability.PREFETCH,
-    "sync_module_states": Capability.SYNC_STATES,
-}
 PRECISIONS = {
     "bf16": Precision(BF16),
     "bf16_reduced_in_fp32": Precision(BF16, F32),
@@ -90,14 +83,16 @@ class Reference:
         return {name: p.grad for name, p in self.bare.named_parameters()}
 
 
-def offered(engine, world, options):
-    """Return what of ``options`` this engine and this number of ranks have."""
-    found = {k: v for k, v in options.items() if k not in ASKED or offers(engine, ASKED[k])}
-    if "HYBRID" in found.get("strategy", "") and (world.size != 4 or not offers(engine, Capability.HYBRID)):
-        del found["strategy"]
-    if "precision" in found:
-        found["precision"] = PRECISIONS[found["precision"]]
-    return found
+def fitting(world, engine, options):
+    """Return ``options``, hybrid strategies on four ranks only, and precisions in place of their names."""
+    if "HYBRID" in options.get("strategy", "") and (world.size != 4 or not offers(engine, Capability.HYBRID)):
+        del options["strategy"]
+    if "precision" in options:
+        precision = PRECISIONS[options["precision"]]
+        if not offers(engine, Capability.BUFFER_DTYPE):
+            precision = replace(precision, buffer_dtype=None)
+        options["precision"] = precision
+    return options
 
 
 @contextmanager
@@ -125,9 +120,12 @@ def zeros_for_none(gradients, like):
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     no_sync=st.lists(st.booleans(), max_size=2).map(lambda before: (*before, False)),
 )
-def test_losses_gradients_and_parameters_are_the_unsharded_ones(world, engine, tree, options, no_sync):
+def test_losses_gradients_and_parameters_are_the_unsharded_ones(
+    world, engine, offered, tree, options, no_sync
+):
     """``no_sync``: for each microbatch of a step whether it keeps its gradients to itself."""
-    options = offered(engine, world, options)
+    tree, options = offered(tree, options)
+    options = fitting(world, engine, options)
     if tree.has_mixed_groups():
         options["use_orig_params"] = True
     with process_groups(world, options.get("strategy", "")) as groups:
