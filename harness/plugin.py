@@ -70,7 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--rank-output-dir",
         metavar="DIR",
-        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log",
+        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log; "
+        "of a rank that died or hung also .output: what was written outside of pytest's capture",
     )
     group.addoption(
         "--subtest",

@@ -3,6 +3,17 @@
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Register the profile `long` of properties/conftest.py, before Hypothesis's plugin looks for it."""
+    if config.getoption("hypothesis_profile", None) == "long":
+        from hypothesis import Phase, settings
+
+        # What is explained of an example takes minutes, and is no news beside its few lines.
+        phases = [phase for phase in Phase if phase != Phase.explain]
+        settings.register_profile("long", max_examples=300, deadline=None, phases=phases)
+
+
 @pytest.fixture(autouse=True)
 def freed_memory_is_nan(request, monkeypatch):
     """Let the built-in engine fill memory that is freed or sent with NaN, so that a late reader fails a test.

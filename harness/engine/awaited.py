@@ -21,6 +21,7 @@ class Awaited:
 
     def __init__(self) -> None:
         self.inputs_done = False
+        self._reading: set[object] = set()
         self._nodes: dict[Tensor, Node] = {}
         self._left: dict[int, int] = {}
 
@@ -30,6 +31,17 @@ class Awaited:
         if leaf.requires_grad and leaf not in self._nodes:
             self._nodes[leaf] = get_gradient_edge(leaf).node
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def begin(self, call: object) -> None:
+        """Note that the backward of this forward call begins."""
+        self._reading.add(call)
+        self.inputs_done = False
+
+    def end(self, call: object) -> None:
+        """Note that gradients came out at the arguments of this forward call."""
+        # They may be the outputs of an earlier call of the same unit, whose backward has begun by then.
+        self._reading.discard(call)
+        self.inputs_done = not self._reading
 
     def note(self, backward: int) -> bool:
         """Count one gradient that ``backward`` brought, and tell whether it was the last."""
@@ -47,6 +59,7 @@ class Awaited:
     def forget(self) -> None:
         """Forget the backwards that were under way."""
         self._left.clear()
+        self._reading.clear()
 
 
 def weakly(method: Callable[[T], None], subject: T) -> Callable[[Tensor], None]:

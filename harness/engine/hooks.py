@@ -68,11 +68,11 @@ class Unit:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what ``forward`` of ``module``, the unit's or one of them, makes of the arguments."""
-        tree = self.tree
+        tree, call = self.tree, object()
         tree.enter_forward()
         try:
-            args, kwargs = self.before_forward(args, kwargs)
-            output = self.after_forward(forward(*args, **kwargs), module)
+            args, kwargs = self.before_forward(args, kwargs, call)
+            output = self.after_forward(forward(*args, **kwargs), module, call)
         except BaseException:
             self.abort_forward()
             tree.leave_forward(failed=True)
@@ -110,7 +110,7 @@ class Unit:
                 self.group.convert(fn)
         self.buffers.convert(fn)
 
-    def before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(self, args: Any, kwargs: Any, call: object) -> tuple[Any, Any]:
         """Gather, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._prepare((args, kwargs))
         self.prepare_buffers()  # again: a mode may have changed since the step began
@@ -121,17 +121,17 @@ class Unit:
                 self.tree.prefetcher.in_forward(self.group, self.switches.forward_prefetch)
             self.group.gather()
             if torch.is_grad_enabled():
-                args, kwargs = self._watch(self.group, (args, kwargs))
+                args, kwargs = self._watch(self.group, (args, kwargs), call)
         return args, kwargs
 
-    def after_forward(self, output: Any, module: nn.Module) -> Any:
+    def after_forward(self, output: Any, module: nn.Module, call: object) -> Any:
         """See to it that backward finds full parameters; free or keep them if ``module`` is the last."""
         if torch.is_grad_enabled():
             output = _without_leaves(output)
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         if graded and (self.group or self.tree.root is self):
             full = self.group.full if self.group else None
-            register_multi_grad_hook(graded, lambda _: self._before_backward(full), mode="any")
+            register_multi_grad_hook(graded, lambda _: self._before_backward(full, call), mode="any")
             if self.group and not self.tree.in_backward:
                 self.tree.prefetcher.after_forward(self.group)
         self._ran.add(module)
@@ -211,7 +211,7 @@ class Unit:
         else:
             group.free()
 
-    def _watch(self, group: ShardGroup, arguments: Any) -> Any:
+    def _watch(self, group: ShardGroup, arguments: Any, call: object) -> Any:
         """Return ``arguments``; see to it that gradients of leaves are noticed, and what goes out through
         the arguments, until when frozen parameters are read."""
         full = group.full
@@ -224,10 +224,10 @@ class Unit:
         arguments = _without_leaves(arguments)
         inputs = [t for t in tensors(arguments) if t.requires_grad]
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full), mode="all")
+            register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full, call), mode="all")
         return arguments
 
-    def _before_backward(self, full: FullParameters | None) -> None:
+    def _before_backward(self, full: FullParameters | None, call: object) -> None:
         """Gather what the graph of a forward with ``full`` reads."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -241,7 +241,7 @@ class Unit:
                     f"{self.group.settings.unit}: the module was converted or moved between forward and "
                     "backward; do it between steps."
                 )
-            full.awaited.inputs_done = False
+            full.awaited.begin(call)
             self.group.prefetch(full.dtypes)
             self.tree.prefetcher.before_gradients(self.group, self.switches.backward_prefetch)
             self.group.gather(full.dtypes)
@@ -268,9 +268,9 @@ class Unit:
         everywhere = all(leaf.grad is not None for leaf in full.leaves)
         return everywhere and (backward == self.tree.backward or self._recomputed)
 
-    def _on_inputs_done(self, group: ShardGroup, full: FullParameters) -> None:
-        full.awaited.inputs_done = True
-        if full.awaited.left(backward_id()) == 0:
+    def _on_inputs_done(self, group: ShardGroup, full: FullParameters, call: object) -> None:
+        full.awaited.end(call)
+        if full.awaited.inputs_done and full.awaited.left(backward_id()) == 0:
             self._free(group, full)
 
     def _free(self, group: ShardGroup, full: FullParameters) -> None:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import harness.properties
+from harness.dumps import Stack
 from harness.places import is_installed
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
-from harness.rank.stacks import Stack
 
 WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256

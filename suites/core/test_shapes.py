@@ -82,6 +82,19 @@ class Frozen(nn.Sequential):
         self[2].requires_grad_(False)
 
 
+class FrozenTwice(nn.Sequential):
+    """A frozen unit that is given what it returned: its second backward ends where its first begins."""
+
+    units = ("1",)
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(8, 8) for _ in range(3)))
+        self[1].requires_grad_(False)
+
+    def forward(self, x):
+        return self[2](self[1](self[1](self[0](x))))
+
+
 class Thawing(nn.Sequential):
     """A layer that is frozen in every other step: a unit, or with ``units=()`` a part of one."""
 
@@ -181,6 +194,7 @@ MODELS = {
     "always_wrapped": AlwaysWrapNestedWrappedModule,
     "odd_shapes": OddShapes,
     "containers": Containers,
+    "frozen_twice": FrozenTwice,
     "thawing": Thawing,
     "skipping": Skipping,
     "nothing": Nothing,

@@ -1,12 +1,15 @@
-"""The flat layout, as arithmetic: no ranks, no tensors."""
+"""The layouts, as arithmetic: no ranks."""
 
 import itertools
 import math
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.engine.collectives import divide_factors
-from harness.engine.layout import FlatLayout, Piece
+from harness.engine.layout import FlatLayout, Piece, RowLayout
 
 SHAPES = {
     "nothing": (),
@@ -51,6 +54,68 @@ def test_shards_are_equal_and_padding_is_less_than_one_element_per_shard(shapes,
     layout = FlatLayout(shapes, num_shards)
     assert layout.shard_numel * num_shards == layout.padded_numel == layout.numel + layout.padding
     assert 0 <= layout.padding < num_shards
+
+
+ANY_SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=5).map(tuple)
+EITHER = pytest.mark.parametrize("kind", [FlatLayout, RowLayout])
+
+
+@EITHER
+@given(shapes=ANY_SHAPES, num_shards=st.integers(1, 9))
+def test_any_parameters_are_in_all_shards_together_exactly_once(kind, shapes, num_shards):
+    layout = kind(shapes, num_shards)
+    for index, shape in enumerate(shapes):
+        pieces = [layout.piece(index, shard) for shard in range(num_shards)]
+        covered = [element for piece in pieces for element in range(piece.start, piece.stop)]
+        assert covered == list(range(math.prod(shape)))
+        if shape or kind is FlatLayout:  # what has no rows is not cut in rows: fully_shard refuses it
+            shown = [math.prod(layout.piece_shape(index, shard)) for shard in range(num_shards)]
+            assert shown == [len(piece) for piece in pieces]
+
+
+@EITHER
+@given(shapes=ANY_SHAPES, num_shards=st.integers(1, 9))
+def test_pieces_of_any_parameters_do_not_overlap_in_a_shard(kind, shapes, num_shards):
+    layout = kind(shapes, num_shards)
+    for shard in range(num_shards):
+        pieces = [layout.piece(index, shard) for index in range(len(shapes))]
+        places = [place for piece in pieces for place in range(piece.shard_start, piece.shard_stop)]
+        assert len(set(places)) == len(places)
+        assert set(places) <= set(range(layout.shard_numel))
+
+
+@EITHER
+@given(shapes=ANY_SHAPES, num_shards=st.integers(1, 9))
+def test_any_parameters_have_their_places_in_full_and_the_rest_is_padding(kind, shapes, num_shards):
+    layout = kind(shapes, num_shards)
+    spans = zip(layout.starts, layout.numels, strict=True)
+    places = [place for start, numel in spans for place in range(start, start + numel)]
+    assert len(set(places)) == len(places) == layout.numel
+    assert set(places) <= set(range(layout.padded_numel))
+    assert layout.padding == layout.shard_numel * num_shards - sum(map(math.prod, shapes))
+
+
+@given(shapes=ANY_SHAPES, num_shards=st.integers(1, 9))
+def test_flat_shards_end_to_end_are_the_parameters_end_to_end(shapes, num_shards):
+    layout = FlatLayout(shapes, num_shards)
+    for index, start in enumerate(layout.starts):
+        for shard in range(num_shards):
+            piece = layout.piece(index, shard)
+            if len(piece):
+                assert shard * layout.shard_numel + piece.shard_start == start + piece.start
+    assert layout.padding < num_shards
+
+
+@given(shapes=ANY_SHAPES, num_shards=st.integers(1, 9))
+def test_rows_are_cut_as_torch_chunk_cuts(shapes, num_shards):
+    layout = RowLayout(shapes, num_shards)
+    for index, shape in enumerate(shapes):
+        if not shape:
+            continue
+        chunks = torch.empty(shape).chunk(num_shards) if shape[0] else []
+        expected = [tuple(chunk.shape) for chunk in chunks]
+        expected += [(0, *shape[1:])] * (num_shards - len(expected))
+        assert [layout.piece_shape(index, shard) for shard in range(num_shards)] == expected
 
 
 def test_a_piece_says_where_it_lies_in_parameter_and_shard():

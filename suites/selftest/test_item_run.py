@@ -10,10 +10,11 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.protocol import Doing, Finished, Probe, Reported, Sever
+from harness.protocol import Collecting, Doing, Finished, Probe, Reported, Sever
 from harness.world import item_run
 from harness.world.handle import RankHandle
 from harness.world.item_run import ItemRun
+from harness.world.outcome import Stuck
 
 ORDER: Any = None
 PTRACE_ATTACH = 16
@@ -96,9 +97,19 @@ def test_the_tear_down_of_a_rank_that_has_failed_is_waited_for_without_haste() -
     assert rank.listened < 30
 
 
+def test_a_rank_that_imports_for_ever_is_ended_with_the_file_it_imports(monkeypatch: Any) -> None:
+    monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send((Collecting("test_endless.py"),))
+    (rank,) = ItemRun([SilentRank(ours)], 0.1).run(ORDER).ranks
+    assert isinstance(rank.fate, Stuck)
+    assert rank.fate.importing == "test_endless.py"
+
+
 def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
-    with subprocess.Popen(["sleep", "100"], stdin=subprocess.PIPE) as process:
-        started: Any = SimpleNamespace(process=process, wire=process.stdin)
+    ours, _theirs = multiprocessing.Pipe()
+    with subprocess.Popen(["sleep", "100"]) as process:
+        started: Any = SimpleNamespace(process=process, wire=ours)
         spec: Any = SimpleNamespace(rank=0, session=SimpleNamespace(debugged_rank=None))
         rank = RankHandle(spec, started)
         try:

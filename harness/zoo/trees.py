@@ -1,0 +1,248 @@
+"""Module trees by description: nested, tied, shared, frozen, of odd sizes, with parts that sit out.
+
+Imports torch only. A description is plain data that prints as the code that makes it; strategies.py draws
+such descriptions. Parts have the names that they have in an `nn.Sequential`: ``"0"``, ``"1.0"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Again", "Block", "Gain", "Linear", "Offset", "Part", "Tree"]
+
+_ROWS = 2
+
+
+class _Described:
+    """Print only what is not as it would be anyway."""
+
+    def __repr__(self) -> str:
+        told = []
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]  # of dataclasses only
+            value = getattr(self, f.name)
+            if f.default is dataclasses.MISSING:
+                told.append(repr(value))
+            elif value != f.default:
+                told.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(told)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the same where a pretty printer, as Hypothesis's, would tell every field of a dataclass."""
+        printer.text(repr(self))
+
+
+@dataclass(frozen=True, repr=False)
+class Linear(_Described):
+    """A square linear layer and a tanh. ``tied``: the name of an earlier one, whose weight it has.
+
+    ``used``, here and below: ``"always"``; ``"sometimes"``, in every other batch; ``"unheard"``, called, but
+    what it returns does not reach the loss; ``"never"`` called at all.
+    """
+
+    bias: bool = True
+    tied: str | None = None
+    frozen: bool = False
+    used: str = "always"
+    calls: int = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Gain(_Described):
+    """A parameter of any shape, also of no element or without dimensions, that scales what comes in."""
+
+    shape: tuple[int, ...] = (1,)
+    frozen: bool = False
+    used: str = "always"
+    calls: int = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Offset(_Described):
+    """A buffer, fp32 and not representable in less, that is added to what comes in."""
+
+    used: str = "always"
+    calls: int = 1
+    frozen = False
+
+
+@dataclass(frozen=True, repr=False)
+class Again(_Described):
+    """The very module that has the name ``of``, at a second place."""
+
+    of: str
+    used: str = "always"
+    calls: int = 1
+    frozen = False
+
+
+@dataclass(frozen=True, repr=False)
+class Block(_Described):
+    """Parts one after the other; ``unit``: to be sharded on its own. ``frozen``: all that is in it.
+
+    ``recomputed``: by a checkpoint around it, in backward.
+    """
+
+    parts: tuple[Part, ...] = field()
+    unit: bool = False
+    recomputed: bool = False
+    frozen: bool = False
+    used: str = "always"
+    calls: int = 1
+
+
+Part = Linear | Gain | Offset | Again | Block
+
+
+@dataclass(frozen=True, repr=False)
+class Tree(_Described):
+    """A model that maps (2, width) to (2, width), by its parts."""
+
+    width: int
+    parts: tuple[Part, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the submodules that are to be sharded on their own."""
+        return tuple(name for name, part in self.named_parts() if isinstance(part, Block) and part.unit)
+
+    def named_parts(self) -> Iterator[tuple[str, Part]]:
+        """Yield every part with its name, outer before inner."""
+        yield from _named(self.parts)
+
+    def with_units(self, units: Collection[str]) -> Tree:
+        """Return the same model with the blocks of these names as units, and no others."""
+        return replace(self, parts=_marked(self.parts, units))
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Return the model, with values that depend on the seed only."""
+        built = _Chain(self.parts, self.width)
+        for name, part in self.named_parts():
+            if isinstance(part, Linear) and part.tied is not None:
+                weight = built.get_submodule(part.tied).get_parameter("weight")
+                built.get_submodule(name).register_parameter("weight", weight)
+            elif isinstance(part, Again):
+                where, _, last = name.rpartition(".")
+                built.get_submodule(where)[int(last)] = built.get_submodule(part.of)  # type: ignore[operator]
+        for name, part in self.named_parts():
+            if part.frozen:
+                built.get_submodule(name).requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in built.parameters():
+                parameter.uniform_(-1, 1, generator=generator)
+        return built
+
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the parameters of each unit that has some, and of ``""``, the root.
+
+        A unit or a parameter with several names has its first.
+        """
+        built, units = self.build(), {"", *self.units}
+        found: dict[str, tuple[str, ...]] = {}
+        for name, _ in built.named_parameters():
+            owner = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+            found[owner] = (*found.get(owner, ()), name)
+        return found
+
+    def has_mixed_groups(self) -> bool:
+        """Tell whether a group has frozen parameters and others: one flat parameter cannot be both."""
+        built = self.build()
+        return any(
+            len({built.get_parameter(name).requires_grad for name in names}) > 1
+            for names in self.groups().values()
+        )
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """Return an input, (2, width), fp32, on the generator's device."""
+        return torch.randn(_ROWS, self.width, generator=generator, device=generator.device)
+
+    @staticmethod
+    def loss(output: Tensor) -> Tensor:
+        """Return the 0-dim sum of the squared output, fp32."""
+        return output.float().square().sum()
+
+
+class _Chain(nn.Sequential):
+    """Parts one after the other. All parts are called with an input and the number of the batch."""
+
+    def __init__(self, parts: tuple[Part, ...], width: int) -> None:
+        super().__init__(*(_built(part, width) for part in parts))
+        self._parts = parts
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:  # type: ignore[override]  # one argument more
+        for module, part in zip(self, self._parts, strict=True):
+            call = partial(_recomputed, module) if isinstance(part, Block) and part.recomputed else module
+            if part.used == "unheard":
+                call(x, number)
+            elif part.used == "always" or (part.used == "sometimes" and number % 2):
+                for _ in range(part.calls):
+                    x = call(x, number)
+        return x
+
+
+def _recomputed(module: nn.Module, x: Tensor, number: int) -> Tensor:
+    output: Tensor = checkpoint(module, x, number, use_reentrant=False)
+    return output
+
+
+class _Linear(nn.Linear):
+    def forward(self, x: Tensor, number: int) -> Tensor:  # type: ignore[override]  # one argument more
+        return torch.tanh(super().forward(x))
+
+
+class _Gain(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        # Each element has a gradient of its own, and no number of calls lets x grow.
+        return x * torch.tanh(1 + self.weight.square().sum())
+
+
+class _Offset(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.full((width,), 1 + 2**-12))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.get_buffer("value").to(x.dtype)
+
+
+def _built(part: Part, width: int) -> nn.Module:
+    match part:
+        case Linear():
+            return _Linear(width, width, part.bias)
+        case Gain():
+            return _Gain(part.shape)
+        case Offset():
+            return _Offset(width)
+        case Again():
+            return nn.Identity()  # until the module is there
+        case Block():
+            return _Chain(part.parts, width)
+
+
+def _named(parts: tuple[Part, ...], prefix: str = "") -> Iterator[tuple[str, Part]]:
+    for index, part in enumerate(parts):
+        yield f"{prefix}{index}", part
+        if isinstance(part, Block):
+            yield from _named(part.parts, f"{prefix}{index}.")
+
+
+def _marked(parts: tuple[Part, ...], units: Collection[str], prefix: str = "") -> tuple[Part, ...]:
+    found: list[Part] = []
+    for index, part in enumerate(parts):
+        name = f"{prefix}{index}"
+        if isinstance(part, Block):
+            part = replace(part, unit=name in units, parts=_marked(part.parts, units, f"{name}."))
+        found.append(part)
+    return tuple(found)
