@@ -6,8 +6,9 @@ import contextlib
 import functools
 import hashlib
 import random
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hypothesis import core
@@ -40,6 +41,17 @@ Runner = Callable[[ConjectureData, Body], object]
 def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
     __tracebackhide__ = True
     return runner(data, function)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Leave lines out of what Hypothesis takes for an explanation: lines that only failing examples run."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
 
 
 def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
@@ -164,7 +176,8 @@ class Examples:
         __tracebackhide__ = True
         left = self.ask_all(f"the end of {point}", self._rank.groups())
         if any(each.is_severed for each in left) or len(set(left)) > 1:
-            self._rank.repair()
+            with _untraced():
+                self._rank.repair()
 
     def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
         """Raise what this rank has to say of an example that failed on one rank at least."""
