@@ -8,8 +8,9 @@ rewrite its asserts; the package raises its own messages and needs no rewriting.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from harness.lazy import from_homes
 
 if TYPE_CHECKING:
     from harness.adapters import Engine
@@ -40,8 +41,4 @@ __all__ = [
     "RunSubtests",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = from_homes(__name__, _HOMES)

@@ -42,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="deadline of a test on ranks, set-up and tear-down included (default: %(default)s)",
+        help="deadline of a test on ranks, set-up and tear-down included, and of each example of a property "
+        "(default: %(default)s)",
     )
     group.addoption(
         "--world-seed", type=int, default=0, help="seed of every rank before each test (default: 0)"
@@ -69,7 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--rank-output-dir",
         metavar="DIR",
-        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log",
+        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log; "
+        "of a rank that died or hung also .output: what was written outside of pytest's capture",
     )
     group.addoption(
         "--subtest",

@@ -5,8 +5,9 @@ The public names are loaded on first use, so that names of engines can be checke
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from harness.lazy import from_homes
 
 if TYPE_CHECKING:
     from harness.adapters.capabilities import Capability, NotOffered, offers, require
@@ -16,21 +17,21 @@ if TYPE_CHECKING:
     from harness.adapters.spec import Precision, ProcessGroups, ShardSpec
 
 _HOMES = {
-    "Capability": "capabilities",
-    "Composable": "face",
-    "Engine": "face",
-    "EngineError": "finding",
-    "Group": "face",
-    "NotOffered": "capabilities",
-    "Precision": "spec",
-    "ProcessGroups": "spec",
-    "Replicas": "replicas",
-    "ShardSpec": "spec",
-    "Traffic": "face",
-    "find": "finding",
-    "known_names": "finding",
-    "offers": "capabilities",
-    "require": "capabilities",
+    "Capability": "harness.adapters.capabilities",
+    "Composable": "harness.adapters.face",
+    "Engine": "harness.adapters.face",
+    "EngineError": "harness.adapters.finding",
+    "Group": "harness.adapters.face",
+    "NotOffered": "harness.adapters.capabilities",
+    "Precision": "harness.adapters.spec",
+    "ProcessGroups": "harness.adapters.spec",
+    "Replicas": "harness.adapters.replicas",
+    "ShardSpec": "harness.adapters.spec",
+    "Traffic": "harness.adapters.face",
+    "find": "harness.adapters.finding",
+    "known_names": "harness.adapters.finding",
+    "offers": "harness.adapters.capabilities",
+    "require": "harness.adapters.capabilities",
 }
 
 __all__ = [
@@ -51,8 +52,4 @@ __all__ = [
     "require",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = from_homes(__name__, _HOMES)

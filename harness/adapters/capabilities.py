@@ -36,7 +36,6 @@ class Capability(Enum):
     ONE_PADDING = "one padding for each group"
     EARLY_REDUCTION = "a reduction as soon as a group has its gradients"
     SUMMON = "full parameters in place"
-    WRITEBACK = "changes to full parameters in place"
     GROUPS = "a view of groups"
     HOOKS = "a view of hooks"
     TRAFFIC = "traffic by group"

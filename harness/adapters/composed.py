@@ -40,7 +40,7 @@ NOT_OFFERED = frozenset(
         Capability.UNSYNCED_GRADIENTS,
         Capability.PLAIN_PARAMETERS,
         Capability.ONE_NORM,
-        Capability.WRITEBACK,
+        Capability.SUMMON,
         Capability.ONE_PADDING,
     }
 )
@@ -107,26 +107,14 @@ class Composed:
         return {name: full(t) for name, t in model.state_dict().items()}
 
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
-        if writeback:
-            require(self, Capability.WRITEBACK)
-        return self._unsharded(model)
+        # `unshard` shows what modules compute with, in its dtype, and nothing of it is kept.
+        raise NotOffered(self.name, Capability.SUMMON)
 
     def _prefetch_nothing(self, model: nn.Module) -> None:
         """Let each unit gather itself ahead, which is gathered already; to name none is to let them guess."""
         units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
         for unit in units:
             unit.set_modules_to_backward_prefetch([unit])
-
-    @contextmanager
-    def _unsharded(self, model: nn.Module) -> Iterator[None]:
-        units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
-        for unit in units:
-            unit.unshard()
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.reshard()
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class Replicas:
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
         gradients = {name: p.grad for name, p in self.bare(model).named_parameters()}
-        return {name: None if g is None else g.clone() for name, g in gradients.items()}
+        # One that is sparse stands for all of its elements, too.
+        return {n: None if g is None else g.detach().to_dense().clone() for n, g in gradients.items()}
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
         return self.bare(model).state_dict()

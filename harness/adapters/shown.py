@@ -1,24 +1,13 @@
 """A group as an adapter shows it that reads another engine's state. Inside a rank; imports torch."""
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 
 from harness.adapters.capabilities import Capability, NotOffered
+from harness.engine import GroupState
 
-__all__ = ["ShownGroup", "ShownState"]
-
-
-class ShownState(Enum):
-    """Where the full parameters of a group are; the names are those that `Group` explains."""
-
-    SHARDED = auto()
-    PREFETCHED = auto()
-    GATHERED = auto()
-    KEPT = auto()
-    SPLIT = auto()
-    SUMMONED = auto()
+__all__ = ["ShownGroup"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +17,7 @@ class ShownGroup:
     engine: str
     name: str
     parameters: tuple[str, ...]
-    state: ShownState
+    state: GroupState
     original_dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype

@@ -4,10 +4,7 @@ What torch shows of a flat parameter it shows through private attributes; only t
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import fields
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +17,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_polic
 from harness.adapters.capabilities import Capability, NotOffered, require
 from harness.adapters.composed import asked
 from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.shown import ShownGroup, ShownState
-from harness.adapters.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
+from harness.adapters.shown import ShownGroup
+from harness.adapters.spec import ProcessGroups, ShardSpec
+from harness.adapters.wrapped import Wrapped, WrapperFront
+from harness.engine import GroupState
 from harness.recorders import Collective
 
 __all__ = ["TorchFsdp1"]
@@ -34,24 +33,34 @@ _HINTS = (
     "FSDP will not all-gather parameters for containers",
     "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will ?be returned",
     ".* has both parameters with requires_grad=True and False",
-    "Both mixed precision and an auto_wrap_policy were specified",
     r"Called FSDP.clip_grad_norm_\(\) on rank \d+ with no gradients",
 )
+# It says so of norms although nothing is cast.
+_NORMS_APART = "Both mixed precision and an auto_wrap_policy were specified"
 FSDP = fsdp.FullyShardedDataParallel
 
 
-class TorchFsdp1:
+class TorchFsdp1(Wrapped):
     """`torch.distributed.fsdp.FullyShardedDataParallel`."""
 
     name = "torch-fsdp1"
+    front = WrapperFront(
+        FSDP,
+        fsdp.ShardingStrategy,
+        fsdp.BackwardPrefetch,
+        fsdp.CPUOffload,
+        fsdp.MixedPrecision,
+        CustomPolicy,
+        size_based_auto_wrap_policy,
+    )
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         # Full precision in eval is switched in the environment, for a whole process.
         lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
         lacking |= {Capability.SCALARS, Capability.EARLY_REDUCTION, Capability.ONE_PADDING}
-        if not torch.accelerator.is_available():  # it pins memory, which raises on such a host
-            lacking.add(Capability.OFFLOAD)
+        if not torch.accelerator.is_available():  # it pins memory, and broadcasts no tensors of the CPU
+            lacking |= {Capability.OFFLOAD, Capability.SYNC_STATES}
         return frozenset(Capability) - lacking
 
     @property
@@ -59,42 +68,13 @@ class TorchFsdp1:
         raise NotOffered(self.name, Capability.COMPOSABLE)
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
-        known = fsdp.ShardingStrategy.__members__
-        if spec.strategy not in known:
-            raise ValueError(f"ShardSpec: strategy {spec.strategy!r} is not built; known: {', '.join(known)}")
         require(self, *asked(spec))
         if any(p.ndim == 0 for p in model.parameters()):
             raise NotOffered(self.name, Capability.SCALARS)
-        for message in _HINTS:
+        for message in (*_HINTS, *(() if _casts(spec) else (_NORMS_APART,))):
             warnings.filterwarnings("ignore", message, Warning)
-        return FSDP(
-            model,
-            process_group=spec.process_group,
-            sharding_strategy=known[spec.strategy],
-            cpu_offload=fsdp.CPUOffload(spec.offload),
-            auto_wrap_policy=_policy(model, spec),
-            ignored_modules=chosen_modules(model, spec.ignored, "ignored") or None,
-            backward_prefetch=None
-            if spec.backward_prefetch is None
-            else fsdp.BackwardPrefetch[spec.backward_prefetch],
-            forward_prefetch=spec.forward_prefetch,
-            mixed_precision=_mixed_precision(spec.precision),
-            # On a host without GPUs torch must be told where to compute.
-            device_id=spec.device or next(model.parameters()).device,
-            sync_module_states=spec.sync_module_states,
-            use_orig_params=spec.use_orig_params,
-        )
-
-    def bare(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, FSDP) else model
-
-    def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = model.no_sync()
-        return context
-
-    def clip_grad_norm_(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
-        return norm
+        # On a host without GPUs torch must be told where to compute.
+        return self.wrap(model, spec, device_id=spec.device or next(model.parameters()).device)
 
     def groups(self, model: nn.Module) -> Sequence[Group]:
         names = _names(model)
@@ -104,13 +84,6 @@ class TorchFsdp1:
             if isinstance(module, FSDP) and module._handle is not None
         ]
 
-    def pre_backward_hooks(self, output: Tensor) -> int:
-        # torch has no public question for it; a test that asks has put no hook of its own there.
-        return len(output._backward_hooks or ())
-
-    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
-        return FSDP.summon_full_params(model, writeback=writeback)
-
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         with self.summon(model):
             return {name: p.detach().clone() for name, p in self._named(model)}
@@ -119,7 +92,7 @@ class TorchFsdp1:
         units: list[Any] = [m for m in model.modules() if isinstance(m, FSDP) and m._handle is not None]
         # torch shows gradients only where the originals are the parameters, and only reduced ones.
         if units and all(u._use_orig_params and not _is_unsynced(u._handle) for u in units):
-            with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            with self.summon(model, with_grads=True):
                 # Gradients of frozen parameters are shown as zeros.
                 grads = {n: p.grad if p.requires_grad else None for n, p in self._named(model)}
                 return {n: None if g is None else g.clone() for n, g in grads.items()}
@@ -132,9 +105,6 @@ class TorchFsdp1:
         # To ask a parameter that is no leaf for its gradient is a warning.
         found |= {name: p.grad for name, p in parameters.items() if name not in found}
         return {name: found[name] for name in parameters}
-
-    def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
-        return model.state_dict()
 
     @staticmethod
     def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
@@ -158,40 +128,15 @@ class TorchFsdp1:
         return ShardedGradScaler(device, **settings)
 
 
+def _casts(spec: ShardSpec) -> bool:
+    precisions = filter(None, (spec.precision, *spec.unit_precisions.values()))
+    return any(p.param_dtype or p.reduce_dtype or p.buffer_dtype for p in precisions)
+
+
 def _names(model: nn.Module) -> dict[nn.Module, str]:
     """Return the names of all modules in the bare model; a wrapper has that of what is in it."""
     names = ((m, f"{name}.".replace(_PREFIX, "").strip(".")) for name, m in model.named_modules())
     return dict(names)
-
-
-def _mixed_precision(precision: Precision | None) -> fsdp.MixedPrecision | None:
-    if precision is None:
-        return None
-    settings = {f.name: getattr(precision, f.name) for f in fields(Precision)}
-    classes = settings.pop("full_precision_classes")
-    ignored = {} if classes is None else {"_module_classes_to_ignore": classes}
-    return fsdp.MixedPrecision(**settings, **ignored)
-
-
-def _policy(model: nn.Module, spec: ShardSpec) -> CustomPolicy | Callable[..., bool] | None:
-    wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
-    if spec.min_num_params is not None:
-        if wanted:
-            raise ValueError("ShardSpec: min_num_params chooses the units; name no unit beside it.")
-        return partial(size_based_auto_wrap_policy, min_num_params=spec.min_num_params)
-    if wanted or (spec.precision and spec.precision.full_precision_classes is not None):
-        return _policy_of_chosen(model, spec, chosen_modules(model, wanted, "units"))
-    return None
-
-
-def _policy_of_chosen(model: nn.Module, spec: ShardSpec, chosen: Collection[nn.Module]) -> CustomPolicy:
-    modules = dict(model.named_modules())
-    own: dict[nn.Module, dict[str, Any]] = {}
-    for name, group in spec.unit_groups.items():
-        own.setdefault(modules[name], {})["process_group"] = group
-    for name, precision in spec.unit_precisions.items():
-        own.setdefault(modules[name], {})["mixed_precision"] = _mixed_precision(precision)
-    return CustomPolicy(lambda module: own.get(module, module in chosen))
 
 
 def _gradients(unit: Any, names: Mapping[nn.Module, str]) -> dict[str, Tensor | None]:
@@ -267,14 +212,14 @@ def _gathered_bytes(handle: Any) -> int:
     return sum(b.untyped_storage().nbytes() for b in buffers if b is not None)
 
 
-def _state_of(handle: Any) -> ShownState:
+def _state_of(handle: Any) -> GroupState:
     doing = handle._training_state.name
     if handle.uses_sharded_strategy and _gathered_bytes(handle) == 0:
-        return ShownState.SHARDED
+        return GroupState.SHARDED
     if doing in ("FORWARD", "BACKWARD_PRE"):
-        return ShownState.GATHERED
+        return GroupState.GATHERED
     if doing == "SUMMON_FULL_PARAMS":
-        return ShownState.SUMMONED
+        return GroupState.SUMMONED
     if handle._prefetched:
-        return ShownState.PREFETCHED
-    return ShownState.KEPT if handle.uses_sharded_strategy else ShownState.SHARDED
+        return GroupState.PREFETCHED
+    return GroupState.KEPT if handle.uses_sharded_strategy else GroupState.SHARDED

@@ -15,8 +15,9 @@ from torch import nn
 from harness.adapters.capabilities import Capability
 from harness.adapters.composed import Composed
 from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.shown import ShownGroup, ShownState
+from harness.adapters.shown import ShownGroup
 from harness.adapters.spec import ShardSpec
+from harness.engine import GroupState
 from harness.recorders import Collective
 
 __all__ = ["TorchFsdp2"]
@@ -114,6 +115,8 @@ def _shown(engine: str, group: Any, name: str, names: dict[nn.Module, str]) -> S
         local_bytes=local * dtype.itemsize,
         gathered_bytes=sum(t.untyped_storage().nbytes() for p in parameters for t in p.all_gather_outputs),
         training=group.modules[0].training,
+        # What is cast is cast into the gathered parameters themselves: of the shard there is no copy to see.
+        cast_bytes=0 if (policy.param_dtype or dtype) == dtype else None,
     )
 
 
@@ -121,13 +124,13 @@ def _name_of(place: Any, names: dict[nn.Module, str]) -> str:
     return ".".join(filter(None, [names[place.module], place.param_name]))
 
 
-def _state_of(group: Any) -> ShownState:
+def _state_of(group: Any) -> GroupState:
     match group._sharded_state.name, group._training_state.name:
         case "SHARDED", _:
-            return ShownState.SHARDED if group._all_gather_result is None else ShownState.PREFETCHED
+            return GroupState.SHARDED if group._all_gather_result is None else GroupState.PREFETCHED
         case "SHARDED_POST_FORWARD", _:
-            return ShownState.SPLIT
+            return GroupState.SPLIT
         case _, "IDLE":
-            return ShownState.KEPT
+            return GroupState.KEPT
         case _:
-            return ShownState.GATHERED
+            return GroupState.GATHERED

@@ -15,7 +15,6 @@ from harness.conformance.telling import (
     known_deviations,
     left_out,
     number_of,
-    of_offered,
     of_run,
     with_links,
 )
@@ -28,6 +27,7 @@ def to_markdown(table: Table) -> str:
         "\n".join(f"* {_escape(of_run(run))}" for run in table.runs),
         "\n".join(f"* {MARKS[outcome]} {outcome}: {text}" for outcome, text in MEANINGS.items()),
         "## Points held",
+        "Held / not held, or not asked / not offered, and the share of all points that is held.",
         _rows(["suite", *table.engines], _shares(table)),
         *_only(table),
         *_broken(table),
@@ -46,7 +46,9 @@ def _shares(table: Table) -> Iterable[list[str]]:
 
 
 def _share(table: Table, engine: str, claims: list[Claim]) -> str:
-    return f"{table.share(engine, claims)}; {of_offered(table, engine, claims)}"
+    share, offered = table.share(engine, claims), table.share_of_offered(engine, claims)
+    points = (share.held, offered.asked - share.held, share.asked - offered.asked)
+    return f"{' / '.join(map(str, points))}, {share.percent} %"
 
 
 def _claims(table: Table, claims: list[Claim]) -> Iterable[list[str]]:

@@ -8,14 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import secrets
 import sys
-import uuid
 import warnings
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,20 +20,16 @@ from harness import reporting
 from harness.controller.debugging import Debugging
 from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
 from harness.controller.lost_examples import LostExamples
-from harness.controller.requests import Refusal, Request, output_directory_of, ranks_at_once, request_of
+from harness.controller.requests import Refusal, Request, request_of
 from harness.controller.rerun import rerun_line
-from harness.exceptions import LaunchError, WorldError
-from harness.launch.limits import explain
+from harness.controller.starting import WorldStarter, basetemp_of, measures
+from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher
-from harness.output_directory import OutputDirectory
 from harness.properties.running import Running, Search
-from harness.protocol import RunItem, SessionSpec, Warned, WorldKey
+from harness.protocol import RunItem, Warned, WorldKey
 from harness.world.outcome import ItemOutcome
 from harness.world.world import World
 from harness.world.worlds import Worlds
-
-if TYPE_CHECKING:
-    from harness.launch.leases import Lease
 
 _request_key = pytest.StashKey[Request | Refusal]()
 
@@ -53,16 +46,11 @@ class Controller:
         self._worlds = Worlds(self._start_world, self._complain)
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
-        self._measures = config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
         # What the server runs as it imports, no rank runs: nobody would measure it.
-        self._preload = () if self._measures else tuple(config.getini("ranks_preload"))
+        self._preload = () if measures(config) else tuple(config.getini("ranks_preload"))
         self._start_method = str(config.getini("ranks_start_method"))
         self._debugging = Debugging(config)
-        self._output_directory = output_directory_of(config)
-        if self._output_directory:
-            worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
-            OutputDirectory(self._output_directory).clear_logs(worker)
-        self._at_once = ranks_at_once(config)
+        self._starter = WorldStarter(config, self._launch)
 
     # Before tests: find out what will be needed, and start it early
 
@@ -120,7 +108,7 @@ class Controller:
                 reports = self._run(item, request, nextitem)
             case Refusal():
                 reports = _refuse(item, request)
-        self._tear_down_controllers_own(item, nextitem, reports[-1])
+        self._tear_down_controllers_own(item, nextitem, reports)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -173,7 +161,7 @@ class Controller:
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
-            shared_tmp_path=str(self._basetemp() / "shared" / name[:40]),
+            shared_tmp_path=str(basetemp_of(self._config) / "shared" / name[:40]),
             search=Search(secrets.randbits(128)),
         )
 
@@ -195,7 +183,7 @@ class Controller:
         return None
 
     def _tear_down_controllers_own(
-        self, item: pytest.Item, nextitem: pytest.Item | None, report: pytest.TestReport
+        self, item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
     ) -> None:
         """Tear down wider fixtures of unmarked items before this one, as pytest would between two items."""
         # pytest offers no other way to a plugin that runs items itself.
@@ -203,7 +191,10 @@ class Controller:
         call = pytest.CallInfo.from_call(lambda: setup_state.teardown_exact(nextitem), when="teardown")
         if call.excinfo is not None:
             failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
-            report.outcome, report.longrepr = failed.outcome, failed.longrepr
+            if reports[-1].failed:  # what went wrong on ranks is told too
+                reports.append(failed)
+            else:
+                reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
 
     # What ranks say beside their reports
 
@@ -226,63 +217,7 @@ class Controller:
     # Worlds
 
     def _start_world(self, key: WorldKey) -> World:
-        lease = self._lease(key)
-        try:
-            name = f"world-{next(self._numbers)}"
-            world = World(key, name, self._session_spec(), self._launch(), lease)
-            basetemp = self._basetemp()
-        except OSError as error:
-            raise LaunchError(explain(error)) from error
-        try:
-            world.start(
-                seed=self._config.getoption("world_seed"),
-                basetemp=basetemp,
-                timeout=self._config.getoption("world_timeout"),
-            )
-        except BaseException as error:
-            world.kill()
-            if isinstance(error, OSError):
-                raise LaunchError(explain(error)) from error
-            raise
-        return world
-
-    def _lease(self, key: WorldKey) -> Lease | None:
-        if self._at_once is None and key.device == "cpu":
-            return None
-        from harness.controller.leasing import lease_for
-
-        return lease_for(key, self._config, self._worlds.make_room)
-
-    def _session_spec(self) -> SessionSpec:
-        config = self._config
-        # Every rank would open --debug's file anew, as soon as it reads its arguments.
-        args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
-        if config.pluginmanager.hasplugin("_cov"):
-            args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
-        environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        workerinput = getattr(config, "workerinput", None) or {
-            "workerid": "master",
-            "workercount": 1,
-            "testrunuid": uuid.uuid4().hex,
-            "mainargv": sys.argv,
-        }
-        return SessionSpec(
-            args=tuple(args),
-            cwd=str(config.invocation_params.dir),
-            argv=tuple(sys.argv),
-            sys_path=tuple(sys.path),
-            environ=environ,
-            workerinput=workerinput,
-            measures=self._measures,
-            debugged_rank=config.getoption("rank_pdb"),
-            captures=config.getoption("capture") in ("fd", "sys"),
-            output_directory=self._output_directory,
-        )
-
-    def _basetemp(self) -> Path:
-        # The fixture's factory is the only one that knows; pytest-xdist asks it the same way.
-        factory: pytest.TempPathFactory = self._config._tmp_path_factory  # type: ignore[attr-defined]
-        return factory.getbasetemp()
+        return self._starter.start(key, self._worlds.make_room)
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks leave
     def pytest_runtestloop(self) -> Generator[None, object, object]:

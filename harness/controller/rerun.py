@@ -24,6 +24,7 @@ OUR_OPTIONS = {
     "fresh_worlds": False,
     "check_collectives": False,
 }
+_PYTESTS_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
 
 # Options of pytest and pytest-xdist select tests, write reports and spread work: one test that is run again
 # needs none of them, but for those that change how it runs.
@@ -51,7 +52,7 @@ def rerun_line(item: pytest.Item) -> str:
         words += ["-c", str(config.option.inifilename)]
     for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
         words += [word for value in values or () for word in (flag, str(value))]
-    for option, default in OUR_OPTIONS.items():
+    for option, default in (OUR_OPTIONS | _PYTESTS_OPTIONS).items():
         value = config.getoption(option)
         if value != default:
             words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from harness.descendants import children_of, end
+from harness.descendants import children_of, end, with_descendants
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.launch.limits import check_open_files, explain
@@ -48,8 +48,13 @@ class RankProcess:
         pid = self.process.pid
         if pid is None:
             return
+        # Spawned ranks have no server that looks after what a test has put into a session of its own.
+        below = with_descendants({pid}) if self.process.is_alive() else set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+        for each in below - {pid}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
         if self.process.is_alive():  # it may not lead a group of its own yet
             self.process.kill()
 
@@ -96,6 +101,17 @@ class ProcessLauncher:
         forkserver.set_forkserver_preload([server.__name__])
         with _environment(environ), _no_main_module(), _signals_held_back():
             forkserver.ensure_running()
+
+    def restore_directory(self) -> None:
+        """Make the directory anew if somebody has removed it; end the server, whose socket was in it."""
+        if os.path.isdir(self.directory):
+            return
+        os.mkdir(self.directory, mode=0o700)
+        os.mkdir(f"{self.directory}/ranks", mode=0o700)
+        pid = _running_server()._forkserver_pid
+        if pid is not None and not _has_ended(pid):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # for multiprocessing to notice
 
     def _forget_dead_server(self) -> None:
         """Wait for the imports of the next server anew. Ranks of a dead one live on."""
@@ -155,16 +171,13 @@ class ProcessLauncher:
         """Wait until the server has imported everything; then look, once, at what it says of that."""
         if not self._forks or self._checked:
             return
-        path = server.status_path(self.directory)
+        path, imports = server.status_path(self.directory), ", ".join(("torch", *self._preload))
         while not path.exists():
             if _has_ended(_running_server()._forkserver_pid):
-                raise LaunchError(
-                    f"the server that ranks are forked from died while it imported {', '.join(self._preload)}"
-                )
+                raise LaunchError(f"the server that ranks are forked from died while it imported {imports}")
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the server that ranks are forked from is still importing {', '.join(self._preload)}; "
-                    "look for a module in `ranks_preload` that never finishes"
+                    f"the server that ranks are forked from is still importing {imports}; {self._cure()}"
                 )
             time.sleep(0.002)  # once a session; the server has no other way to tell
         status = json.loads(path.read_text())
@@ -178,15 +191,24 @@ class ProcessLauncher:
             )
         self._checked = True
 
+    def _cure(self) -> str:
+        if self._preload:
+            return "look for a module in `ranks_preload` that never finishes"
+        return "a machine this slow needs a higher --world-timeout"
+
     def forget(self, pid: int) -> None:
         """Note that a rank is gone, and end what its tests have put out of reach of the rank's own end."""
         Path(f"{self.directory}/ranks/{pid}").unlink(missing_ok=True)
         if self._forks and (server_pid := _running_server()._forkserver_pid) is not None:
-            end(lambda: children_of(server_pid) - self._ranks(), patience=0.0)
+            end(lambda: self._strays(server_pid), patience=0.0)
 
-    def _ranks(self) -> set[int]:
-        """Return the processes that are ranks, of whatever world: they note it as they start."""
-        return {int(name) for name in os.listdir(f"{self.directory}/ranks")}
+    def _strays(self, server_pid: int) -> set[int]:
+        """Return the server's children that are no ranks; ranks, of whatever world, note it as they start."""
+        try:
+            ranks = {int(name) for name in os.listdir(f"{self.directory}/ranks")}
+        except FileNotFoundError:  # somebody has cleaned it away: nobody knows which are ranks
+            return set()
+        return children_of(server_pid) - ranks
 
     def stop(self) -> None:
         """End the server and wait for it, so that nothing is left when pytest returns."""

@@ -5,6 +5,7 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import weakref
@@ -56,4 +57,5 @@ class ServedProcess:
         if self._descriptor is None:
             self._process.kill()
         else:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, and has been waited for
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

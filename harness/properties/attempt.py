@@ -22,8 +22,10 @@ from harness.reporting.problems import BROKEN_CONNECTION
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
-# Of an example's data: what its structure consists of, as far as the engine goes by it.
+# Of an example's data: what its structure consists of, as far as the engine goes by it. Releases of
+# Hypothesis call the first by either name.
 _STRUCTURE = (
+    "nodes",
     "_nodes",
     "_nodes_tuple",
     "length",
@@ -108,8 +110,8 @@ class Attempt:
 
     def keep(self) -> bytes:
         """Return what other ranks need to take this example over."""
-        attributes = {name: getattr(self.data, name) for name in _STRUCTURE}
-        attributes |= {"_nodes_tuple": (), "_ConjectureData__spans": None, "_ConjectureData__result": None}
+        attributes = {name: vars(self.data)[name] for name in _STRUCTURE if name in vars(self.data)}
+        attributes |= {"_ConjectureData__spans": None, "_ConjectureData__result": None}
         state = self.data._random.getstate() if self.data._random is not None else None
         # As bytes, so that the controller, which passes it on, need not import Hypothesis to read it.
         return pickle.dumps((self.recorder.events, attributes, state))

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from harness.properties.told import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
 from harness.protocol import Vote
 
+END = "the end of a property"
+"""Where ranks wait for each other before they leave it."""
+
 _DRAW = (
     "\nEvery rank must draw the same. Draw on all ranks, in no branch and with no bounds or filter that "
     "depend on the rank; what is to differ between ranks take with world.pick(...) from what all have drawn"
@@ -19,7 +22,7 @@ _DECIDE = (
 
 def tell_places(votes: Sequence[Vote]) -> str:
     """Say where each rank is, as they are not at the same example."""
-    ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
+    ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended" or vote.point == END]
     if ended:
         return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(ended)} {LEFT}"
     where = "; ".join(f"rank {rank} at [{vote.point}]" for rank, vote in enumerate(votes))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hypothesis import core
@@ -39,6 +41,22 @@ Runner = Callable[[ConjectureData, Body], object]
 def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
     __tracebackhide__ = True
     return runner(data, function)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Leave lines out of what Hypothesis takes for an explanation: lines that only failing examples run."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
+
+
+def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
+    """Whether another rank has ended the property, as only an error of its own can make it do."""
+    return mine.point != differences.END and any(vote.point == differences.END for vote in votes)
 
 
 class Lockstep(Protocol):
@@ -142,7 +160,7 @@ class Examples:
         """
         __tracebackhide__ = True
         votes = self._rank.agree(vote, sever_after)
-        if any(other.outcome == "ended" for other in votes):
+        if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
             raise LeftAlone(differences.tell_places(votes))
         if any(other.point != vote.point for other in votes):
             raise OutOfStep(differences.tell_places(votes))
@@ -158,7 +176,8 @@ class Examples:
         __tracebackhide__ = True
         left = self.ask_all(f"the end of {point}", self._rank.groups())
         if any(each.is_severed for each in left) or len(set(left)) > 1:
-            self._rank.repair()
+            with _untraced():
+                self._rank.repair()
 
     def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
         """Raise what this rank has to say of an example that failed on one rank at least."""
@@ -200,6 +219,12 @@ class Examples:
             raise OutOfStep(differences.tell_outcomes(votes))
 
     # One run of a property
+
+    def end_run(self) -> None:
+        """Wait for the other ranks at the end of a property, unless one of them has ended it by itself."""
+        __tracebackhide__ = True
+        with contextlib.suppress(OutOfStep):
+            self._agree(Vote(differences.END, "ended it", renews_deadline=True))
 
     def begin_run(self, name: str, facts: dict[str, str]) -> None:
         """Expect every rank to begin the same property, with the same seed and settings."""

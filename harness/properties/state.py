@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import Phase, core, settings
 from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
@@ -23,6 +25,10 @@ from harness.properties.exceptions import LeftAlone
 from harness.properties.origin import respect_agreed_origins
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
+
+
+_DEFAULT_DEADLINE = timedelta(milliseconds=200)
+"""Hypothesis's own. It is not for ranks, which wait for each other, and import anew after a failure."""
 
 
 def keep_in_step(examples: Examples) -> None:
@@ -60,7 +66,7 @@ class _Runner(engine.ConjectureRunner):
 
     def test_function(self, data: ConjectureData) -> None:
         super().test_function(data)
-        if self._examples.is_active and self.interesting_test_cases and self._examples.must_stop():
+        if self._examples.is_active and self._examples.must_stop():
             self.exit_with(engine.ExitReason.very_slow_shrinking)
 
 
@@ -73,7 +79,8 @@ class _State(core.StateForActualGivenExecution):
     ) -> None:
         __tracebackhide__ = True
         self._database: LockstepDatabase | None = None
-        if not self._examples.is_active or threading.current_thread() is not threading.main_thread():
+        self._is_in_step = self._examples.is_active and threading.current_thread() is threading.main_thread()
+        if not self._is_in_step:
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
@@ -92,6 +99,8 @@ class _State(core.StateForActualGivenExecution):
     def _adapt(self, given: settings) -> settings:
         """Choose what ranks need: one bug at a time, told with what reproduces it; the shared database."""
         chosen: dict[str, Any] = {"report_multiple_bugs": False, "print_blob": True}
+        if given.deadline == _DEFAULT_DEADLINE:
+            chosen["deadline"] = None
         if self._examples.lost.is_expected:  # to explain such an example is to lose it a hundred times more
             chosen["phases"] = [phase for phase in given.phases if phase is not Phase.explain]
         if given.database is not None:
@@ -105,26 +114,38 @@ class _State(core.StateForActualGivenExecution):
 
     def run_engine(self) -> None:
         __tracebackhide__ = True
-        victim: PeerFailed | None = None
-        writes = True
         try:
             super().run_engine()  # type: ignore[no-untyped-call]
-        except LeftAlone:  # this world is at its end; the next one, if there is one, shall find what it did
-            writes = False
+        except LeftAlone:
+            raise  # this world is at its end; the next one, if there is one, shall find what this one found
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            self._write()
             raise
-        except BaseExceptionGroup as error:
-            victim = _victim_alone(error)
-            if victim is None:
-                raise
+        except BaseException as error:
+            self._end()
+            if (victim := _victim_alone(error)) is not None:
+                raise victim from None
+            raise
+        else:
+            self._end()
         finally:
             self._constants.release()
-            if self._database is not None and writes:
-                self._database.write()
-        if victim is not None:
-            raise victim
+
+    def _end(self) -> None:
+        """Write what was found; no rank leaves before rank 0 has: the controller may end one that is late."""
+        __tracebackhide__ = True
+        self._write()
+        if self._is_in_step:
+            self._examples.end_run()
+
+    def _write(self) -> None:
+        if self._database is not None:
+            self._database.write()
 
 
-def _victim_alone(group: BaseExceptionGroup[BaseException]) -> PeerFailed | None:
-    """Return the failure of another rank if a group tells of nothing else."""
-    found = [error for error in group.exceptions if isinstance(error, PeerFailed)]
-    return found[0] if len(found) == len(group.exceptions) else None
+def _victim_alone(error: BaseException) -> PeerFailed | None:
+    """Return the failure of another rank if a group of exceptions tells of nothing else."""
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    found = [each for each in error.exceptions if isinstance(each, PeerFailed)]
+    return found[0] if len(found) == len(error.exceptions) else None

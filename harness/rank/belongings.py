@@ -12,17 +12,16 @@ import socket
 import stat
 import subprocess
 import sys
-import sysconfig
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing import forkserver, resource_sharer, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from harness.descendants import children_of, is_running, with_descendants
+from harness.places import is_installed
 
 _SEGMENTS = "/dev/shm"
 _MOST_OF_COMMAND = 120
@@ -181,16 +180,10 @@ def _describe_thread(thread: threading.Thread) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Name the innermost line that belongs neither to Python nor to an installed package, if there is one."""
-    while frame is not None and frame.f_code.co_filename.startswith(_installed()):
+    """Name the innermost line that is the user's, if there is one."""
+    while frame is not None and is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f", now at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return ("<", paths["stdlib"], paths["purelib"], paths["platlib"])
 
 
 # Files and sockets

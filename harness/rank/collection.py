@@ -21,14 +21,12 @@ class RankCollection:
         self._items: dict[str, pytest.Item] = {}
         self._errors: dict[str, str] = {}
         """Why a file could not be collected, for every file that was tried; empty where all went well."""
-        self._collecting = ""
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
     def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
         """Return the item, or None if the file has no such item on this rank."""
         if path not in self._errors:
             self._errors[path] = ""
-            self._collecting = path
             try:
                 items = session.perform_collect([path])
             except BaseException as error:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import linecache
 import os
+import sys
 import threading
 import traceback
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import harness.properties
+from harness.dumps import Stack
 from harness.places import is_installed
 from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
-from harness.rank.stacks import Stack
 
 WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256
@@ -110,7 +111,9 @@ def _format(frames: list[traceback.FrameSummary]) -> str:
 
 def _leads_to_property(filename: str) -> bool:
     """Whether a file is Hypothesis's or ours about it: dozens of frames between a test and its body."""
-    return "/site-packages/hypothesis/" in filename or filename.startswith(_OUR_PROPERTIES)
+    hypothesis = sys.modules.get("hypothesis")
+    theirs = str(Path(str(hypothesis.__file__)).parent) if hypothesis is not None else _OUR_PROPERTIES
+    return filename.startswith((_OUR_PROPERTIES, theirs))
 
 
 def _is_pytests(filename: str) -> bool:

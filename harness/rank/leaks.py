@@ -105,13 +105,14 @@ class Leaks:
 
     def _settle(self, left: Belongings) -> Belongings:
         """Return what stays after a collection of garbage and a moment for what is about to end."""
-        until = time.monotonic() + SETTLE_WITHIN
         reap(left.children)
         left = left.of_tests(self._segments)
         if left.threads or left.files or left.segments:
             gc.collect()
             left = left.of_tests(self._segments)
-        while (left.children or left.threads) and time.monotonic() < until:
+        until = time.monotonic() + SETTLE_WITHIN
+        # Files, too: the thread that answers the controller opens and closes some meanwhile.
+        while (left.children or left.threads or left.files) and time.monotonic() < until:
             time.sleep(POLL_EVERY)
             reap(left.children)
             left = (left & self._capture()).of_tests(self._segments)

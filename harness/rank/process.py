@@ -192,6 +192,11 @@ class Rank:
         self._point = self._severable = name
         self.reseed()
 
+    def end_point(self) -> None:
+        """Note that what follows is in no subtest."""
+        self._own_connections()
+        self._point = ""
+
     def finish(self, message: Finished) -> None:
         """Tell the controller that the item is over."""
         self._state, self._point = "idle", ""

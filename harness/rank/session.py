@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -92,6 +93,7 @@ class RankSession:
         if self._spec.session.measures:
             config.pluginmanager.register(Measuring(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
+        _block_reruns(config)
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
         return (yield)
@@ -134,7 +136,8 @@ class RankSession:
             self._rank.reseed()
             with self._properties.of_item(order.search):
                 self._run_protocol(item, next_item)
-        doing = self._rank.collectives() if self._config.getoption("check_collectives") else None
+        checks = self._config.getoption("check_collectives")
+        doing = replace(self._rank.collectives(), state="idle") if checks else None
         usable = torch.distributed.is_initialized() and self._baseline.is_restored
         self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
@@ -179,6 +182,13 @@ class RankSession:
         if isinstance(runner, RunSubtests):
             runner.skip_if_nothing_ran()
         return result
+
+
+def _block_reruns(config: pytest.Config) -> None:
+    """Leave pytest-rerunfailures out: a rank that ran an item again would do so alone."""
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        config.pluginmanager.set_blocked("rerunfailures")
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; does nothing on ranks")
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import threading
-import traceback
-from typing import NamedTuple
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-
-
-class Place(NamedTuple):
-    """One frame: the line it is at."""
-
-    file: str
-    line: int
-    function: str
-
-    def summary(self) -> traceback.FrameSummary:
-        """Return what `traceback` formats."""
-        return traceback.FrameSummary(self.file, self.line, self.function, lookup_line=False)
-
-
-Stack = tuple[Place, ...]
-"""The frames of a thread, innermost first; the 100 innermost if there are more."""
+from harness.dumps import Stack, parse
 
 
 class Stacks:
@@ -47,15 +27,4 @@ class Stacks:
             os.lseek(self._file, 0, os.SEEK_SET)
             faulthandler.dump_traceback(self._file, all_threads=True)
             text = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        return _parse(text.decode(errors="replace"))
-
-
-def _parse(text: str) -> dict[int, Stack]:
-    found: dict[int, list[Place]] = {}
-    places: list[Place] = []
-    for line in text.splitlines():
-        if match := _THREAD.match(line):
-            places = found[int(match[1], 16)] = []
-        elif match := _FRAME.match(line):
-            places.append(Place(match[1], int(match[2]), match[3]))
-    return {ident: tuple(stack) for ident, stack in found.items()}
+        return {thread.ident: thread.stack for thread in parse(text.decode(errors="replace"))}

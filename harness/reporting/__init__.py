@@ -42,8 +42,11 @@ def merge(
     rerun += said.rerun
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
     example = said.example if last is not None and last is not outcome else ""
+    selected = item.config.getoption("subtest") if "run_subtests" in getattr(item, "fixturenames", ()) else []
     diagnosis = outcome.diagnosis or last_of_examples(outcome)
-    context = Context(item.config, item, *timing, _rerun_of_hang(rerun, outcome), seed, diagnosis, example)
+    context = Context(
+        item.config, item, *timing, _rerun_of_all(rerun, outcome, selected), seed, diagnosis, example
+    )
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
@@ -62,11 +65,13 @@ def merge(
     return merged
 
 
-def _rerun_of_hang(rerun: str, outcome: ItemOutcome) -> str:
-    """Let the command run only the point of `run_subtests` that a rank was stuck in."""
+def _rerun_of_all(rerun: str, outcome: ItemOutcome, selected: list[str]) -> str:
+    """Let the command run only the point that a rank was stuck in, else those that the user chose."""
     points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
     points = {point for point in points if not point.startswith(EXAMPLE)}
-    return _with_point(rerun, points.pop()) if len(points) == 1 else rerun
+    if len(points) == 1:
+        return _with_point(rerun, points.pop())
+    return "".join([rerun, *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
 
 
 def _with_point(rerun: str, point: str) -> str:

@@ -87,7 +87,7 @@ def _chain(problem: Problem, sentence: str) -> list[Link]:
     report = problem.report
     chain: list[Link]
     if report is None:
-        chain = [(_native(problem.text), problem.crash, None)]
+        chain = [(_native(problem.told()), problem.crash, None)]
     elif not (chain := links(report)):
         location = ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, messages(report)[-1])
         chain = [(_native(report.longreprtext), location, None)]
@@ -109,4 +109,4 @@ def _native(text: str) -> ReprTraceback:
 
 
 def _text(problem: Problem) -> str:
-    return problem.text if problem.report is None else problem.report.longreprtext
+    return problem.told() if problem.report is None else problem.report.longreprtext

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from _pytest._code.code import ReprFileLocation
 
-from harness.places import users_line_of_dump
+from harness.dumps import users_line
 from harness.properties.told import VICTIM_OF_AN_EXAMPLE
 from harness.protocol import VICTIM_OF_A_POINT, Finished
 from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
@@ -39,7 +39,9 @@ class Problem:
     """Follows "rank N": "failed", "died: SIGKILL", "waits in all_reduce #3 …"."""
     report: pytest.TestReport | None = None
     text: str = ""
-    """What there is to show where there is no report: stacks, last output."""
+    """What there is to show where there is no report: stacks."""
+    output: str = ""
+    """The rank's last output, where there is no report."""
     crash: ReprFileLocation | None = None
     tells_mismatch: bool = False
     """Whether it is about what was wrong between the ranks, which the diagnosis says."""
@@ -61,10 +63,15 @@ class Problem:
             VICTIM_OF_AN_EXAMPLE in message for message in messages(self.report)
         )
 
+    def told(self) -> str:
+        """What is shown where there is no report."""
+        last = f"rank {self.rank}'s last output:\n{self.output}" if self.output else ""
+        return "\n".join(filter(None, (self.text, last)))
+
     def key(self) -> object:
         """What is equal for problems that need to be shown once only."""
         if self.report is None:
-            return self.title, self.text
+            return self.title, self.text, self.output
         said = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
         return said, lines(self.report)
 
@@ -112,11 +119,10 @@ def death_of(context: Context, rank: int, died: Died) -> Problem:
     why = died.how + _meaning_of_gloos_words(died.output)
     base = str(context.config.invocation_params.dir)
     if died.importing:
-        why += f" while it imported {died.importing.removeprefix(f'{base}/')}"
-    where = users_line_of_dump(died.output, base)
-    text = f"its last output:\n{died.output}" if died.output else ""
+        why += f" while it imported {_name_of(context, died.importing)}"
+    where = users_line(died.output, base)
     title = f"{why}, at {where}" if where else why
-    return Problem(rank, died.at, title, text=text, crash=_crash(context, where, why))
+    return Problem(rank, died.at, title, output=died.output, crash=_crash(context, where, why))
 
 
 def _meaning_of_gloos_words(output: str) -> str:
@@ -145,13 +151,20 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
             continue  # it has done its part
         failed_before = any(report.failed for report in rank.phases.values())
         if isinstance(rank.fate, Stuck) and (failed_before or not explained):
-            when = (
-                f"still ran at the deadline of {context.timeout:g} s"
-                if context.timed_out
-                else f"ended by the harness after {context.seconds:.1f} s"
-            )
-            title = f"{when}, in {place_of(rank.fate.doing)}"
+            title = f"{_when_ended(context, rank.fate)}, in {place_of(rank.fate.doing)}"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
+
+
+def _when_ended(context: Context, stuck: Stuck) -> str:
+    if stuck.importing:
+        return f"still imported {_name_of(context, stuck.importing)} after {context.seconds:.0f} s"
+    if context.timed_out:
+        return f"still ran at the deadline of {context.timeout:g} s"
+    return f"ended by the harness after {context.seconds:.1f} s"
+
+
+def _name_of(context: Context, path: str) -> str:
+    return path.removeprefix(f"{context.config.invocation_params.dir}/")
 
 
 def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
@@ -216,8 +229,8 @@ def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Pha
 def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
     crash = _crash(context, stuck.doing.where, title)
     blamed = context.diagnosis is not None and rank in context.diagnosis.blame
-    text = stuck.doing.stacks + (f"\nits last output:\n{stuck.output}" if stuck.output else "")
-    return Problem(rank, 0.0 if blamed else stuck.at, title, text=text, crash=crash)
+    at = 0.0 if blamed else stuck.at
+    return Problem(rank, at, title, text=stuck.doing.stacks, output=stuck.output, crash=crash)
 
 
 def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:

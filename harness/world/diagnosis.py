@@ -132,7 +132,7 @@ class _Ranks:
         waiting = {rank: issued for rank in self._doing if (issued := self._waits_in(rank)) is not None}
         stopped = [rank for rank, each in self._doing.items() if each.state == "stopped"]
         if not waiting and not stopped:
-            return self._lonely_exchange() or self._unknown_root()
+            return self._lonely_exchange() or self._unknown_root() or self._late_for_a_vote()
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
@@ -161,6 +161,18 @@ class _Ranks:
             return None
         sentence = f"all ranks wait in {describe(first[0])}: do they name the same source or destination?"
         return Diagnosis(sentence, frozenset(), is_hopeless=False)
+
+    def _late_for_a_vote(self) -> Diagnosis | None:
+        """Find ranks that wait at the end of a point for others that wait in no collective."""
+        voters = self._in_state("votes")
+        late = [rank for rank in self._doing if rank not in voters]
+        if not voters or not late or len(self._doing) < self._size:
+            return None
+        waits = "waits" if len(voters) == 1 else "wait"
+        where = "; ".join(f"rank {rank} is at {self._doing[rank].where}" for rank in late)
+        point = self._doing[voters[0]].point
+        sentence = f"{_names(voters)} {waits} at the end of [{point}] for {_names(late)}: {where}"
+        return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
     def _in_state(self, state: str) -> list[int]:
         return [rank for rank, each in self._doing.items() if each.state == state]

@@ -9,15 +9,17 @@ import contextlib
 import os
 import select
 import signal
+import socket
+import struct
 import time
 from collections.abc import Collection
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from harness.dumps import shorten, users_line
 from harness.launch.processes import RankProcess
-from harness.places import users_line_of_dump
 from harness.properties.running import Running, read_running
 from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
 from harness.world.outcome import Died
@@ -27,6 +29,8 @@ MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""
 ANSWER_WITHIN = 0.5
 """Seconds a rank gets to say what it is doing; a rank that holds the GIL cannot."""
+MESSAGE_WITHIN = 10
+"""Seconds that a message may stop in the middle: its rank is stopped, and counts as dead."""
 _DUMP_WITHIN = 0.3
 """Seconds that faulthandler gets to write stacks."""
 
@@ -48,6 +52,7 @@ class RankHandle:
         self._started = started
         self._process = started.process
         self._wire = started.wire
+        _bound_messages(self._wire)
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
         self._log_start = 0
@@ -124,8 +129,8 @@ class RankHandle:
         if self._status() in ("T", "t"):
             return Doing("(its process is stopped)", "a place unknown, for it is stopped", state="stopped")
         if text := self._dump():
-            where = users_line_of_dump(text, self._spec.session.cwd)
-            return Doing(text, f"{where or 'code'}, which holds the GIL", state="silent")
+            where = users_line(text, self._spec.session.cwd)
+            return Doing(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")
         return Doing("(it does not answer)", "a blocking system call", state="silent")
 
     def _dump(self) -> str:
@@ -216,6 +221,12 @@ def ask(handles: Collection[RankHandle]) -> dict[int, Doing]:
 
 def _silent(handles: Collection[RankHandle], answers: dict[int, Doing]) -> list[RankHandle]:
     return [handle for handle in handles if handle.rank not in answers and handle.died is None]
+
+
+def _bound_messages(wire: Connection) -> None:
+    """Let reading from a wire raise, once a message has begun and does not go on."""
+    with socket.socket(fileno=os.dup(wire.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
 
 
 def receive(handles: Collection[RankHandle], timeout: float) -> list[tuple[int, FromRank | Died]]:

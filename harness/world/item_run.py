@@ -42,6 +42,8 @@ MOST_GRACE = 3.0
 """Seconds that a rank gets at most which is writing its report meanwhile: a busy machine takes long."""
 PROBE_EVERY = 0.3
 """Seconds between looks at ranks that have nothing to say."""
+_BEFORE_TEARDOWN = 2
+"""Phases of an item."""
 COLLECT_WITHIN = 60.0
 """Seconds, at least, that importing a test file may take; it counts for no test."""
 
@@ -71,6 +73,7 @@ class ItemRun:
         self._suspicion: Diagnosis | None = None
         self._diagnosis: Diagnosis | None = None
         self._diagnoses: dict[str, Diagnosis] = {}
+        self._severed = ""
 
     def run(self, order: RunItem) -> ItemOutcome:
         """Run the item; return what each rank said of it.
@@ -181,12 +184,19 @@ class ItemRun:
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
+        votes = tuple(self._without_rescue(vote) for vote in votes)
+        self._severed = ""
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
         agreed = packed(Agreed(votes))
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send_packed(agreed)
+
+    def _without_rescue(self, vote: Vote) -> Vote:
+        """Let a point fail that stood still, though the test has caught what it was freed by."""
+        rescued = vote.point == self._severed and vote.outcome == "passed"
+        return replace(vote, outcome="failed") if rescued else vote
 
     # Standstill
 
@@ -221,6 +231,7 @@ class ItemRun:
             self._give_up(pending)
             return
         self._diagnoses[point] = found
+        self._severed = point
         for rank in pending:
             self._handles[rank].send(Sever(point))
 
@@ -234,19 +245,25 @@ class ItemRun:
             outcome.doing = outcome.doing or answers[rank]
             handle = self._handles[rank]
             printed = handle.log(), handle.output().captured()
-            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed)
+            importing = self._collecting.get(rank, "")
+            outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed, importing)
 
     def _end_grace(self, late: set[int]) -> None:
-        """Give up ranks that others wait for in vain; one that is about to tell of its failure may do so."""
+        """Give up ranks that others wait for in vain, but none that tells of its failure or clears up."""
         self._next_probe = time.monotonic() + PROBE_EVERY  # the loop shall wait for something
         phases = {rank: self._handles[rank].phases_over() for rank in late}
         answers = self._ask(late)
         late = self._without_failure(late & self._pending())  # some may have told by now
         writing = {rank for rank in late if answers[rank].state == "reports"}
-        if writing and time.monotonic() < self._last_grace:
+        if time.monotonic() >= self._last_grace:
+            writing = set()
+        # Its test is over, and it waits for nobody: it has until the deadline.
+        tearing_down = {rank for rank in late if phases[rank] >= _BEFORE_TEARDOWN}
+        clearing = {rank for rank in tearing_down if in_flight(answers[rank]) is None}
+        if writing | clearing:
             self._grace = time.monotonic() + GRACE
-        else:
-            self._end(late, answers, phases)
+        if not writing:
+            self._end(late - clearing, answers, phases)
 
     def _ask(self, ranks: set[int]) -> dict[int, Doing]:
         """Ask ranks what they are doing; return the answers of those that have not died meanwhile."""

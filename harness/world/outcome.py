@@ -51,6 +51,8 @@ class Stuck:
     """What it wrote outside of pytest's capture since the item began."""
     captured: Sections = ()
     """What it had printed in the phase it was in."""
+    importing: str = ""
+    """The test file that it imported at the time: the item's own or the next one's."""
 
 
 Fate = Finished | Died | Stuck

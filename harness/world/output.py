@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.cut import KEEP_ALL, MOST_OF_A_TEXT, cut, read_cut
+from harness.dumps import shorten
 
 Sections = tuple[tuple[str, str], ...]
 """Pairs of a stream's name, "stdout" or "stderr", and a text."""
@@ -44,7 +45,7 @@ class RankOutput:
         """Return what was written outside of pytest's capture since the test began."""
         text = read_cut(self.log, self.start, remedy=KEEP_ALL)
         text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
-        return cut(text, most, KEEP_ALL)
+        return cut(shorten(text), most, KEEP_ALL)
 
     def append_to(self, folder: Path, rank: int) -> None:
         """Append all of it to files `rank-<rank>.stdout`, `.stderr` and, of the log, `.output` in a folder.

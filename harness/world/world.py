@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.exceptions import WorldError
+from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output_directory import OutputDirectory
 from harness.properties.running import Running
@@ -35,8 +36,10 @@ from harness.world.outcome import Died, ItemOutcome
 if TYPE_CHECKING:
     from harness.launch.leases import Lease
 
+START_WITHIN = 60.0
+"""Seconds, at least, that ranks get to stand ready: importing torch may take longer than a test may."""
 CLOSE_WITHIN = 10.0
-"""Seconds a rank gets to tear down its session."""
+"""Seconds, at least, that a rank gets to tear down its session, wide fixtures included."""
 
 
 class World:
@@ -57,16 +60,25 @@ class World:
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
         self._handles: list[RankHandle] = []
+        self._close_within = CLOSE_WITHIN
         self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
 
+        Args:
+            timeout: seconds that a test may take; so may starting and, later, tearing down the session, or
+                `START_WITHIN` and `CLOSE_WITHIN` where that is more.
+
         Raises:
-            WorldError: a rank ended, or did not get ready in `timeout` seconds.
+            WorldError: a rank ended, or did not get ready in time.
             LaunchError: ranks cannot be started on this machine at all.
         """
+        # A wide fixture is torn down with the last test where all goes well, and within its deadline then.
+        self._close_within = max(timeout, CLOSE_WITHIN)
+        timeout = max(timeout, START_WITHIN)
         deadline = time.monotonic() + timeout
+        self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
         leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
         specs = [
@@ -108,13 +120,17 @@ class World:
         """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
 
         Raises:
-            WorldError: a rank has left its session, or what `--rank-output-dir` holds cannot be replaced.
+            WorldError: a rank has left its session, the world's directory is gone, or what
+                `--rank-output-dir` holds cannot be replaced.
         """
-        if self._kept is None:
-            return ItemRun(self._handles, timeout).run(order)
-        self._kept.clear(order.nodeid)
-        outcome = ItemRun(self._handles, timeout).run(order)
-        self._keep_output(self._kept, order.nodeid, outcome)
+        if self._kept is not None:
+            self._kept.clear(order.nodeid)
+        try:
+            outcome = ItemRun(self._handles, timeout).run(order)
+        except OSError as error:
+            raise WorldError(self.fault() or explain(error)) from error
+        if self._kept is not None:
+            self._keep_output(self._kept, order.nodeid, outcome)
         return outcome
 
     def running(self) -> list[Running | None]:
@@ -156,8 +172,9 @@ class World:
         for handle in self._handles:
             handle.send(Close())
 
-    def reap(self, timeout: float = CLOSE_WITHIN) -> list[str]:
+    def reap(self, timeout: float | None = None) -> list[str]:
         """Wait for ranks that were asked to close, end what is left; return what went wrong, a line each."""
+        timeout = self._close_within if timeout is None else timeout
         until = time.monotonic() + timeout
         complaints = []
         for handle in self._handles:
@@ -168,9 +185,16 @@ class World:
         self.kill()
         return complaints
 
-    def is_whole(self) -> bool:
-        """Whether every rank lives."""
-        return all(handle.is_alive() for handle in self._handles)
+    def fault(self) -> str:
+        """Say why it can run no test any more; "" if it can."""
+        if not all(handle.is_alive() for handle in self._handles):
+            return f"a rank of {self.key} ended after the test"
+        if not os.path.isdir(self._directory):
+            return (
+                f"the directory of {self.key}, {self._directory}, has been removed: does a test, or a job of "
+                "the machine, clean the temporary directory?"
+            )
+        return ""
 
     def is_gone(self) -> bool:
         """Whether every rank has ended."""

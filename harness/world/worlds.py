@@ -41,8 +41,8 @@ class Worlds:
         if world is not None and world.lease is not None and not world.lease.resume():
             self._close(world)  # its ranks were asked to end, for a world that waits
             world = None
-        if world is not None and not world.is_whole():
-            self._complain(world, f"a rank of {key} ended after the test")
+        if world is not None and (fault := world.fault()):
+            self._complain(world, fault)
             self.discard(world)
             world = None
         if world is None and not fresh:

@@ -21,7 +21,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 PRODUCT = {"strategy": STRATEGIES, "use_orig_params": [False, True]}
 
 # With fp16, batch norm becomes a unit of its own in full precision, and the engine says so.
-batch_norm_is_told = pytest.mark.filterwarnings("ignore:MixedPrecision. BatchNorm1d modules:UserWarning")
+batch_norm_is_told = pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
 
 
 def sharded_transformer(world, engine, device_first=True, **settings):

@@ -58,5 +58,5 @@ class TestFSDPMixedPrecisionSharded:
             assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
         for name in ("1.0", "3.0"):
             assert (log.inputs(name), log.buffers(name)) == ({F16}, {F16})
-        for name, buffer in model.named_buffers():
-            assert torch.equal(buffer, originals[name].half()), name
+        for buffer, (name, original) in zip(model.buffers(), originals.items(), strict=True):
+            assert torch.equal(buffer, original.half()), name

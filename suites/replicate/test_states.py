@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.adapters import Capability, require
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
 
@@ -86,8 +87,9 @@ def full(value):
 
 
 @pytest.fixture
-def meshes(world):
+def meshes(world, engine):
     """The first rank, the first two, and all three, as meshes by their sizes."""
+    require(engine, Capability.COMPOSABLE)  # on all ranks, also those that have no part in what is sharded
     groups = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
     yield {
         size: DeviceMesh.from_group(group, world.device.type)

@@ -105,11 +105,19 @@ def test_traffic_is_gathers_and_reductions_and_nothing_else(world, name):
 
 
 @pytest.mark.ranks(2)
-@EVERY_SHARDING
-def test_summoned_parameters_are_full(world, name):
-    engine, model = shard(world, name)
+def test_summoned_parameters_are_full(world):
+    engine, model = shard(world, "torch-fsdp1")
     with engine.summon(model):
         assert [tuple(module.weight.shape) for module in engine.bare(model)] == [(5,)] * 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["lockstep-composable", "torch-fsdp2", "torch-ddp"])
+def test_no_front_but_a_wrapper_shows_full_parameters_in_place(world, name):
+    engine, model = shard(world, name)
+    with pytest.raises(NotOffered, match="full parameters in place"):
+        engine.summon(model)
+    assert Capability.SUMMON not in engine.capabilities
 
 
 @pytest.mark.ranks(2)

@@ -49,6 +49,28 @@ def test_what_has_changed_since_the_collection_is_told(project: Project) -> None
     project.assert_nothing_is_left()
 
 
+def test_a_directory_of_ranks_that_a_test_removes_is_made_anew(project: Project) -> None:
+    project.write("""
+def clean(world):
+    if world.rank == 0:
+        (directory,) = pathlib.Path(os.environ["TMPDIR"]).glob("pymp-*")
+        directory.rename(f"cleaned-{os.getpid()}")
+    world.barrier()
+
+def test_cleans(world): clean(world)
+def test_b(world): pass
+def test_cleans_and_fails(world):
+    clean(world)
+    assert world.rank == 0
+def test_d(world): pass
+""")
+    output = project.run()
+    assert "ERROR test_sample.py::test_cleans - the directory of 2 ranks" in output
+    assert "FAILED test_sample.py::test_cleans_and_fails - rank 1: assert 1 == 0" in output
+    assert "1 failed, 3 passed, 1 error" in output
+    project.assert_nothing_is_left()
+
+
 def test_what_is_no_utf8_and_what_is_huge_reaches_ranks_and_comes_back(project: Project) -> None:
     project.write("""
 import sys

@@ -44,6 +44,7 @@ def test_there_is_a_page():
         "conformance",
         "faults",
         "mixed_precision",
+        "properties",
         "your_engine",
     ]
 

@@ -135,6 +135,20 @@ def test_points(world, run_subtests):
             dist.all_reduce(torch.ones(n))
     run_subtests({"n": [1, 2, 3]}, claim)
 
+def test_rescue_in_a_point(world, run_subtests):
+    def claim(n):
+        if n != 2:
+            world.barrier()
+        elif world.rank == 0:
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(5))
+    run_subtests({"n": [1, 2, 3]}, claim)
+
+def test_one_missing_after_points(world, run_subtests):
+    run_subtests({"n": [1, 2]}, lambda n: world.barrier())
+    if world.rank == 1:
+        dist.all_reduce(torch.ones(6))
+
 def test_group_destroyed_before_a_collective(world):
     if world.rank == 1:
         dist.destroy_process_group()
@@ -207,6 +221,19 @@ def test_a_point_that_stands_still_is_named_and_the_others_run(session: FaultSes
     assert "contains 1 failed subtest" in verdict.text
 
 
+def test_a_point_that_stands_still_fails_though_it_catches_what_frees_it(session: FaultSession) -> None:
+    verdict = session["test_rescue_in_a_point"]
+    assert "rank 0 waits in all_reduce #2 (float [5]), which rank 1 never reached: " in verdict.text
+    assert "contains 1 failed subtest" in verdict.text  # the next point runs in a new group
+
+
+def test_what_follows_points_is_in_none_of_them(session: FaultSession) -> None:
+    verdict = session["test_one_missing_after_points"]
+    sentence = "rank 1 waits in all_reduce #3 (float [6]), which rank 0 never reached: it has ended the test"
+    assert verdict.head()[0] == sentence
+    assert "--subtest" not in verdict.text
+
+
 def test_a_failure_in_a_hook_of_backward_is_the_cause(session: FaultSession) -> None:
     verdict = session["test_failure_in_backward"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
@@ -261,5 +288,5 @@ def test_a_mismatch_that_nobody_notices_is_found_on_request_in_tests_that_pass(p
     project.write(UNNOTICED)
     said = project.run("--check-collectives")
     assert "= 1 failed, 1 passed, 1 xfailed in " in said
-    sentence = "mismatch: rank 0 was in all_reduce #1 (float [2]) while rank 1 was in all_reduce #1 (int [2])"
+    sentence = "mismatch: rank 0 called all_reduce #1 (float [2]) while rank 1 called all_reduce #1 (int [2])"
     assert sentence in said

@@ -65,6 +65,7 @@ def test_interrupted(world):
         time.sleep(100)
 
 def test_bad_pointer(world):
+    threading.Thread(target=lambda: time.sleep(100), daemon=True).start()
     if world.rank == 1:
         ctypes.string_at(0)
 
@@ -170,6 +171,8 @@ def test_a_crash_shows_the_python_line_it_happened_at(session: FaultSession, nam
     code = {"test_bad_pointer": "string_at(0)", "test_abort": "os.abort()"}.get(name, "hash(nest)")
     number = session.place(code).split(":")[1]
     assert f'test_faults.py", line {number} in {name}' in session[name].text
+    assert session[name].head()[0].endswith(f", at test_faults.py:{number} in {name}")
+    assert "/_pytest/" not in session[name].text
 
 
 @pytest.mark.parametrize("kind", ["dtypes", "shapes"])

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from suites.selftest.conftest import FaultSession
 
 FAULTS = """
-import ctypes, os, signal, subprocess, threading, time
+import ctypes, os, pathlib, signal, subprocess, threading, time
 import pytest, torch, torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2, timeout=1)
@@ -94,6 +94,23 @@ def hangs_in_tear_down(world):
 
 def test_tear_down(hangs_in_tear_down):
     pass
+
+def test_sleep_in_a_point(world, run_subtests):
+    def claim(n):
+        if world.rank == 1:
+            time.sleep(100)  # in a point
+    run_subtests({"n": [1]}, claim)
+
+@pytest.fixture
+def clears_up_slowly(world):
+    yield
+    if world.rank == 0:
+        time.sleep(1.2)
+        pathlib.Path("cleared.txt").touch()
+
+@pytest.mark.ranks(2, timeout=30)
+def test_failure_while_the_other_clears_up(world, clears_up_slowly):
+    assert world.rank == 0, "the only news"
 
 def test_failure_while_the_other_computes(world):
     assert world.rank == 0
@@ -218,3 +235,18 @@ def test_a_thread_that_a_test_has_left_keeps_no_rank(session: FaultSession) -> N
         "rank 1 of 2 failed",
         "rank 0: passed",
     ]
+
+
+def test_a_rank_that_hangs_in_a_point_is_to_blame_and_not_the_one_that_waits_at_its_end(
+    session: FaultSession,
+) -> None:
+    head = session["test_sleep_in_a_point"].head()
+    place = f"{session.place('# in a point')} in claim"
+    assert head[0] == f"rank 0 waits at the end of [n=1] for rank 1: rank 1 is at {place}"
+    assert head[1].startswith("rank 1 of 2 still ran at the deadline of 1 s, in ")
+
+
+def test_a_rank_that_clears_up_is_left_to_do_so(session: FaultSession) -> None:
+    verdict = session["test_failure_while_the_other_clears_up"]
+    assert "the only news" in verdict.message
+    assert (session.path / "cleared.txt").exists()

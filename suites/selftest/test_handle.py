@@ -1,7 +1,10 @@
-"""The controller's handle on a rank that does not read: it is not waited for."""
+"""The controller's handle on a rank that does not read, stops as it writes, or has ended: not waited for."""
 
 from __future__ import annotations
 
+import os
+import struct
+import subprocess
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -11,18 +14,26 @@ from typing import Any
 
 import pytest
 
+from harness.exceptions import WorldError
 from harness.launch.processes import RankProcess
-from harness.protocol import Probe, RankSpec, SessionSpec, WorldKey
+from harness.launch.served import ServedProcess
+from harness.properties.running import Search
+from harness.protocol import Probe, RankSpec, RunItem, SessionSpec, WorldKey
+from harness.world import handle as module
 from harness.world.handle import RankHandle
+from harness.world.outcome import Died
+from harness.world.world import World
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[RankHandle, Connection]]:
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankHandle, Connection]]:
     """A handle on a rank that is no process, and the rank's end of the wire."""
+    monkeypatch.setattr(module, "MESSAGE_WITHIN", 1)
     session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
     spec = RankSpec(0, WorldKey(1, "gloo", "cpu"), session, 0, str(tmp_path), str(tmp_path))
     ours, theirs = Pipe()
-    process: Any = SimpleNamespace(pid=1, sentinel=-1)
+    facts = {"pid": 1, "sentinel": -1, "exitcode": None}
+    process: Any = SimpleNamespace(**facts, is_alive=lambda: True, join=lambda timeout: None)
     with ours, theirs:
         yield RankHandle(spec, RankProcess(process, ours)), theirs
 
@@ -32,3 +43,32 @@ def test_a_rank_that_does_not_read_does_not_hold_up_who_writes(ends: tuple[RankH
     for _ in range(5_000):  # a few hundred fill the wire
         handle.send(Probe(thoroughly=True))
     assert isinstance(theirs.recv(), Probe)
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_message_counts_as_dead(
+    ends: tuple[RankHandle, Connection],
+) -> None:
+    handle, theirs = ends
+    os.write(theirs.fileno(), struct.pack("!i", 100) + b"the rest never comes")
+    (died,) = handle.read(handle.sources()[0])
+    assert isinstance(died, Died)
+    assert died.how == "closed its connection to the controller"
+
+
+def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
+    handle, _ = ends
+    launcher: Any = SimpleNamespace(directory=str(tmp_path))
+    world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle._spec.session, launcher)
+    world._handles = [handle]
+    with pytest.raises(WorldError, match=f"the directory of 1 rank .*, {tmp_path}/world-3, has been removed"):
+        world.run(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0)
+
+
+def test_a_process_that_has_just_ended_can_be_killed() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
+    served = ServedProcess(stand_in, lambda: True)
+    process.kill()
+    process.wait()
+    served.kill()
+    assert not served.is_alive()

@@ -10,10 +10,11 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.protocol import Doing, Probe, Reported
+from harness.protocol import Collecting, Doing, Finished, Probe, Reported, Sever
 from harness.world import item_run
 from harness.world.handle import RankHandle
 from harness.world.item_run import ItemRun
+from harness.world.outcome import Stuck
 
 ORDER: Any = None
 PTRACE_ATTACH = 16
@@ -57,6 +58,28 @@ class SilentRank(RankHandle):
         return SimpleNamespace(captured=lambda: ())
 
 
+class FreedRank(SilentRank):
+    """Stands still in a subtest, answers one probe after it was freed, and ends the test with the next."""
+
+    def __init__(self) -> None:
+        ours, self.theirs = multiprocessing.Pipe()
+        super().__init__(ours)
+        self.answers = iter([Doing("", "a line", state="stopped", point="a=1")] * 3)
+
+    def send(self, message: Any) -> None:
+        super().send(message)
+        if message == Probe():
+            self.theirs.send((next(self.answers, Finished(True, 0, 0)),))
+
+
+def test_an_answer_from_before_a_rank_was_freed_does_not_end_its_test(monkeypatch: Any) -> None:
+    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
+    rank = FreedRank()
+    outcome = ItemRun([rank], 10).run(ORDER)
+    assert rank.sent.count(Sever("a=1")) == 1
+    assert outcome.finished() == [Finished(True, 0, 0)]
+
+
 def test_a_rank_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     ours, _theirs = multiprocessing.Pipe()
@@ -74,9 +97,19 @@ def test_the_tear_down_of_a_rank_that_has_failed_is_waited_for_without_haste() -
     assert rank.listened < 30
 
 
+def test_a_rank_that_imports_for_ever_is_ended_with_the_file_it_imports(monkeypatch: Any) -> None:
+    monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send((Collecting("test_endless.py"),))
+    (rank,) = ItemRun([SilentRank(ours)], 0.1).run(ORDER).ranks
+    assert isinstance(rank.fate, Stuck)
+    assert rank.fate.importing == "test_endless.py"
+
+
 def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
-    with subprocess.Popen(["sleep", "100"], stdin=subprocess.PIPE) as process:
-        started: Any = SimpleNamespace(process=process, wire=process.stdin)
+    ours, _theirs = multiprocessing.Pipe()
+    with subprocess.Popen(["sleep", "100"]) as process:
+        started: Any = SimpleNamespace(process=process, wire=ours)
         spec: Any = SimpleNamespace(rank=0, session=SimpleNamespace(debugged_rank=None))
         rank = RankHandle(spec, started)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import harness
+from harness.adapters.finding import built_in_names
 
 ROOT = Path(harness.__file__).parent
 PROJECT = Path(__file__).parents[2]
@@ -102,6 +104,22 @@ def test_suites_reach_an_engine_through_the_fixture_only() -> None:
     for path in suite_files():
         found = set(imports(ast.parse(path.read_text()), lazy=True))
         assert not any(name.startswith(("harness.engine", "torch.distributed.fsdp")) for name in found), path
+
+
+# A name in a suite, a module of its adapter, or the question which one it is.
+NAMED_ENGINE = re.compile(
+    rf"(?<![\w-])({'|'.join(name.replace('-', '[-_]') for name in built_in_names())}|engine\.name)(?![\w-])"
+)
+
+
+def test_no_suite_names_an_engine() -> None:
+    named = {
+        f"{path.relative_to(PROJECT)}:{number}": found[0]
+        for path in suite_files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := NAMED_ENGINE.search(line))
+    }
+    assert named == {}
 
 
 def test_public_names_are_what_the_package_says() -> None:

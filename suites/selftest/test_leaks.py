@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from harness.rank import leaks
+from harness.rank.belongings import Belongings
+from harness.rank.leaks import Leaks
 
 HEADER = """
 import gc, multiprocessing, os, pathlib, resource, signal, socket, subprocess, sys, threading, time
@@ -544,3 +550,15 @@ def test_an_unknown_policy_is_refused_before_collection(tmp_path: Path) -> None:
     session = Session(tmp_path, "fail", policies="nonsense")
     assert session.returncode == pytest.ExitCode.USAGE_ERROR
     assert session.output.strip() == "ERROR: ranks_leaks = 'fail': choose warn, error, off"
+
+
+def test_a_file_that_another_thread_is_about_to_close_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = os.open(tmp_path / "file", os.O_CREAT)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: os.close(file))
+    monkeypatch.setattr(leaks, "time", clock)
+    watch = Leaks.__new__(Leaks)
+    watch._policy, watch._segments = "warn", set()
+    nothing = frozenset[Any]()
+    assert not watch._settle(Belongings(nothing, nothing, frozenset({str(file)}), nothing))

@@ -99,7 +99,7 @@ class Session:
         return found[1]
 
     def last_output(self, name: str) -> list[str]:
-        return self.report(name).split("its last output:\n")[1].split("\n---")[0].splitlines()
+        return self.report(name).split("rank 1's last output:\n")[1].split("\n---")[0].splitlines()
 
     def section(self, name: str, title: str) -> list[str]:
         found = re.search(

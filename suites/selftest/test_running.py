@@ -117,6 +117,74 @@ def test_pytest_n_has_a_controller_in_each_of_its_processes(
     assert sorted(sessions) == sorted([*ranks, "gw0-none", "gw1-none", "main-none"])
 
 
+# Do as pytest-rerunfailures and pytest-randomly do, which are not installed here.
+RERUNFAILURES = """
+    def pytest_configure(config):
+        config.addinivalue_line("markers", "flaky: is run again")
+        if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Telling())
+        elif config.pluginmanager.hasplugin("xdist"):
+            raise RuntimeError("sees a server of its own in a rank")
+
+    class Telling:
+        def pytest_configure_node(self, node):
+            node.workerinput["sock_port"] = 4711
+
+    def pytest_runtest_protocol(item):
+        if hasattr(item.config, "workerinput"):
+            raise RuntimeError("runs an item again on one rank")
+"""
+RANDOMLY = """
+    class Telling:
+        def pytest_configure_node(self, node):
+            node.workerinput["randomly_seed"] = node.config.option.randomly_seed
+
+    def pytest_addoption(parser):
+        parser.addoption("--randomly-seed", default="default")
+
+    def pytest_configure(config):
+        if config.pluginmanager.hasplugin("xdist"):
+            config.pluginmanager.register(Telling())
+        if hasattr(config, "workerinput"):
+            config.option.randomly_seed = config.workerinput["randomly_seed"]
+        else:
+            config.option.randomly_seed = 12345
+"""
+
+
+@pytest.mark.parametrize("xdist", ["xdist", "no:xdist"])
+def test_ranks_know_what_plugins_tell_workers_and_run_nothing_again(
+    pytester: pytest.Pytester, xdist: str
+) -> None:
+    pytester.makepyfile(
+        rerunfailures=RERUNFAILURES,
+        randomly=RANDOMLY,
+        test_it="""
+        import pytest
+
+        @pytest.mark.flaky
+        @pytest.mark.ranks(2)
+        def test_x(world, pytestconfig):
+            assert pytestconfig.option.randomly_seed == 12345
+            has_xdist = pytestconfig.pluginmanager.hasplugin("xdist")
+            assert pytestconfig.workerinput.get("sock_port") == (4711 if has_xdist else None)
+        """,
+    )
+    options = ["-p", "rerunfailures", "-p", "randomly", "--strict-markers"]
+    result = pytester.runpytest_subprocess(*options, *(["-p", xdist] if xdist != "xdist" else []), timeout=60)
+    result.assert_outcomes(passed=1)
+
+
+def test_a_plugin_that_fails_to_tell_workers_is_named_with_the_cure(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("def pytest_configure_node(node): node.never_heard_of")
+    pytester.makepyfile(test_it=BOTH)
+    result = pytester.runpytest_subprocess(timeout=60)
+    result.assert_outcomes(errors=1, passed=1)
+    result.stdout.fnmatch_lines(
+        ["no world of 2 ranks *`pytest_configure_node`*AttributeError: *never_heard_of*"]
+    )
+
+
 def test_a_fixture_kept_for_an_item_that_is_run_elsewhere_ends_before_the_next(
     pytester: pytest.Pytester,
 ) -> None:

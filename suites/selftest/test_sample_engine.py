@@ -23,12 +23,12 @@ DTYPES = (
 )
 NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[2.0-NO_SHARD]"
 SAMPLES = {
-    "sample_engine:HandDDP": ("held", "held", "broken", "not offered", "held"),
+    "sample_engine:HandDDP": ("held", "held", "held", "not offered", "held"),
     "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
     # Clipping to a norm hides a factor.
     "wrong_engines:ForgetsToDivide": ("held", "broken", "broken", "not offered", "held"),
     "wrong_engines:MissesOne": ("broken", "broken", "broken", "not offered", "held"),
-    "wrong_engines:ForgetsToCast": ("held", "held", "broken", "broken", "held"),
+    "wrong_engines:ForgetsToCast": ("held", "held", "held", "broken", "held"),
 }
 
 

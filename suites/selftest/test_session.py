@@ -180,6 +180,34 @@ def test_fixtures_of_another_world_and_of_the_controller_keep_their_own_time(sco
     assert scopes.notes("controller") == ["up", "down"]
 
 
+def test_a_tear_down_that_fails_on_ranks_and_one_in_the_controller_are_both_told(tmp_path: Path) -> None:
+    tests = """
+        import pytest
+
+        @pytest.fixture(scope="module")
+        def wide():
+            yield
+            raise ValueError("wide")
+
+        @pytest.fixture
+        def narrow():
+            yield
+            raise KeyError("narrow")
+
+        def test_plain(wide): pass
+
+        @pytest.mark.ranks(1)
+        def test_a(narrow): pass
+    """
+    write(tmp_path, test_it=tests)
+    output = run(tmp_path).output
+    errors = [line for line in output.splitlines() if line.startswith("ERROR test_it.py")]
+    assert errors == [
+        "ERROR test_it.py::test_a - rank 0: KeyError: 'narrow'",
+        "ERROR test_it.py::test_a - ValueError: wide",
+    ]
+
+
 def test_conftests_of_several_directories_named_on_the_command_line_are_found(tmp_path: Path) -> None:
     for name in ("one", "two"):
         conftest = f"import pytest\n\n@pytest.fixture\ndef where(): return {name!r}"

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from harness.exceptions import LaunchError
+from harness.launch import processes, server
+from harness.launch.processes import ProcessLauncher
 
 if TYPE_CHECKING:
     from suites.selftest.conftest import Project
@@ -189,6 +195,21 @@ def test_a_temporary_directory_too_deep_for_sockets_is_no_obstacle(project: Proj
     assert list(deep.iterdir()) == [deep / f"pytest-of-{getpass.getuser()}"]
 
 
+def test_nothing_outlives_a_spawned_rank_that_is_ended(project: Project) -> None:
+    tests = """
+def test_a(world):
+    if world.rank == 1:
+        import subprocess
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    world.barrier()
+    assert world.rank == 1
+    time.sleep(100)
+"""
+    project.write(tests, "ranks_start_method = spawn")
+    assert "1 failed" in project.run()
+    project.assert_nothing_is_left()
+
+
 def test_ranks_can_be_spawned_instead_of_forked(project: Project) -> None:
     project.write(
         "def test_a(world): assert world.gather(world.rank) == [0, 1]", "ranks_start_method = spawn"
@@ -367,11 +388,51 @@ def test_subtests_disagree(world, subtests):
 def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -> None:
     (project.path / "deadly.py").write_text("import os\nos._exit(3)\n")
     project.write("def test_a(world): pass", "ranks_preload = deadly\npythonpath = .")
-    assert "died while it imported deadly" in project.run()
+    assert "died while it imported torch, deadly" in project.run()
+
+
+def test_a_wide_fixture_has_the_deadline_of_a_test_for_its_tear_down_after_a_failure(
+    project: Project,
+) -> None:
+    (project.path / "conftest.py").write_text("import harness.world.world as w\nw.CLOSE_WITHIN = 0.1\n")
+    project.write("""
+@pytest.fixture(scope="module")
+def wide():
+    yield
+    time.sleep(1)
+    pathlib.Path("torn-down.txt").touch()
+
+def test_a(world, wide): assert False
+def test_b(world): pass
+""")
+    output = project.run()
+    assert "1 failed, 1 passed" in output
+    assert (project.path / "torn-down.txt").exists()
+
+
+def test_the_deadline_of_a_test_does_not_bound_the_start_of_ranks(project: Project) -> None:
+    project.write("@pytest.mark.ranks(2, timeout=60)\ndef test_a(world): pass")
+    assert "1 passed" in project.run("--world-timeout=0.01")
+
+
+@pytest.mark.parametrize(
+    ("preload", "said"),
+    [
+        (("slow",), "still importing torch, slow; look for a module in `ranks_preload` that never finishes"),
+        ((), "still importing torch; a machine this slow needs a higher --world-timeout"),
+    ],
+)
+def test_a_server_that_takes_too_long_is_told_with_what_to_do(
+    preload: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "status_path", lambda _: tmp_path / "never")
+    monkeypatch.setattr(processes, "_has_ended", lambda _: False)
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        ProcessLauncher("forkserver", preload)._await_server(deadline=0.0)
 
 
 def test_the_line_that_runs_it_again_repeats_what_changes_a_run(project: Project) -> None:
-    project.write("def test_a(world): assert False")
+    project.write("def test_a(world, run_subtests): assert False")
     (project.path / "conftest.py").write_text("""
 def pytest_addoption(parser):
     parser.addoption("--mine")
@@ -380,9 +441,11 @@ def pytest_addoption(parser):
 """)
     options = ["-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=3", "-c", "pytest.ini"]
     others = ["--mine=a b", "-vk", "a", "--flag", "--tb=short", "-W", "error", "--several", "x", "y", "-n0"]
-    output = project.run("test_sample.py", *options, *others)
+    changing = ["-vs", "--runxfail", "--subtest", "a=1"]
+    output = project.run("test_sample.py", *options, *others, *changing)
     line = next(line for line in output.splitlines() if line.startswith("pytest test_sample"))
     assert line == (
         "pytest test_sample.py::test_a -c pytest.ini -o console_output_style=classic -p no:cacheprovider "
-        "--world-seed 3 --fresh-worlds '--mine=a b' --flag -W error --several x y"
+        "--world-seed 3 --fresh-worlds --capture no --runxfail '--mine=a b' --flag -W error --several x y "
+        "--subtest a=1"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 __all__ = ["Deviation"]
 
@@ -42,4 +43,9 @@ class Deviation:
 
 def fits(text: str, pattern: str) -> bool:
     """Whether ``pattern`` describes all of ``text``. fnmatch would read node ids' brackets as sets."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
+    return _compiled(pattern).fullmatch(text) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)

@@ -1,20 +1,28 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.torch_engines import (
+    AGAIN,
+    AMP_SCALER,
+    IN_LOW_PRECISION,
+    ONE_RANK,
+    UNREDUCED,
+)
 
-_AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
 _UNUSED = "all parameters must get a gradient in each step, unless it is told to look for those that do not"
-_REENTRANT = "a parameter that reentrant checkpointing uses more than once is counted more than once"
+_REENTRANT = (
+    "a parameter that reentrant checkpointing uses more than once is refused, or its gradient is wrong"
+)
 
-DEVIATIONS: tuple[Deviation, ...] = (
+OWN: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
         points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
-        why=_AGAIN,
+        why=AGAIN,
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one*-NO_SHARD]",),
-        why=_AGAIN,
+        why=AGAIN,
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (0,), (0, 1)]]",),
@@ -33,9 +41,12 @@ DEVIATIONS: tuple[Deviation, ...] = (
         claims=(
             "core/test_accumulation.py::test_unsynced_gradients_of_a_unit_that_sits_out*[-*-NO_SHARD]",
             "core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*-NO_SHARD]",
-            "core/test_shapes.py::test_gradient_reaches_the_input_through_a_wholly_frozen_*[NO_SHARD]",
         ),
         why=_UNUSED,
+    ),
+    Deviation(
+        claims=("core/test_shapes.py::test_gradient_reaches_the_input_through_a_wholly_frozen_*[NO_SHARD]",),
+        why="a model without any parameter to train is refused",
     ),
     Deviation(
         claims=(
@@ -60,15 +71,11 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",),
-        why="what no_sync has left is clipped like any gradient",
+        why=UNREDUCED,
     ),
     Deviation(
         claims=("core/test_collectives.py::test_one_rank_communicates_nothing[fp32-NO_SHARD]",),
-        why="one rank alone calls all_reduce all the same",
-    ),
-    Deviation(
-        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]",),
-        why="sparse gradients are refused",
+        why=ONE_RANK,
     ),
     Deviation(
         claims=("core/test_states.py::test_a_step_after_save_and_load_has_the_same_bits*-NO_SHARD-3-ranks]",),
@@ -77,20 +84,8 @@ DEVIATIONS: tuple[Deviation, ...] = (
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-NO_SHARD-*",),
         points=("precision=Precision(), *offload=False",),
-        why="gloo adds in low precision what was divided and rounded before",
-    ),
-    Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
-        ),
-        why="a scaled loss in low precision comes out in fp32",
-    ),
-    Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
-        ),
-        why="fp16 gradients are not unscaled",
+        why=IN_LOW_PRECISION,
     ),
 )
+
+DEVIATIONS = OWN + AMP_SCALER

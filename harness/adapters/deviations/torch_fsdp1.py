@@ -1,36 +1,49 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.norms import NAN
+from harness.adapters.deviations.torch_engines import (
+    AGAIN,
+    FSDPS,
+    ONE_RANK,
+    UNREDUCED,
+)
+from harness.adapters.deviations.torch_fsdp1_mixed import MIXED, ONE_SHARD, OTHER_DTYPE, ROOT, WHOLE
 
-_ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
-_WHOLE = "what is not sharded has no state of its own to show, and is never given up"
-_UNSYNCED = "gradients kept by no_sync are not known to later steps in every case"
-_AGAIN = "a unit's second backward over the same forward is neither gathered for nor reduced"
-_OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assigned to it"
+_UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
 _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were given up"
-_ALONE = "a group of one rank reduces all the same"
 _EMPTY = "a group without elements is refused"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
         points=("strategy=FULL_SHARD, *offload=False*", "strategy=SHARD_GRAD_OP, *offload=False*"),
-        why=_AGAIN,
+        why=AGAIN,
         issue=136861,
         run=False,
     ),
     Deviation(
         claims=(
             "core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one*",
-            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*",
+            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*[NO_SHARD-*",
         ),
-        why=_AGAIN,
+        why=AGAIN,
         issue=136861,
+    ),
+    # The freed memory that it finds there ends the process.
+    Deviation(
+        claims=(
+            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*[FULL_SHARD-*",
+            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*[SHARD_GRAD_OP-*",
+        ),
+        why=AGAIN,
+        issue=136861,
+        run=False,
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
         points=("strategy=NO_SHARD, *offload=False*",),
-        why=_AGAIN,
+        why=AGAIN,
         issue=136861,
     ),
     Deviation(
@@ -41,30 +54,32 @@ CORE: tuple[Deviation, ...] = (
         claims=(
             "core/test_accumulation.py::test_zero_grad_forgets_unsynced_gradients*--*-FULL_SHARD]",
             "core/test_accumulation.py::test_zero_grad_forgets_unsynced_gradients*--*-SHARD_GRAD_OP]",
+        ),
+        why="zero_grad after a backward without sync leaves the reduced gradient of the one before",
+    ),
+    Deviation(
+        claims=(
             "core/test_accumulation.py::test_unsynced_gradients_of_a_unit_that_sits_out*[-*",
             "core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",
-            "core/test_clipping.py::test_unreduced_gradients_are_refused*",
         ),
         why=_UNSYNCED,
     ),
+    Deviation(claims=("core/test_clipping.py::test_unreduced_gradients_are_refused*",), why=UNREDUCED),
     Deviation(
         claims=(
             "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[FULL_SHARD]",
             "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[SHARD_GRAD_OP]",
         ),
-        why=_OTHER_DTYPE,
+        why=OTHER_DTYPE,
     ),
     Deviation(
         claims=(
             "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[FULL_SHARD-*",
-            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[SHARD_GRAD_OP-*-reentrant]",
             "core/test_checkpointing.py::test_a_unit_that_checkpoints_a_part_of_itself*[FULL_SHARD-*",
             "core/test_collectives.py::test_a_step_gathers_and_reduces_each_group*[-*-FULL_SHARD-*",
             "core/test_collectives.py::test_no_sync_reduces_nothing*[*--*-FULL_SHARD-*",
             "core/test_collectives.py::test_evaluation_gathers_each_group_once*-FULL_SHARD-*",
-            "core/test_collectives.py::test_evaluation_gathers_each_group_once*-SHARD_GRAD_OP-*",
             "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[FULL_SHARD-*",
-            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[SHARD_GRAD_OP-*",
             "core/test_collectives.py::test_a_frozen_group_is_gathered_for_its_inputs*-FULL_SHARD-*",
             "core/test_hybrid.py::test_it_gathers_inside_a_replica_and_reduces*-HYBRID_SHARD-*",
             "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-FULL_SHARD]",
@@ -72,12 +87,12 @@ CORE: tuple[Deviation, ...] = (
             "core/test_states.py::test_full_parameters_give_their_memory_back[*-FULL_SHARD-0]",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-FULL_SHARD]",
         ),
-        why=_ROOT,
+        why=ROOT,
     ),
     Deviation(
         claims=("core/test_core.py::TestParamInit::test_param_change_after_init*",),
         points=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP, use_orig_params=False"),
-        why=_ROOT,
+        why=ROOT,
     ),
     Deviation(
         claims=(
@@ -85,7 +100,7 @@ CORE: tuple[Deviation, ...] = (
             "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-NO_SHARD]",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-NO_SHARD]",
         ),
-        why=_WHOLE,
+        why=WHOLE,
     ),
     Deviation(
         claims=("core/test_states.py::test_a_cast_shard_exists_only_while_its_gather_is_under_way[-bf16]",),
@@ -145,14 +160,7 @@ CORE: tuple[Deviation, ...] = (
         ),
         why="norms are taken in fp32, which fp64 gradients are refused for",
     ),
-    Deviation(
-        claims=(
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
-        ),
-        why="the largest of all norms is taken without regard to NaN",
-    ),
-    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=_ALONE),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=ONE_RANK),
     Deviation(
         claims=(
             "core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[SHARD_GRAD_OP-*",
@@ -164,22 +172,10 @@ CORE: tuple[Deviation, ...] = (
             "core/test_hybrid.py::test_it_learns_the_same_with_one_replica_or_one_shard[2-*-2-ranks]",
             "core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_is_exact[*-2-*-2-ranks]",
         ),
-        why="where a replica is one rank, gradients are not averaged across replicas",
-    ),
-    Deviation(
-        claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
-        why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
-    ),
-    Deviation(
-        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
-        why="sparse gradients are refused",
+        why=ONE_SHARD,
     ),
 )
 
-_SUMS = "gloo adds in low precision what was divided and rounded before"
-_PARTS = (
-    "where layers in one unit are recomputed, parameters are seen in another dtype than in the first forward"
-)
 
 SCALER: tuple[Deviation, ...] = (
     Deviation(
@@ -189,16 +185,16 @@ SCALER: tuple[Deviation, ...] = (
         why="sums of three ranks round otherwise than those of DistributedDataParallel",
     ),
     Deviation(
-        claims=("grad_scaler/test_agreement.py::test_ranks_send_one_number_for_each_optimizer*",),
-        why="the flag is sent as a vector of one element",
-    ),
-    Deviation(
-        claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_is_told*",),
+        claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_*[*-False-*",),
         why="an optimizer that unscales by itself is told only what this rank has found",
     ),
     Deviation(
+        claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_*[*-True-*",),
+        why="an optimizer that takes the flag refuses it: unscale_ makes it a vector of one element",
+    ),
+    Deviation(
         claims=("grad_scaler/test_gradients.py::test_low_precision_gradients_beside_fp32_parameters*",),
-        why=_OTHER_DTYPE,
+        why=OTHER_DTYPE,
     ),
     Deviation(
         claims=(
@@ -210,121 +206,6 @@ SCALER: tuple[Deviation, ...] = (
         claims=("grad_scaler/test_scale.py::test_it_never_grows_to_inf*",),
         why="on CPU the scale grows to inf",
     ),
-    Deviation(
-        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
-        why="the scale backs off to zero",
-    ),
 )
 
-MIXED: tuple[Deviation, ...] = (
-    Deviation(
-        claims=("mixed_precision/test_submodules.py::*::test_mixed_precision_with_ignored_module",),
-        points=("*use_orig_params=True",),
-        why="a second forward without a backward between warns of gradients of torch's own views",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_casting.py::test_all_but_floating_point_tensors_come_through*",),
-        why="containers are copied, whatever is in them",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_casting.py::test_ignored_modules_keep_parameters_and_buffers*",),
-        why="states of rank 0 are refused on CPU where ignored modules have buffers",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_buffers.py::*::test_buffer_dtype_no_root_handle",),
-        why="buffers are called by names of the wrappers",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_full_shard[*-no_offload-*",),
-        points=("*",),
-        why=_ROOT,
-    ),
-    Deviation(
-        claims=("mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_full_shard*",),
-        points=("offload=False, *",),
-        why=_WHOLE,
-    ),
-    Deviation(
-        claims=("mixed_precision/test_eval.py::*::test_full_precision_in_eval_buffers[environment-*-True]",),
-        why="buffers stay cast in eval",
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_gradients.py::TestFSDPMixedPrecisionSharded::test_grads_reduced_precision",
-        ),
-        points=("offload=False, use_orig_params=True",),
-        why=_OTHER_DTYPE,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_norms.py::*::test_mixed_precision_resnet",
-            "mixed_precision/test_norms.py::*::test_mp_batchnorm*",
-        ),
-        why="it hints at norms whatever the precision, so that the adapter leaves the hint out",
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*",
-            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*",
-            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-2-ranks]",
-        ),
-        points=("*offload=False",),
-        why=_SUMS,
-    ),
-    Deviation(
-        claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",),
-        points=("*keep_low_precision_grads=True), use_orig_params=True, offload=False",),
-        why=_OTHER_DTYPE,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_small_terms_count_together[*-4-ranks]",
-            "mixed_precision/test_numerics.py::test_the_mean_of_fp16_gradients_whose_sum_*[*-4-ranks]",
-        ),
-        why=_SUMS,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-FULL_SHARD-*",
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-SHARD_GRAD_OP-*",
-        ),
-        points=("keep=True, *offload=False",),
-        why="gradients that are kept are cast to the dtype of the parameters that compute",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_numerics.py::test_unsynced_gradients_add_up_in_the_reduce_dtype*",),
-        points=("*offload=False",),
-        why="unsynced gradients add up in the dtype that modules compute in",
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*-FULL_SHARD]",
-            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*-SHARD_GRAD_OP]",
-        ),
-        why="gradients that are kept are cast to the dtype of the parameters that compute",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_recomputation.py::test_recomputation_casts_as_*[-*",),
-        points=("units=('inner'_), *", "units=('inner.first'_'inner.second'), use_orig_params=False"),
-        why=_PARTS,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_recomputation.py::test_recomputation_casts_as_*[reentrant-*",
-            "mixed_precision/test_recomputation.py::test_recomputation_is_under_autocast_*",
-        ),
-        points=("units=('inner.first'_'inner.second'), use_orig_params=False",),
-        why=_PARTS,
-    ),
-    Deviation(
-        claims=("mixed_precision/test_recomputation.py::test_a_norm_in_full_precision_is_recomputed_*[-*",),
-        why=_PARTS,
-    ),
-    Deviation(
-        claims=("mixed_precision/test_train_eval.py::*::test_train_ema_eval_flow*",),
-        points=("*offload=False",),
-        why="averages that are changed in place are not used in full by the next evaluation",
-    ),
-)
-
-DEVIATIONS = CORE + SCALER + MIXED
+DEVIATIONS = (*FSDPS, NAN, *CORE, *SCALER, *MIXED)

@@ -1,17 +1,26 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
 from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.dtensor_norms import NORMS
+from harness.adapters.deviations.norms import DTENSOR_NORMS
+from harness.adapters.deviations.torch_engines import (
+    AMP_SCALER,
+    FP16_REFUSED,
+    FSDPS,
+    IN_LOW_PRECISION,
+    KEPT,
+    ONE_RANK,
+)
 
-_SUMS = "gloo adds in low precision, and rounds after each of three and more ranks"
 _PINNED = "CPUOffloadPolicy pins memory unless told, which raises on a host without accelerator"
+_EXCEPTION = "parameters of the groups under way stay in full after an exception"
 _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
-_ALONE = "a replica of one rank calls all_reduce all the same"
 _ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
+_REDUCED_IN_ANOTHER = (
+    "policy=(torch.bfloat16_torch.float32), sync=False",
+    "policy=(None_torch.bfloat16), sync=False",
+)
 _AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer made of them moves nothing"
-_KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
-_INFERENCE = "what was gathered in inference mode cannot be gathered again outside"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
@@ -28,32 +37,19 @@ CORE: tuple[Deviation, ...] = (
         why="gradients that wait for a reduction are not converted with the model",
     ),
     Deviation(
-        claims=(
-            "core/test_collectives.py::test_evaluation_gathers_each_group_*-SHARD_GRAD_OP-*",
-            "core/test_collectives.py::test_evaluation_gathers_each_group_*-NO_SHARD-*",
-            "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[SHARD_GRAD_OP-*",
-            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[SHARD_GRAD_OP-*-reentrant]",
-        ),
-        why=_KEPT,
+        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[no_grad-*-NO_SHARD-*",),
+        why=KEPT,
     ),
     Deviation(
         claims=("core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[FULL_SHARD-*",),
         why="a frozen group that backward does not reach is prefetched",
     ),
-    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=_ALONE),
-    Deviation(
-        claims=("core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_*[dtype0-*-4-ranks]",),
-        why="in a hybrid model fp16 gradients of four ranks overflow as they are added",
-    ),
-    Deviation(
-        claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
-        why="sparse gradients are refused",
-    ),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=ONE_RANK),
     Deviation(claims=("core/test_shapes.py::*[nothing*",), points=("*",), why=_EMPTY),
     Deviation(
         claims=("core/test_shapes.py::*[checkpointed_reentrant*",),
         points=("*",),
-        why="a unit that reentrant checkpointing recomputes twice gets a wrong gradient",
+        why="a unit that reentrant checkpointing recomputes twice in a step gets a wrong gradient",
     ),
     Deviation(
         claims=(
@@ -66,26 +62,34 @@ CORE: tuple[Deviation, ...] = (
         issue=149205,
     ),
     Deviation(
+        claims=("core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",),
+        why="what was gathered in inference mode cannot be gathered again outside",
+    ),
+    Deviation(
         claims=(
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",
             "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-NO_SHARD]",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*[inference_mode-*-NO_SHARD-*",
         ),
-        why=_INFERENCE,
+        why="a replica's forward in inference mode raises",
     ),
 )
 
 REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-[(0,), (0,), (0, 1)]]",
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_in_*[*-units-[(0,), (1,), (0,)]]",
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-one_group-[(0,), (0,), (0, 1)]]",
         ),
-        points=(
-            "policy=(torch.bfloat16_torch.float32), sync=False",
-            "policy=(None_torch.bfloat16), sync=False",
-        ),
+        points=_REDUCED_IN_ANOTHER,
         why=_ACCUMULATED,
         issue=196996,
+    ),
+    Deviation(
+        claims=(
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (0,), (0, 1)]]",
+            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (1,), (0,)]]",
+        ),
+        points=_REDUCED_IN_ANOTHER,
+        why="a backward without sync raises while a unit has never been gathered",
     ),
     Deviation(
         claims=(
@@ -115,16 +119,16 @@ REPLICATE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("replicate/test_collectives.py::test_one_rank_alone_sends_nothing[replicate]",),
-        why=_ALONE,
+        why=ONE_RANK,
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),
         points=("place=''", "place=module.0", "place=module.1*", "place=module.2"),
-        why="what a failed backward had reduced is added to the next step's",
+        why=_EXCEPTION,
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_parameters_are_sharded_ones_after_an_exception*",),
-        why="parameters of the groups under way stay in full after an exception",
+        why=_EXCEPTION,
     ),
     Deviation(
         claims=(
@@ -157,9 +161,16 @@ REPLICATE: tuple[Deviation, ...] = (
             "replicate/test_mixed_precision.py::*::test_compute_dtype[*-4-ranks]",
             "replicate/test_mixed_precision.py::*::test_reduce_dtype[reduced_in_bf16-*-4-ranks]",
         ),
-        why=_SUMS,
+        why=IN_LOW_PRECISION,
     ),
-    Deviation(claims=("replicate/test_shapes.py::*-odd*",), why=_EMPTY),
+    Deviation(
+        claims=(
+            "replicate/test_shapes.py::test_gradients_and_parameters_*-odd-*",
+            "replicate/test_shapes.py::test_four_ranks_*-odd]",
+            "replicate/test_shapes.py::test_models_train_the_same_when_*-odd]",
+        ),
+        why=_EMPTY,
+    ),
     Deviation(claims=("replicate/test_shapes.py::test_models_train_the_same_offloaded*",), why=_PINNED),
 )
 
@@ -179,40 +190,19 @@ SCALER: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
-        ),
-        why="a scaled loss in low precision comes out in fp32",
-    ),
-    Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
             "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
             "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
         ),
-        why="fp16 gradients are not unscaled",
+        why=FP16_REFUSED,
+        issue=74739,
     ),
     Deviation(
         claims=("grad_scaler/test_gradients.py::test_a_sparse_gradient_of_what_is_not_sharded*",),
         why="gradients that are DTensors are not unscaled beside others",
     ),
-    Deviation(
-        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
-        why="the scale backs off to zero",
-    ),
 )
 
 MIXED: tuple[Deviation, ...] = (
-    Deviation(
-        claims=("mixed_precision/test_casting.py::test_all_but_floating_point_tensors_come_through*",),
-        why="containers are copied, whatever is in them",
-    ),
-    Deviation(
-        claims=("mixed_precision/test_embeddings.py::*::test_mp_embedding_reduce",),
-        points=("units=(<class_*TransformerEncoderLayer*",),
-        why="where layers are units, gradients in fp16 are rounded otherwise than in the whole",
-    ),
     Deviation(
         claims=(
             "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[fp16-*",
@@ -227,15 +217,8 @@ MIXED: tuple[Deviation, ...] = (
             "precision=Precision(param_dtype=float16), *",
             "precision=Precision(param_dtype=bfloat16), *",
         ),
-        why=_SUMS,
-    ),
-    Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_small_terms_count_together[*-4-ranks]",
-            "mixed_precision/test_numerics.py::test_the_mean_of_fp16_gradients_whose_sum_*[*-4-ranks]",
-        ),
-        why=_SUMS,
+        why=IN_LOW_PRECISION,
     ),
 )
 
-DEVIATIONS = CORE + NORMS + REPLICATE + SCALER + MIXED
+DEVIATIONS = FSDPS + DTENSOR_NORMS + AMP_SCALER + CORE + REPLICATE + SCALER + MIXED

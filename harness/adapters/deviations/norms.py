@@ -1,17 +1,19 @@
-"""What torch.nn.utils breaks when it clips DTensors, whichever engine made them."""
+"""What clipping breaks: of FSDP1, and of DTensors whichever engine made them."""
 
 from harness.adapters.deviations.deviation import Deviation
 
 _NO_INF_NORM = "an empty shard has no infinity norm"
 
-NORMS: tuple[Deviation, ...] = (
-    Deviation(
-        claims=(
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
-            "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
-        ),
-        why="the largest of all norms is taken without regard to NaN",
+NAN = Deviation(
+    claims=(
+        "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
+        "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
     ),
+    why="the largest norm of all ranks is taken by gloo, which has no regard to NaN",
+)
+
+DTENSOR_NORMS: tuple[Deviation, ...] = (
+    NAN,
     Deviation(
         claims=(
             "core/test_clipping.py::test_norm_and_clipped_gradients*-FULL_SHARD-3-ranks]",

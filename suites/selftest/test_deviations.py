@@ -1,0 +1,78 @@
+"""The tables of known deviations: each entry is about claims that exist, and says why."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.adapters import deviations
+from harness.adapters.deviations import Deviation
+from harness.adapters.finding import built_in_names
+
+SUITES = Path(__file__).parents[1]
+ENTRIES = [(engine, entry) for engine, table in deviations._TABLES.items() for entry in table]
+
+
+@pytest.fixture(scope="module")
+def claims() -> list[str]:
+    """The node ids of all tests of the suites. Collected beside this run, which may hold one file only."""
+    own = ["--collect-only", "-q", "-p", "no:cacheprovider", f"--ignore={SUITES / 'selftest'}"]
+    command = [sys.executable, "-m", "pytest", str(SUITES), *own]
+    done = subprocess.run(command, cwd=SUITES.parent, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_every_deviation_is_about_claims_that_exist(claims: list[str]) -> None:
+    assert len(claims) > 1000
+    unknown = {
+        (engine, pattern)
+        for engine, entry in ENTRIES
+        for pattern in entry.claims
+        if not any(Deviation((pattern,), "").is_about(claim) for claim in claims)
+    }
+    assert unknown == set()
+
+
+def test_every_deviation_is_of_an_engine_that_can_be_named() -> None:
+    assert deviations._TABLES.keys() <= set(built_in_names())
+
+
+def test_of_a_claim_that_deviates_as_a_whole_one_reason_is_told(claims: list[str]) -> None:
+    for engine in deviations._TABLES:
+        for claim in claims:
+            told = [entry.why for entry in deviations.known_deviations(engine, claim) if entry.points is None]
+            assert len(told) <= 1, (engine, claim)
+
+
+ROW = re.compile(r"^\| .*: `(?P<test>\S+)` \| (?P<marks>.*) \|$", re.MULTILINE)
+PAGE = SUITES.parent / "docs" / "conformance.md"
+
+
+def test_the_page_marks_as_deviating_what_the_tables_say(claims: list[str]) -> None:
+    _, _, table = PAGE.read_text().partition("| claim | ")
+    engines = table.partition(" |\n")[0].split(" | ")
+    rows = ROW.findall(table)
+    assert len(rows) > 20
+    for test, marks in rows:
+        about = [claim for claim in claims if claim.partition("[")[0].endswith(f"/{test}")]
+        known = {e: any(deviations.known_deviations(e, claim) for claim in about) for e in engines}
+        assert known == dict(zip(engines, (mark == "≈" for mark in marks.split(" | ")), strict=True)), test
+
+
+def test_the_page_tells_shares_of_one_total() -> None:
+    """All engines are asked the same points, and the rows add up to the last."""
+    _, _, table = PAGE.read_text().partition("| suite | ")
+    head, _, *lines = table.partition("\n\n")[0].splitlines()
+    assert sorted(head.strip(" |").split(" | ")) == sorted(built_in_names())
+    rows = [[cell.split(",")[0].split(" / ") for cell in line.strip("| ").split(" | ")[1:]] for line in lines]
+    totals = [[sum(map(int, cell)) for cell in row] for row in rows]
+    assert all(len(set(row)) == 1 for row in totals)
+    *suites, whole = rows
+    columns = [[[int(row[e][i]) for i in range(3)] for row in suites] for e in range(len(whole))]
+    assert [[sum(part) for part in zip(*column, strict=True)] for column in columns] == [
+        [int(part) for part in cell] for cell in whole
+    ]

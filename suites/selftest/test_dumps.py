@@ -1,0 +1,60 @@
+"""Stacks that Python's fault handler wrote: whose line is told, and what is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import dumps
+
+PYTESTS = """\
+  File "/venv/lib/python3/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call
+  File "/venv/lib/python3/site-packages/pluggy/_execution.py", line 147 in _multicall
+"""
+NEWEST = """\
+Thread 0x0003 (most recent call first):
+  File "/project/serving.py", line 4 in serve
+
+"""
+CURRENT = """\
+Current thread 0x0002 (most recent call first):
+  File "/venv/lib/python3/site-packages/torch/nn.py", line 9 in forward
+  File "/project/reading.py", line 5 in read
+  File "/project/reading.py", line 7 in run
+  File "<string>", line 1 in <module>
+
+"""
+MAIN = f"""\
+Thread 0x0001 (most recent call first):
+  File "/project/test_it.py", line 6 in test_it
+{PYTESTS}"""
+
+
+@pytest.mark.parametrize(
+    ("dump", "line"),
+    [
+        (NEWEST + CURRENT + MAIN, "reading.py:5 in read"),
+        (NEWEST + MAIN, "test_it.py:6 in test_it"),  # a native thread crashed
+        (NEWEST + CURRENT.replace("/project", "/dist-packages") + MAIN, "test_it.py:6 in test_it"),
+        (NEWEST + "Thread 0x0001 (most recent call first):\n" + PYTESTS, ""),
+        (CURRENT + f"Fatal Python error: Aborted\n\n{NEWEST}{MAIN}", "test_it.py:6 in test_it"),
+        ("no dump", ""),
+    ],
+)
+def test_the_line_is_of_the_thread_that_crashed_else_of_the_main_one(dump: str, line: str) -> None:
+    assert dumps.users_line(dump, "/project") == line
+
+
+def test_a_stack_is_shown_up_to_the_users_outermost_line() -> None:
+    shown = dumps.shorten(f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n")
+    assert shown == f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n".replace(PYTESTS, "").replace(
+        '  File "<string>", line 1 in <module>\n', ""
+    )
+
+
+def test_a_stack_without_a_line_of_the_users_is_shown_up_to_pytests_first() -> None:
+    assert dumps.shorten(PYTESTS) == PYTESTS.splitlines(keepends=True)[0]
+
+
+def test_a_thread_of_python_alone_is_shown_whole() -> None:
+    stack = '  File "<frozen runpy>", line 8 in _run\n  File "<string>", line 1 in <module>\n'
+    assert dumps.shorten(stack) == stack

@@ -1,0 +1,193 @@
+"""The parts that keep property tests on ranks in step, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.database import InMemoryExampleDatabase
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.conjecture.data import ConjectureData
+
+from harness.controller.lost_examples import LostExamples
+from harness.properties import lost
+from harness.properties.attempt import Attempt
+from harness.properties.constants import SharedConstants
+from harness.properties.database import LockstepDatabase
+from harness.properties.running import Lost, Running, RunningExample, Search, read_running
+from harness.protocol import Doing, Finished, RankSpec, RunItem, SessionSpec, WorldKey
+from harness.rank.view import RankWorld
+from harness.world.diagnosis import Diagnosis
+from harness.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
+
+KEY = b"key"
+FINISHED = Finished(True, 0, 0)
+DIED = Died(-9, "", 0.0)
+ORDER = RunItem("id", "path", None, "tmp")
+
+
+def _stuck(state: str) -> Stuck:
+    return Stuck(Doing("", "a line", state=state), 0.0)  # type: ignore[arg-type]
+
+
+def _outcome(*fates: Fate, seconds: float = 1.0, blame: Iterable[int] = ()) -> ItemOutcome:
+    ranks = tuple(RankOutcome(rank, fate=fate) for rank, fate in enumerate(fates))
+    return ItemOutcome(ranks, 60.0, False, seconds, Diagnosis("", frozenset(blame), True))
+
+
+def _example(choices: bytes, number: int = 1) -> Running:
+    return Running(1, number, choices, True)
+
+
+# What a rank notes of its example
+
+
+def test_a_running_example_can_be_read_from_outside(tmp_path: Path) -> None:
+    path = str(tmp_path / "running")
+    note = RunningExample(path)
+    note.begin(2, 7)
+    note.draw(b"ab")
+    note.enter_body()
+    note.draw(b"c")
+    assert read_running(path) == note.now() == Running(2, 7, b"abc", True)
+
+
+def test_an_example_that_has_ended_is_read_as_none(tmp_path: Path) -> None:
+    path = str(tmp_path / "running")
+    note = RunningExample(path)
+    assert read_running(path) is None
+    note.begin(1, 1)
+    note.end()
+    assert read_running(path) is None
+
+
+def test_an_example_is_known_again_by_its_choices_and_without_any_by_its_number() -> None:
+    assert _example(b"a", number=1).is_same(_example(b"a", number=2))
+    assert not _example(b"a").is_same(_example(b"ab"))
+    assert not _example(b"", number=1).is_same(_example(b"", number=2))
+    assert not _example(b"a").is_same(Running(1, 1, b"a", False))
+
+
+# Which example has cost a world, and whether to look for a smaller one
+
+
+def _lost_by(outcome: ItemOutcome, *running: Running | None) -> tuple[Lost, ...]:
+    lost = LostExamples()
+    return lost.order(ORDER).search.lost if lost.note(outcome, running) else ()
+
+
+def test_a_rank_that_died_is_blamed_for_its_example() -> None:
+    lost = _lost_by(_outcome(_stuck("votes"), DIED), _example(b"longer"), _example(b"a"))
+    assert lost == (Lost(_example(b"a"), "rank 1 died: SIGKILL"),)
+
+
+def test_a_rank_that_hangs_is_blamed_before_one_that_waits_for_the_others() -> None:
+    lost = _lost_by(_outcome(_stuck("votes"), _stuck("runs")), _example(b"a"), _example(b"b"))
+    assert lost == (Lost(_example(b"b"), "rank 1 hung in a line"),)
+
+
+def test_a_rank_that_the_diagnosis_blames_is_blamed() -> None:
+    lost = _lost_by(_outcome(_stuck("runs"), _stuck("runs"), blame=[1]), _example(b"a"), _example(b"b"))
+    assert [each.example.choices for each in lost] == [b"b"]
+
+
+@pytest.mark.parametrize(
+    ("fates", "running"),
+    [
+        ((FINISHED, FINISHED), (None, None)),
+        ((FINISHED, DIED), (None, None)),  # in a fixture, say
+        ((FINISHED, _stuck("runs")), (None, _example(b"a"))),  # the other has ended the test
+    ],
+)
+def test_no_example_is_blamed_for_what_happens_outside_of_it(
+    fates: tuple[Fate, ...], running: tuple[Running | None, ...]
+) -> None:
+    assert _lost_by(_outcome(*fates), *running) == ()
+
+
+def test_an_example_that_is_lost_twice_ends_the_search() -> None:
+    lost = LostExamples()
+    assert lost.note(_outcome(DIED), [_example(b"a")])
+    assert not lost.note(_outcome(DIED), [_example(b"a")])
+
+
+def test_after_a_loss_that_took_too_long_the_test_runs_once_more_without_a_search() -> None:
+    lost = LostExamples()
+    assert lost.note(_outcome(DIED, seconds=31.0), [_example(b"a")])
+    assert not lost.order(ORDER).search.goes_on
+    assert not lost.note(_outcome(DIED), [_example(b"b")])
+
+
+def test_a_quick_loss_leaves_time_to_search_on() -> None:
+    lost = LostExamples()
+    assert lost.note(_outcome(DIED), [_example(b"a")])
+    order = lost.order(RunItem("id", "path", None, "tmp", Search(entropy=5)))
+    assert (order.search.goes_on, order.search.entropy) == (True, 5)
+
+
+# What ranks read
+
+
+def test_only_rank_0_reads_and_writes_the_database_and_not_before_the_end() -> None:
+    theirs = [InMemoryExampleDatabase(), InMemoryExampleDatabase()]
+    theirs[0].save(KEY, b"a")
+    theirs[1].save(KEY, b"unseen")
+    agree = [lambda _, read: read, lambda *_: [b"a"]]
+    shared = [LockstepDatabase(theirs[rank], rank == 0, agree[rank]) for rank in (0, 1)]
+    for database in shared:
+        database.save(KEY, b"b")
+        database.move(KEY, b"second", b"a")
+        assert list(database.fetch(KEY)) == [b"b"]
+    assert list(theirs[0].fetch(KEY)) == [b"a"]
+    for database in shared:
+        database.write()
+    assert [sorted(each.fetch(KEY)) for each in theirs] == [[b"b"], [b"unseen"]]
+    assert list(theirs[0].fetch(b"second")) == [b"a"]
+
+
+class Box:
+    """Something that can be referred to weakly."""
+
+
+def test_an_example_forgets_the_objects_it_has_drawn_and_knows_its_numbers(tmp_path: Path) -> None:
+    running = RunningExample(str(tmp_path / "running"))
+    data = ConjectureData.for_choices([1, 4])
+    boxes = st.sampled_from([Box(), Box()])
+    attempt = Attempt(data, running, lost.LostExamples(running))
+    attempt.run(lambda data: (data.draw(boxes), data.draw(st.integers(0, 9))))
+    data.freeze()
+    values = [span.recorded_value for span in data.spans]
+    assert attempt.error is None
+    assert 4 in values
+    assert not any(isinstance(value, Box) for value in values)
+
+
+class _OtherRank:
+    """Votes as a rank 0 that has read only one constant."""
+
+    def ask_all(self, point: str, say: object) -> list[object]:
+        if isinstance(say, dict):
+            return [{kind: [5] if kind == "integers" else [] for kind in say}, say]
+        return [b"another", say]
+
+
+def test_ranks_that_have_imported_other_modules_draw_from_the_constants_of_rank_0() -> None:
+    shared = SharedConstants(_OtherRank())  # type: ignore[arg-type]
+    before = providers._get_local_constants
+    shared.settle()
+    try:
+        assert list(providers._get_local_constants()) == [5]
+    finally:
+        shared.release()
+    assert providers._get_local_constants is before
+
+
+def test_a_rank_picks_its_own_and_too_few_values_are_refused() -> None:
+    session = SessionSpec((), "", (), (), {}, {}, False, None, False)
+    world = RankWorld(RankSpec(1, WorldKey(2, "gloo", "cpu"), session, 0, "", ""), torch.device("cpu"))
+    assert world.pick(["a", "b", "c"]) == "b"
+    with pytest.raises(ValueError, match=r"world.pick: 1 values for 2 ranks; draw at least world.size"):
+        world.pick(["a"])
