@@ -11,7 +11,7 @@ def pytest_configure(config):
 
         # What is explained of an example takes minutes, and is no news beside its few lines.
         phases = [phase for phase in Phase if phase != Phase.explain]
-        settings.register_profile("long", max_examples=300, deadline=None, phases=phases)
+        settings.register_profile("long", max_examples=500, deadline=None, phases=phases)
 
 
 @pytest.fixture(autouse=True)

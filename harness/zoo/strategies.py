@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
+from torch import nn
 
 from harness.zoo.trees import Again, Block, Gain, Linear, Offset, Part, Tree
 
@@ -88,9 +89,9 @@ def _learns(tree: Tree) -> bool:
     return any(p.requires_grad and p.numel() for p in _heard(tree))
 
 
-def _heard(tree: Tree) -> list[Any]:
+def _heard(tree: Tree) -> list[nn.Parameter]:
     built = tree.build()
-    found: list[Any] = []
+    found: list[nn.Parameter] = []
 
     def walk(parts: tuple[Part, ...], prefix: str) -> None:
         for index, part in enumerate(parts):

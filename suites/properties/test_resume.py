@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from harness.adapters import ShardSpec
+from harness.adapters import Capability, ShardSpec, require
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
 from harness.zoo.strategies import rewraps, trees
@@ -68,20 +67,14 @@ class Model:
 
     def load(self, state):
         if self.is_here:
-            own = self.sharded.state_dict()
-            self.sharded.load_state_dict({name: as_in(own[name], tensor) for name, tensor in state.items()})
-
-
-def as_in(own, tensor):
-    if not isinstance(own, DTensor):
-        return tensor.to(own.device)
-    # Without a source rank each rank cuts its part out of its own copy: no collective.
-    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+            self.sharded.load_state_dict(state)
 
 
 @pytest.mark.ranks(3)
 @given(trees=wrapped_twice(), saving=SPECS, loading=SPECS)
 def test_the_step_after_a_load_elsewhere_has_the_same_bits(world, engine, offered, trees, saving, loading):
+    # DTensor's caches know meshes by their ranks: they would bring back those of an example before.
+    require(engine, Capability.PLAIN_PARAMETERS)
     sizes = saving["ranks"], loading["ranks"]
     (tree, saving), (rewrapped, loading) = offered(trees[0], saving), offered(trees[1], loading)
     with first_ranks(world, *sizes) as groups:
