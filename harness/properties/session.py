@@ -25,21 +25,39 @@ class Properties:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._examples: Examples | None = None
+        self._lack = ""
 
     @contextlib.contextmanager
     def of_item(self, search: Search) -> Iterator[None]:
         """Keep the properties of one item in step."""
-        if "hypothesis" not in sys.modules:
+        if "hypothesis" in sys.modules and not self._lack:
+            self._examples = self._examples or self._start()
+        if self._examples is None:
             yield
             return
-        examples = self._examples = self._examples or self._start()
-        examples.begin_item(search)
+        self._examples.begin_item(search)
         try:
             yield
         finally:
-            examples.end_item()
+            self._examples.end_item()
 
-    def _start(self) -> Examples:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self._lack and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            pytest.fail(self._lack, pytrace=False)
+
+    def _start(self) -> Examples | None:
+        try:
+            return self._keep_in_step()
+        except (ImportError, AttributeError) as error:
+            version = sys.modules["hypothesis"].__version__
+            self._lack = (
+                f"property tests do not run on ranks with Hypothesis {version}: {error}. The engines of ranks "
+                "are kept in step by parts of Hypothesis that are private; 6.170 has them all"
+            )
+            return None
+
+    def _keep_in_step(self) -> Examples:
         from harness.properties.examples import Examples
         from harness.properties.state import keep_in_step
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from harness.properties.attempt import Attempt
 from harness.properties.constants import SharedConstants
 from harness.properties.database import LockstepDatabase
 from harness.properties.running import Lost, Running, RunningExample, Search, read_running
+from harness.properties.session import Properties
 from harness.protocol import Doing, Finished, RankSpec, RunItem, SessionSpec, WorldKey
 from harness.rank.view import RankWorld
 from harness.world.diagnosis import Diagnosis
@@ -191,3 +194,21 @@ def test_a_rank_picks_its_own_and_too_few_values_are_refused() -> None:
     assert world.pick(["a", "b", "c"]) == "b"
     with pytest.raises(ValueError, match=r"world.pick: 1 values for 2 ranks; draw at least world.size"):
         world.pick(["a"])
+
+
+def test_a_hypothesis_that_cannot_be_kept_in_step_fails_property_tests_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep_in_step(self: Properties) -> None:
+        raise AttributeError("module 'hypothesis.core' has no attribute 'State'")
+
+    monkeypatch.setattr(Properties, "_keep_in_step", keep_in_step)
+    rank: Any = None
+    plain: Any = SimpleNamespace(obj=print)
+    drawn: Any = SimpleNamespace(obj=SimpleNamespace(is_hypothesis_test=True))
+    properties = Properties(rank)
+    with properties.of_item(Search()):
+        properties.pytest_runtest_setup(plain)
+        said = r"do not run on ranks with Hypothesis \d.*: module 'hypothesis.core' has no attribute 'State'"
+        with pytest.raises(pytest.fail.Exception, match=said):
+            properties.pytest_runtest_setup(drawn)
