@@ -146,7 +146,7 @@ class Life(RuleBasedStateMachine):
     @precondition(at_rest)
     @rule()
     def change_summoned(self):
-        if not offers(self.engine, Capability.WRITEBACK):
+        if not offers(self.engine, Capability.SUMMON):
             return
         with self.engine.summon(self.model, writeback=True), torch.no_grad():
             for parameter in self.model.parameters():
@@ -158,7 +158,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def compute_while_summoned(self):
         """Go forward, or backward if there is a loss; both are refused."""
-        if not offers(self.engine, Capability.WRITEBACK):
+        if not offers(self.engine, Capability.SUMMON):
             return
         refused = pytest.raises(RuntimeError, match="inside summon_full_params")
         with self.engine.summon(self.model), refused:
