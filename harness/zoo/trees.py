@@ -181,7 +181,7 @@ class _Chain(nn.Sequential):
         super().__init__(*(_built(part, width) for part in parts))
         self._parts = parts
 
-    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:  # one argument more
         for module, part in zip(self, self._parts, strict=True):
             call = partial(_recomputed, module) if isinstance(part, Block) and part.recomputed else module
             if part.used == "unheard":
