@@ -52,7 +52,7 @@ class Properties:
         except (ImportError, AttributeError) as error:
             version = sys.modules["hypothesis"].__version__
             self._lack = (
-                f"property tests do not run on ranks with Hypothesis {version}: {error}. The engines of ranks "
+                f"property tests do not run on ranks with Hypothesis {version}: {error}. Engines of ranks "
                 "are kept in step by parts of Hypothesis that are private; 6.170 has them all"
             )
             return None
