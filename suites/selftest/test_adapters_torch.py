@@ -242,3 +242,16 @@ def test_known_deviations_are_strict_expected_failures_of_tests_and_of_points(py
             "*3 failed, 1 passed, 3 xfailed, 2 subtests passed*",
         ]
     )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["lockstep-composable", "torch-fsdp2"])
+def test_a_unit_in_two_others_is_taken_in_hand_before_both(world, name):
+    engine = find(name)
+    shared = nn.Linear(3, 3).to(world.device)
+    bare = nn.Sequential(nn.Sequential(shared), nn.Sequential(nn.Linear(3, 3).to(world.device), shared))
+    inputs = torch.ones(1, 3, device=world.device)
+    expected = bare(inputs)
+    model = engine.shard(bare, ShardSpec("FULL_SHARD", units=(nn.Linear, nn.Sequential)))
+    assert torch.equal(model(inputs), expected)
+    assert torch.equal(engine.full_parameters(model)["0.0.weight"], shared.weight.full_tensor())
