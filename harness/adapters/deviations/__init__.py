@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from harness.adapters.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
 from harness.adapters.deviations.deviation import Deviation
+from harness.adapters.deviations.dtensor_meshes import DTENSOR_MESHES
 from harness.adapters.deviations.norms import DTENSOR_NORMS
 
 __all__ = ["Deviation", "known_deviations"]
 
 _TABLES = {
-    "lockstep-composable": DTENSOR_NORMS,
+    "lockstep-composable": DTENSOR_NORMS + DTENSOR_MESHES,
     "torch-ddp": torch_ddp.DEVIATIONS,
     "torch-fsdp1": torch_fsdp1.DEVIATIONS,
     "torch-fsdp2": torch_fsdp2.DEVIATIONS,
