@@ -22,7 +22,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "conformance",
         help="hold engines to the claims of the suites, and write a table",
         description="Hold engines to the claims of the suites, and write a page, Markdown and JSON. All"
-        " other arguments are pytest's: paths (default: the suites of this checkout), -k, -n, ...",
+        " other arguments are pytest's: paths (default: the checkout's suites but properties), -k, -n, ...",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -52,7 +52,8 @@ def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
         suites = Path(harness.__file__).parents[1] / "suites"
         if not suites.is_dir():
             return _refuse("the suites are not part of the installed package: name the paths of a checkout's")
-        words.append(str(suites))
+        # Models that are drawn meet now one, now another known deviation: no point is sure to fail.
+        words += [str(suites), f"--ignore={suites / 'properties'}"]
     engines = list(dict.fromkeys(options.engine or built_in_names()))
     words = [item for word in words for item in _items(word, engines)]
     chosen = [f"--engine={name}" for name in engines]

@@ -9,5 +9,6 @@ DTENSOR_MESHES: tuple[Deviation, ...] = (
             "properties/test_training.py::test_losses_gradients_and_parameters_are_*[4-ranks]",
         ),
         why="a DTensor that is detached asks the groups of an equal mesh before, though they are destroyed",
+        run=False,  # drawn models may do without what brings it up
     ),
 )
