@@ -45,8 +45,8 @@ def test_ctrl_c_tears_down_on_ranks_and_says_what_each_did(project: Project) -> 
     told = output.split("broken off on ranks", 1)[1].splitlines()
     assert told[1:4] == [
         "test_sample.py::test_waits was running:",
-        "  rank 0: all_reduce #1 (float [3]) at test_sample.py:26 in test_waits",
-        "  rank 1: recv at test_sample.py:25 in test_waits",
+        "  rank 0: all_reduce #1 (float [3]) at test_sample.py:28 in test_waits",
+        "  rank 1: recv at test_sample.py:27 in test_waits",
     ]
     assert "!! KeyboardInterrupt !!" in output
     assert "Traceback" not in output
