@@ -259,24 +259,27 @@ class Rank:
 
     def _answer(self, main: int, thoroughly: bool) -> None:
         """Say what the main thread is doing, or only that it has run since the last time."""
+        try:
+            answer = self._say(main, thoroughly)
+        except Exception:  # of what torch does not document; the thread that says it is needed on
+            answer = Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
+        self.send(answer)
+
+    def _say(self, main: int, thoroughly: bool) -> Doing | Moves:
         before, self._progress = self._progress, progress()
         if thoroughly:
-            self.send(self._describe(main))
-        elif self._state != "runs":
-            self.send(self.collectives())
-        elif before == self._progress and not others_run_users_code(self._stacks.take(), main):
-            self.send(self._describe(main))
-        else:
-            self.send(Moves())
+            return self._describe(main)
+        if self._state != "runs":
+            return self.collectives()
+        if before == self._progress and not others_run_users_code(self._stacks.take(), main):
+            return self._describe(main)
+        return Moves()
 
     def _describe(self, main: int) -> Doing:
-        try:
-            base = self.spec.session.cwd
-            stacks = self._stacks.take()
-            began, joined = self._item_began, self.group.joined
-            return describe_rank(stacks, main, base, began, joined, self._state, self._point)
-        except Exception:  # of what torch does not document; the thread that says it is needed on
-            return Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
+        base = self.spec.session.cwd
+        stacks = self._stacks.take()
+        began, joined = self._item_began, self.group.joined
+        return describe_rank(stacks, main, base, began, joined, self._state, self._point)
 
 
 def _lease(spec: RankSpec) -> RankLease | None:

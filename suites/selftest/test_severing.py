@@ -1,4 +1,4 @@
-"""Cutting connections while peers and other threads close them too."""
+"""Cutting connections while peers and other threads close them too, and answering through failures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.rank import process_group
+from harness.rank.process import Rank
 from harness.rank.process_group import DefaultGroup
 
 
@@ -24,3 +25,14 @@ def test_connections_that_others_have_closed_meanwhile_do_not_keep_the_rest(monk
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         group.sever()
         assert theirs.recv(1) == b""
+
+
+def test_a_rank_that_cannot_tell_what_it_does_says_so_and_answers_on() -> None:
+    said: list[Any] = []
+    rank: Any = Rank.__new__(Rank)
+    rank._progress, rank._state, rank.send = None, "votes", said.append
+    rank.collectives = lambda: 1 // 0
+    rank._answer(0, False)
+    (doing,) = said
+    assert (doing.where, doing.state) == ("a place it cannot tell", "votes")
+    assert "ZeroDivisionError" in doing.stacks
