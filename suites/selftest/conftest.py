@@ -18,6 +18,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+# What would make a session under test do another thing here than elsewhere.
+AROUND = {
+    "PYTEST_ADDOPTS",
+    "PYTHONUNBUFFERED",
+    "TOX_ENV_DIR",  # where pytest then keeps its cache, the same for all projects
+    # By one of these Hypothesis sees that it runs in CI: it then draws the same examples every time and
+    # keeps none; pytest shows long differences in full.
+    *("CI", "__TOX_ENVIRONMENT_VARIABLE_ORIGINAL_CI", "BUILD_NUMBER", "BUILDKITE", "bamboo.buildKey"),
+    *("CIRCLECI", "CIRRUS_CI", "CODEBUILD_BUILD_ID", "GITHUB_ACTIONS", "GITLAB_CI", "HEROKU_TEST_RUN_ID"),
+    *("TEAMCITY_VERSION", "TF_BUILD"),
+}
+
 HEADER = """
 import os, pathlib, signal, time, random
 import pytest
@@ -128,6 +140,16 @@ class Project:
         assert self.temporary_files() == []
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_around() -> Iterator[None]:
+    """Let sessions under test have an environment that is the same wherever they run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "RANK" not in os.environ:  # there it would be a change that the first test leaves
+            for name in AROUND:
+                patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture
 def project() -> Iterator[Project]:
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
@@ -231,8 +253,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "--junitxml=report.xml", "-ra", "--world-timeout=30"]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(command, cwd=path, env=environ, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=path, capture_output=True, timeout=300, check=False)
     return FaultSession(path, names, _read(path), done.stdout.decode(errors="replace"), done.returncode)
 
 

@@ -130,11 +130,10 @@ def run(path: Path, *args: str) -> Session:
     (path / "pytest.ini").write_text("[pytest]\n")
     for name, text in {"test_faults": FAULTS, "checks": CHECKS, "conftest": NOTES}.items():
         (path / f"{name}.py").write_text(dedent(text))
-    clean = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=report.xml", *args],
         cwd=path,
-        env={**clean, "GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(path.parent)},
+        env={**os.environ, "GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(path.parent)},
         capture_output=True,
         text=True,
         errors="replace",

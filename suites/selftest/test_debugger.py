@@ -143,11 +143,10 @@ def start(path: Path, *args: str) -> Conversation:
     """Run pytest as the leader of a session whose terminal is a new one."""
     master, slave = os.openpty()
     command = [sys.executable, "-c", STARTER, os.ttyname(slave), "-p", "no:cacheprovider", "--color=no"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     process = subprocess.Popen(
         [*command, *args],
         cwd=path,
-        env={**clean, "TERM": "dumb", "TMPDIR": str(path / "tmp")},
+        env={**os.environ, "TERM": "dumb", "TMPDIR": str(path / "tmp")},
         stdin=slave,
         start_new_session=True,
     )

@@ -186,6 +186,7 @@ def test_a_device_that_the_backend_does_not_serve_is_refused():
     group = dist.new_group(backend="cuda:gloo")
     with pytest.raises(ValueError, match="device_id=cpu: the process group communicates on cuda:gloo only"):
         FullyShardedDataParallel(linear(), process_group=group, device_id=torch.device("cpu"))
+    dist.barrier()  # a rank may not end the group while the other still connects to it
     dist.destroy_process_group(group)
 
 

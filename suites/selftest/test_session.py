@@ -45,14 +45,10 @@ def write(path: Path, **files: str) -> Path:
 
 def run(path: Path, *args: str, cwd: str = ".", **environ: str) -> Session:
     command = [sys.executable, "-m", "pytest", f"--junitxml={path}/report.xml", "-ra", *args]
-    # Under tox pytest would keep its cache in tox's directory, the same for all projects.
-    clean = {
-        name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "TOX_ENV_DIR")
-    }
     done = subprocess.run(
         command,
         cwd=path / cwd,
-        env={**clean, **environ},
+        env={**os.environ, **environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
