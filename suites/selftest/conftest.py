@@ -142,11 +142,15 @@ class Project:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_around() -> Iterator[None]:
-    """Let sessions under test have an environment that is the same wherever they run."""
+    """Let sessions under test have the same environment wherever they run, and heed Ctrl-C."""
+    if "RANK" in os.environ:  # there it would be a change that the first test leaves
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
-        if "RANK" not in os.environ:  # there it would be a change that the first test leaves
-            for name in AROUND:
-                patch.delenv(name, raising=False)
+        for name in AROUND:
+            patch.delenv(name, raising=False)
         yield
 
 
