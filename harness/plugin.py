@@ -85,7 +85,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="write to DIR which claims each engine holds, as a page, as Markdown and as JSON",
     )
-    parser.addini("ranks_preload", "modules that the server imports once for all ranks", "args", [])
+    parser.addini(
+        "ranks_preload",
+        "modules that the server imports once for all ranks, beside torch",
+        "args",
+        default=["torch.distributed.fsdp"],  # half a second of CPU, which each rank would need for itself
+    )
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
     parser.addini(
         "ranks_leaks",

@@ -24,7 +24,7 @@ from harness.controller.requests import Refusal, Request, request_of
 from harness.controller.rerun import rerun_line
 from harness.controller.starting import WorldStarter, basetemp_of, measures
 from harness.exceptions import WorldError
-from harness.launch.processes import ProcessLauncher
+from harness.launch.processes import ProcessLauncher, is_of_torch
 from harness.properties.running import Running, Search
 from harness.protocol import RunItem, Warned, WorldKey
 from harness.world.outcome import ItemOutcome
@@ -46,8 +46,9 @@ class Controller:
         self._worlds = Worlds(self._start_world, self._complain)
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
-        # What the server runs as it imports, no rank runs: nobody would measure it.
-        self._preload = () if measures(config) else tuple(config.getini("ranks_preload"))
+        self._preload = tuple(config.getini("ranks_preload"))
+        if measures(config):  # what the server runs as it imports, no rank runs: nobody would measure it
+            self._preload = tuple(filter(is_of_torch, self._preload))
         self._start_method = str(config.getini("ranks_start_method"))
         self._debugging = Debugging(config)
         self._starter = WorldStarter(config, self._launch)

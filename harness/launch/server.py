@@ -29,7 +29,7 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_EVERY = 0.2
 """Seconds between looks at the controller while the server imports."""
 RANKS_NEED = (
-    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.utils._device"),
+    *("torch", "torch.distributed", "torch.utils._device"),
     *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
     *("harness.rank", "harness.plugin", "harness.launch.entry", "harness.lockstep", "harness.recorders"),
 )

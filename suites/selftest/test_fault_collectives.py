@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from suites.selftest.conftest import FaultSession, Project
 
+INI = "[pytest]\nranks_preload = harness.engine torch._dynamo"  # which DistributedDataParallel imports
 FAULTS = """
 import datetime, os, threading, time
 import pytest, torch, torch.distributed as dist
