@@ -250,7 +250,7 @@ class FaultSession:
 
 @pytest.fixture(scope="module")
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FaultSession:
-    """One session over FAULTS of the module that asks, with HOOKS in conftest.py, INI, and FILES beside it."""
+    """One session over FAULTS of the module that asks, with HOOKS in its conftest.py, INI and FILES."""
     path = tmp_path_factory.mktemp("faults")
     faults: str = request.module.FAULTS
     names = re.findall(r"^def (test_\w+)", faults, re.MULTILINE)

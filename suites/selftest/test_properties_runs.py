@@ -42,7 +42,7 @@ def test_passes(world, number):
     event("seen")
 
 @few
-@given(st.integers(0, 12))
+@given(st.integers(0, 6))
 def test_kills(world, number):
     see(world, number, "kills")
     if world.rank == 1 and number > 4:
@@ -58,7 +58,7 @@ class Runs:
     """A run, and what followed from it: a second one under pytest-xdist, and one of a line to re-run."""
 
     def __init__(self, project: Project) -> None:
-        project.write(TESTS)
+        project.write(TESTS, "ranks_preload = hypothesis.strategies")
         self.first = project.run("--hypothesis-show-statistics")
         self.first_seen = _take_seen(project.path)
         self.second = project.run("--hypothesis-show-statistics", "-n1")
