@@ -52,6 +52,9 @@ class Composed:
     name: str
     capabilities: frozenset[Capability] = frozenset(Capability) - NOT_OFFERED
 
+    def __repr__(self) -> str:
+        return self.name
+
     @property
     def composable(self) -> Composable:
         raise NotImplementedError

@@ -27,6 +27,9 @@ class Replicas:
     name: str
     capabilities: frozenset[Capability] = frozenset({Capability.PLAIN_PARAMETERS})
 
+    def __repr__(self) -> str:
+        return self.name
+
     def check(self, spec: ShardSpec) -> None:
         """Raise `NotOffered` if ``spec`` asks for what is not among the capabilities."""
         require(self, *asked(spec))

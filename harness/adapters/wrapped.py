@@ -30,7 +30,11 @@ class WrapperFront:
 class Wrapped:
     """The parts of an adapter that need nothing but a wrapper front."""
 
+    name: str
     front: WrapperFront
+
+    def __repr__(self) -> str:
+        return self.name
 
     def wrap(self, model: nn.Module, spec: ShardSpec, **more: Any) -> nn.Module:
         """Return ``model`` in the wrapper; ``more`` are arguments that not every such front has."""
