@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,6 +49,14 @@ class Baseline:
         assert self._baseline is not None
         self._baseline = self._baseline.with_changes(before, RankState.capture())
 
+    def end_groups(self) -> None:
+        """Destroy what process groups the last test has left, now that all ranks have ended it."""
+        assert self._baseline is not None
+        assert self._last is not None
+        if self._last.process_groups - self._baseline.process_groups:
+            self._baseline.end_groups()
+            self._last = RankState.capture()
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Adopt what has changed since the last test: plugins, pytest-timeout say, may set a timer."""
@@ -71,7 +80,8 @@ class Baseline:
         self._rank.crash_reports.enable()  # last: the test may have left another handler
         if now != baseline:
             self._last = RankState.capture()
-            self.is_restored = not baseline.changes(self._last)
+            kept = self._last.process_groups & baseline.process_groups
+            self.is_restored = not baseline.changes(replace(self._last, process_groups=kept))
         forget_meshes()
         if left:
             self._leaks.tell(RankStateWarning, "; ".join(left))

@@ -51,7 +51,7 @@ class RankState(State):
         )
 
     def restore(self) -> None:
-        """Put the process back into this state. Groups that were destroyed stay so."""
+        """Put the process back into this state, but for process groups."""
         now = RankState.capture()
         torch.set_default_dtype(self.default_dtype)
         torch.set_grad_enabled(self.grad_mode)
@@ -68,6 +68,12 @@ class RankState(State):
         _restore_environ(self.environ)
         if now.interpreter != self.interpreter:
             self.interpreter.restore()
+
+    def end_groups(self) -> None:
+        """Destroy the process groups that are not of this state.
+
+        Not before every rank has ended the test: another one may still connect to the group.
+        """
         for name, group in _groups().items():
             if name not in self.process_groups:
                 dist.destroy_process_group(group)

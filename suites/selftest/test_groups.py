@@ -1,0 +1,32 @@
+"""Process groups that a test leaves: they end when every rank has ended the test, and not before."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def sockets_of(pid: int) -> int:
+    files = Path(f"/proc/{pid}/fd").iterdir()
+    return sum(os.readlink(file).startswith("socket:") for file in files if os.path.lexists(file))
+
+
+def test_groups_stay_while_another_rank_is_in_the_test(world):
+    pids = world.gather(os.getpid())
+    before = sockets_of(pids[0])
+    world.barrier()
+    world.mesh(2, 1, names=("replicate", "shard"))
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(0.3)  # while rank 0 ends the test
+        assert sockets_of(pids[0]) > before
+
+
+def test_groups_are_gone_in_the_next_test():
+    assert len(dist.distributed_c10d._world.pg_map) == 1
