@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import random
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,7 @@ def test_fresh_worlds_gives_every_test_new_processes(changed: str, shared_projec
 def test_the_seed_is_the_one_of_the_command_line(changed: str, shared_project: Project) -> None:
     first, second = (shared_project.path / "numbers-0.txt").read_text().splitlines()
     assert first == second
+    assert first.startswith(f"({random.Random(7).random()}, ")
     assert first.endswith(" 7)")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -291,6 +292,7 @@ def test_seeds_are_equal_on_all_ranks_before_every_test(session: Session) -> Non
     assert session.outcomes("seeds") == {"passed": 2}
     first, second = (session.project.path / "numbers-0.txt").read_text().splitlines()
     assert first == second
+    assert first.startswith(f"({random.Random(0).random()}, ")
     assert first.endswith(" 0)")
 
 
