@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
@@ -112,7 +113,7 @@ RERUNFAILURES = """
         if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
             config.pluginmanager.register(Telling())
         elif config.pluginmanager.hasplugin("xdist"):
-            raise RuntimeError("sees a server of its own in a rank")
+            open("wrong.txt", "a").write("sees a server of its own in a rank\\n")
 
     class Telling:
         def pytest_configure_node(self, node):
@@ -120,7 +121,7 @@ RERUNFAILURES = """
 
     def pytest_runtest_protocol(item):
         if hasattr(item.config, "workerinput"):
-            raise RuntimeError("runs an item again on one rank")
+            open("wrong.txt", "a").write("runs an item again on one rank\\n")
 """
 RANDOMLY = """
     class Telling:
@@ -134,7 +135,7 @@ RANDOMLY = """
         if config.pluginmanager.hasplugin("xdist"):
             config.pluginmanager.register(Telling())
         if hasattr(config, "workerinput"):
-            config.option.randomly_seed = config.workerinput["randomly_seed"]
+            config.option.randomly_seed = config.workerinput.get("randomly_seed")
         else:
             config.option.randomly_seed = 12345
 """
@@ -157,15 +158,24 @@ FLAKY = """
 PLUGINS = ("-p", "rerunfailures", "-p", "randomly", "--strict-markers")
 
 
-def run(path: Path, files: dict[str, str], *args: str) -> list[str]:
-    """Run pytest over files; return the lines that it wrote."""
+@dataclass(frozen=True)
+class Done:
+    path: Path
+    status: int
+    lines: list[str]
+
+    def verdicts(self) -> dict[str, str]:
+        """What `-v` says, by node id."""
+        return dict(line.split()[:2] for line in self.lines if "::" in line)
+
+
+def run(path: Path, files: dict[str, str], *args: str) -> Done:
     (path / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (path / f"{name}.py").write_text(dedent(text))
     command = [sys.executable, "-m", "pytest", *args]
     done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == pytest.ExitCode.OK, done.stdout
-    return done.stdout.splitlines()
+    return Done(path, done.returncode, done.stdout.splitlines())
 
 
 CONFTEST = """
@@ -220,75 +230,68 @@ HOOKED = {
 
 
 @pytest.fixture(scope="module")
-def hooked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A directory where tests ran under hooks of all kinds, and the lines that pytest wrote."""
-    path = tmp_path_factory.mktemp("hooked")
-    return path, run(path, HOOKED, "-v", "-p", "census", *PLUGINS)
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Tests under hooks of all kinds."""
+    return run(tmp_path_factory.mktemp("hooked"), HOOKED, "-v", "-p", "census", *PLUGINS)
 
 
 @pytest.fixture(scope="module")
-def only_set_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    path = tmp_path_factory.mktemp("only_set_up")
+def only_set_up(tmp_path_factory: pytest.TempPathFactory) -> Done:
     files = {"rerunfailures": RERUNFAILURES, "randomly": RANDOMLY, "test_it": BOTH, "test_told": FLAKY}
-    return path, run(path, files, "--setup-only", "-p", "no:xdist", *PLUGINS)
+    path = tmp_path_factory.mktemp("only_set_up")
+    return run(path, files, "--setup-only", "-p", "no:xdist", *PLUGINS)
 
 
-def verdicts(lines: list[str]) -> dict[str, str]:
-    return dict(line.split()[:2] for line in lines if "::" in line)
-
-
-def test_a_run_with_ranks_does_not_import_torch_in_the_controller(hooked: tuple[Path, list[str]]) -> None:
-    (census,) = (line for line in hooked[1] if line.startswith("torch: "))
+def test_a_run_with_ranks_does_not_import_torch_in_the_controller(hooked: Done) -> None:
+    (census,) = (line for line in hooked.lines if line.startswith("torch: "))
     assert census.startswith("torch: False, children: ")
 
 
 def test_a_fixture_kept_for_an_item_that_is_run_elsewhere_ends_before_the_next(
-    hooked: tuple[Path, list[str]],
+    hooked: Done,
 ) -> None:
     """Under pytest -n the item that comes next in a file may go to another controller."""
-    path, lines = hooked
-    told = verdicts(lines)
+    told = hooked.verdicts()
     assert [told[f"test_first.py::{name}"] for name in ("test_a", "test_plain")] == ["PASSED", "PASSED"]
     assert told["test_second.py::test_b"] == "PASSED"
     assert "test_first.py::test_elsewhere" not in told
-    assert (path / "ended.txt").read_text() == "test_first test_second "
+    assert (hooked.path / "ended.txt").read_text() == "test_first test_second "
 
 
 def test_what_a_hook_adds_to_a_report_reaches_the_controller_if_need_be_as_text(
-    hooked: tuple[Path, list[str]],
+    hooked: Done,
 ) -> None:
-    assert (hooked[0] / "told.txt").read_text().splitlines() == [
+    assert (hooked.path / "told.txt").read_text().splitlines() == [
         f"0 {{'what': ('is', '{when}')}} <function pytest_runtest_makereport.<locals>.<lambda>"
         for when in ("setup", "call", "teardown")
     ]
 
 
-def test_ranks_know_what_plugins_tell_workers_and_run_nothing_again(hooked: tuple[Path, list[str]]) -> None:
-    path, lines = hooked
-    assert verdicts(lines)["test_third.py::test_flaky"] == "PASSED"
-    assert "= 5 passed in " in lines[-1]
-    assert [(path / f"told-{rank}-xdist.txt").read_text() for rank in (0, 1)] == ["once", "once"]
+def test_ranks_know_what_plugins_tell_workers_and_run_nothing_again(hooked: Done) -> None:
+    assert hooked.verdicts()["test_third.py::test_flaky"] == "PASSED"
+    assert "= 5 passed in " in hooked.lines[-1]
+    assert not (hooked.path / "wrong.txt").exists()
+    assert [(hooked.path / f"told-{rank}-xdist.txt").read_text() for rank in (0, 1)] == ["once", "once"]
 
 
-def test_ranks_know_what_plugins_tell_workers_where_there_is_no_xdist(
-    only_set_up: tuple[Path, list[str]],
-) -> None:
-    path, _ = only_set_up
-    assert [(path / f"told-{rank}-none.txt").read_text() for rank in (0, 1)] == ["once", "once"]
+def test_ranks_know_what_plugins_tell_workers_where_there_is_no_xdist(only_set_up: Done) -> None:
+    assert not (only_set_up.path / "wrong.txt").exists()
+    assert [(only_set_up.path / f"told-{rank}-none.txt").read_text() for rank in (0, 1)] == ["once", "once"]
 
 
-def test_set_up_without_tests_does_not_crash(only_set_up: tuple[Path, list[str]]) -> None:
-    assert_only_set_up(only_set_up[1])
+def test_set_up_without_tests_does_not_crash(only_set_up: Done) -> None:
+    assert_only_set_up(only_set_up)
 
 
 def test_a_plan_of_set_ups_does_not_crash(tmp_path: Path) -> None:
     assert_only_set_up(run(tmp_path, {"test_it": BOTH}, "--setup-plan"))
 
 
-def assert_only_set_up(lines: list[str]) -> None:
-    assert [line for line in lines if "test_it.py::test_y (fixtures used: " in line]
-    assert "= no tests ran in " in lines[-1]
-    assert "Error" not in "\n".join(lines)
+def assert_only_set_up(done: Done) -> None:
+    assert done.status == pytest.ExitCode.OK
+    assert [line for line in done.lines if "test_it.py::test_y (fixtures used: " in line]
+    assert "= no tests ran in " in done.lines[-1]
+    assert "Error" not in "\n".join(done.lines)
 
 
 def test_a_plugin_that_fails_to_tell_workers_is_named_with_the_cure(pytester: pytest.Pytester) -> None:

@@ -53,6 +53,7 @@ def test_other_size_again(world): note(world, "three")
 """,
     "restored": """
 def test_changes(world):
+    note(world, "pids")
     torch.set_default_dtype(torch.float64); torch.set_default_device("meta"); torch.set_grad_enabled(False)
     torch.set_num_threads(2); torch.use_deterministic_algorithms(True); torch.backends.cudnn.benchmark = True
     os.environ["LEFT"] = "1"; os.environ.pop("HOME"); os.chdir("/"); dist.new_group([0, 1])
@@ -64,8 +65,7 @@ def test_sees_nothing_of_it(world):
     assert "LEFT" not in os.environ and "HOME" in os.environ and os.getcwd() != "/"
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
-def test_was_not_replaced(world):
-    note(world, "pids")
+def test_was_not_replaced(world): note(world, "pids")
 
 def test_makes_a_mesh_without_a_word(world):
     note(world, "pids"); world.mesh(2, 1, names=("a", "b"))
@@ -269,7 +269,9 @@ def test_worlds_are_warm_by_size_fresh_on_request_and_replaced_after_a_failure(s
 
 def test_what_a_test_changes_is_put_back_and_told(session: Session) -> None:
     assert session.outcomes("restored") == {"passed": 4, "warnings": 2}
-    assert len(set(session.project.pids("pids"))) == 1
+    pids = session.project.pids("pids")
+    assert len(pids) == 3
+    assert len(set(pids)) == 1
     for rank, told in enumerate(session.warnings("restored")):  # one of each rank, none of the mesh
         assert f"rank {rank}: the test left behind" in told
         assert "default dtype: torch.float64 (was torch.float32)" in told
