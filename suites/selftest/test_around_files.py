@@ -81,8 +81,9 @@ def output(shared_project: Project) -> str:
     (project.path / "test_a.py").write_text(EDITS)  # runs first
     tests = {f"test_{name}.py": text for name, text in EDITED.items()}
     tests |= {"zone/test_zone.py": "def test_a(world): pass"}
-    tests |= {"test_no_utf8.py": NO_UTF8, odd_name: NAMED, "test_cleans.py": CLEANS}
+    tests |= {"test_no_utf8.py": NO_UTF8, odd_name: NAMED, "zz_last/test_cleans.py": CLEANS}
     (project.path / "zone").mkdir()
+    (project.path / "zz_last").mkdir()  # the server is gone after that
     (project.path / "zone" / "conftest.py").touch()
     for name, text in tests.items():
         (project.path / name).write_text(project.header + text)
@@ -123,9 +124,9 @@ def test_what_is_no_utf8_and_what_is_huge_reaches_ranks_and_comes_back(output: s
 
 
 def test_a_directory_of_ranks_that_a_test_removes_is_made_anew(output: str) -> None:
-    assert "ERROR test_cleans.py::test_cleans - the directory of 2 ranks" in output
-    assert "FAILED test_cleans.py::test_cleans_and_fails - rank 1: assert 1 == 0" in output
-    outcomes = told(output, "test_cleans.py")
+    assert "ERROR zz_last/test_cleans.py::test_cleans - the directory of 2 ranks" in output
+    assert "FAILED zz_last/test_cleans.py::test_cleans_and_fails - rank 1: assert 1 == 0" in output
+    outcomes = told(output, "zz_last/test_cleans.py")
     assert [outcomes[name] for name in ("test_b", "test_d")] == ["PASSED", "PASSED"]
 
 
