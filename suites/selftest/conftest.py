@@ -158,13 +158,26 @@ def nothing_around() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def project() -> Iterator[Project]:
+@contextlib.contextmanager
+def made_project() -> Iterator[Project]:
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as path:
         project = Project(Path(path))
         yield project
         project.kill()
+
+
+@pytest.fixture
+def project() -> Iterator[Project]:
+    with made_project() as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def shared_project() -> Iterator[Project]:
+    """One for several tests, which look at one session from different sides."""
+    with made_project() as project:
+        yield project
 
 
 # Sessions full of faults: one subprocess a test file, a healthy test after every fault, verdicts by name.

@@ -55,6 +55,7 @@ def test_the_server_ends_in_an_import_without_end_when_the_controller_is_killed(
     (project.path / "endless.py").write_text(
         "import pathlib, time\npathlib.Path('reached-0.txt').write_text('0')\ntime.sleep(300)\n"
     )
+    (project.path / "torch.py").touch()  # nobody needs the real one, which takes long
     project.write("def test_a(world): pass", "ranks_preload = endless\npythonpath = .")
     process = project.start()
     project.until(lambda: project.pids("reached"), "the server imports")

@@ -56,17 +56,33 @@ def test_ctrl_c_tears_down_on_ranks_and_says_what_each_did(project: Project) -> 
     project.assert_nothing_is_left()
 
 
-def test_a_second_ctrl_c_ends_what_does_not_heed_the_first(project: Project) -> None:
-    project.write("""
+HANGS = """
 def test_hangs(world):
     import subprocess
     if world.rank == 0:
         subprocess.Popen(["sleep", "300"])
     note(world, "reached")
-    if world.rank == 1:
-        sum(range(10**12))
+    if world.rank == 1:  # holds the GIL, and leaves the processor to others
+        import ctypes
+        library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex), library.pthread_mutex_lock(mutex)
     dist.barrier()
-""")
+"""
+
+
+def test_ctrl_c_of_the_controller_alone_leaves_nothing(project: Project) -> None:
+    project.write(HANGS)
+    process = project.start()
+    project.until(lambda: project.pids("reached", rank=1), "the test has begun")
+    process.send_signal(INTERRUPT)
+    output = process.communicate(timeout=10)[0]
+    assert "KeyboardInterrupt" in output
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    project.assert_nothing_is_left()
+
+
+def test_a_second_ctrl_c_ends_what_does_not_heed_the_first(project: Project) -> None:
+    project.write(HANGS)
     process = project.start()
     project.until(lambda: project.pids("reached", rank=1), "the test has begun")
     output = project.break_off(process, INTERRUPT, INTERRUPT)
@@ -83,6 +99,7 @@ REACHED = (
 
 def test_ctrl_c_leaves_nothing_while_the_server_imports(project: Project) -> None:
     (project.path / "slow.py").write_text(REACHED)
+    (project.path / "torch.py").touch()  # nobody needs the real one, which takes long
     project.write("def test_a(world): pass", "ranks_preload = slow\npythonpath = .")
     _break_off_when_reached(project)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,21 +20,10 @@ def mark_of(*args: Any, **kwargs: Any) -> RanksMark | None:
     return read_mark(node)
 
 
-def collect(pytester: pytest.Pytester, source: str, *args: str) -> pytest.RunResult:
-    pytester.makepyfile(test_it=source)
-    return pytester.runpytest_subprocess("--collect-only", "-q", *args, timeout=60)
-
-
-def node_ids(result: pytest.RunResult) -> list[str]:
-    return [line for line in result.outlines if "::" in line]
-
-
 @pytest.fixture
-def no_gpus() -> None:
-    import torch  # not above: nothing else here needs it
-
-    if torch.cuda.is_available():
-        pytest.skip("is about machines without a GPU")
+def no_gpus(pytester: pytest.Pytester) -> None:
+    """Put a torch in place of the real one that finds none: so it is on every machine, and quick."""
+    pytester.makepyfile(torch="class cuda:\n    device_count = staticmethod(lambda: 0)")
 
 
 # What it says
@@ -74,13 +66,10 @@ def test_a_mark_that_makes_no_sense_says_what_to_write(
     assert str(caught.value) == told
 
 
-# What is collected
+# What is collected, and what is refused then
 
-
-def test_several_sizes_are_several_items_with_readable_ids(pytester: pytest.Pytester) -> None:
-    result = collect(
-        pytester,
-        """
+COLLECTED = {
+    "sizes": """
         import pytest
 
         @pytest.mark.ranks(1, 2)
@@ -94,23 +83,7 @@ def test_several_sizes_are_several_items_with_readable_ids(pytester: pytest.Pyte
         class TestZ:
             def test_without_the_fixture(self): pass
         """,
-    )
-    assert node_ids(result) == [
-        "test_it.py::test_x[1-rank]",
-        "test_it.py::test_x[2-ranks]",
-        "test_it.py::test_y[half-2-ranks]",
-        "test_it.py::test_y[half-4-ranks]",
-        "test_it.py::test_y[float-2-ranks]",
-        "test_it.py::test_y[float-4-ranks]",
-        "test_it.py::TestZ::test_without_the_fixture[2-ranks]",
-        "test_it.py::TestZ::test_without_the_fixture[4-ranks]",
-    ]
-
-
-def test_one_size_leaves_ids_alone_and_the_nearest_mark_wins(pytester: pytest.Pytester) -> None:
-    result = collect(
-        pytester,
-        """
+    "nearest": """
         import pytest
         pytestmark = pytest.mark.ranks(3, 5)
 
@@ -126,72 +99,7 @@ def test_one_size_leaves_ids_alone_and_the_nearest_mark_wins(pytester: pytest.Py
             @pytest.mark.ranks(4, 6)
             def test_of_the_function(self, world): pass
         """,
-    )
-    assert node_ids(result) == [
-        "test_it.py::test_of_the_module[3-ranks]",
-        "test_it.py::test_of_the_module[5-ranks]",
-        "test_it.py::TestClass::test_of_the_class",
-        "test_it.py::TestClass::test_parametrized[1]",
-        "test_it.py::TestClass::test_of_the_function[4-ranks]",
-        "test_it.py::TestClass::test_of_the_function[6-ranks]",
-    ]
-
-
-def test_each_item_runs_on_as_many_ranks_as_its_id_says(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        """
-        import pytest
-        import torch.distributed as dist
-
-        @pytest.mark.ranks(1, 3)
-        @pytest.mark.parametrize("letter", "ab")
-        def test_x(world, letter, request, record_property):
-            assert dist.get_world_size() == world.size == request.node.callspec.params["ranks_size"]
-            assert world.gather(world.rank) == list(range(world.size))
-            record_property("ran", f"{letter} on {world.size}")
-
-        @pytest.mark.ranks(2)
-        def test_y(world):
-            assert world.size == 2
-        """
-    )
-    result = pytester.runpytest_subprocess("--junitxml=report.xml", timeout=60)
-    result.assert_outcomes(passed=5)
-    report = (pytester.path / "report.xml").read_text()
-    assert [f'value="{letter} on {size}"' in report for letter in "ab" for size in (1, 3)] == [True] * 4
-
-
-def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess("--markers", timeout=60)
-    result.stdout.fnmatch_lines(["@pytest.mark.ranks(*sizes, backend=None, fresh=False, timeout=None): *"])
-
-
-# What is refused at collection
-
-
-def test_every_broken_mark_is_an_error_of_its_file_that_names_the_test(pytester: pytest.Pytester) -> None:
-    for name, mark in {"none": "", "zero": "0", "unknown": "2, backend='mpi'"}.items():
-        source = f"import pytest\n\n@pytest.mark.ranks({mark})\ndef test_x(world): pass\n"
-        pytester.makepyfile(**{f"test_{name}": source})
-    pytester.makepyfile(test_sound="import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
-    result = pytester.runpytest_subprocess("--collect-only", timeout=60)
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(
-        [
-            "*<Function test_x>*",
-            "test_none.py::test_x: ranks() needs at least one world size: write ranks(2)*",
-            "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl",
-            "test_zero.py::test_x: ranks(0): a world has at least 1 rank",
-            "*3 errors*",
-        ]
-    )
-    result.stdout.no_fnmatch_line("*Traceback*")
-
-
-def test_the_fixture_world_without_the_mark_says_what_to_write(pytester: pytest.Pytester) -> None:
-    result = collect(
-        pytester,
-        """
+    "late_world": """
         import pytest
 
         @pytest.fixture
@@ -200,14 +108,100 @@ def test_the_fixture_world_without_the_mark_says_what_to_write(pytester: pytest.
         class TestC:
             def test_x(self, model): pass
         """,
-    )
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(
-        [
-            "test_it.py::TestC::test_x: the fixture `world` exists only on ranks: mark the test, "
-            "its class or its module with pytest.mark.ranks(2)"
-        ]
-    )
+    **{
+        name: f"import pytest\n\n@pytest.mark.ranks({mark})\ndef test_x(world): pass\n"
+        for name, mark in {"none": "", "zero": "0", "unknown": "2, backend='mpi'", "sound": "2"}.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    path = tmp_path_factory.mktemp("collected")
+    (path / "pytest.ini").write_text("[pytest]\n")
+    for name, text in COLLECTED.items():
+        (path / f"test_{name}.py").write_text(dedent(text))
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=60, check=False)
+
+
+def node_ids(collected: subprocess.CompletedProcess[str], file: str) -> list[str]:
+    prefix = f"test_{file}.py::"
+    lines = collected.stdout.splitlines()
+    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix) and ": " not in line]
+
+
+def test_several_sizes_are_several_items_with_readable_ids(
+    collected: subprocess.CompletedProcess[str],
+) -> None:
+    assert node_ids(collected, "sizes") == [
+        "test_x[1-rank]",
+        "test_x[2-ranks]",
+        "test_y[half-2-ranks]",
+        "test_y[half-4-ranks]",
+        "test_y[float-2-ranks]",
+        "test_y[float-4-ranks]",
+        "TestZ::test_without_the_fixture[2-ranks]",
+        "TestZ::test_without_the_fixture[4-ranks]",
+    ]
+
+
+def test_one_size_leaves_ids_alone_and_the_nearest_mark_wins(
+    collected: subprocess.CompletedProcess[str],
+) -> None:
+    assert node_ids(collected, "nearest") == [
+        "test_of_the_module[3-ranks]",
+        "test_of_the_module[5-ranks]",
+        "TestClass::test_of_the_class",
+        "TestClass::test_parametrized[1]",
+        "TestClass::test_of_the_function[4-ranks]",
+        "TestClass::test_of_the_function[6-ranks]",
+    ]
+
+
+def test_every_broken_mark_is_an_error_of_its_file_that_names_the_test(
+    collected: subprocess.CompletedProcess[str],
+) -> None:
+    assert collected.returncode == pytest.ExitCode.INTERRUPTED
+    assert node_ids(collected, "sound") == ["test_x"]
+    lines = collected.stdout.splitlines()
+    (none,) = (line for line in lines if line.startswith("test_none.py::test_x: "))
+    assert none.startswith("test_none.py::test_x: ranks() needs at least one world size: write ranks(2)")
+    assert "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl" in lines
+    assert "test_zero.py::test_x: ranks(0): a world has at least 1 rank" in lines
+    assert [node_ids(collected, file) for file in ("none", "unknown", "zero", "late_world")] == [[]] * 4
+    assert ", 4 errors" in lines[-1]
+    assert "Traceback" not in collected.stdout
+
+
+def test_the_fixture_world_without_the_mark_says_what_to_write(
+    collected: subprocess.CompletedProcess[str],
+) -> None:
+    assert (
+        "test_late_world.py::TestC::test_x: the fixture `world` exists only on ranks: mark the test, "
+        "its class or its module with pytest.mark.ranks(2)"
+    ) in collected.stdout.splitlines()
+
+
+# What is run, and what is refused then
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("letter", "ab")
+def test_each_item_runs_on_as_many_ranks_as_its_id_says(
+    world: Any, letter: str, request: pytest.FixtureRequest
+) -> None:
+    import torch.distributed as dist
+
+    size: int = request.node.callspec.params["ranks_size"]
+    assert request.node.name.endswith(f"[{letter}-{size}-rank{'s' if size > 1 else ''}]")
+    assert dist.get_world_size() == world.size == size
+    assert world.gather(world.rank) == list(range(size))
+
+
+@pytest.mark.ranks(2)
+def test_an_item_of_one_size_runs_on_as_many_ranks(world: Any) -> None:
+    assert world.gather(world.rank) == [0, 1]
 
 
 def test_world_and_run_subtests_asked_for_late_fail_with_the_cure(pytester: pytest.Pytester) -> None:
@@ -257,6 +251,11 @@ def test_a_mark_that_only_shows_later_to_be_broken_is_an_error_of_its_item(pytes
             "ranks(0): a world has at least 1 rank",
         ]
     )
+
+
+def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--markers", timeout=60)
+    result.stdout.fnmatch_lines(["@pytest.mark.ranks(*sizes, backend=None, fresh=False, timeout=None): *"])
 
 
 # What is refused on the command line

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
 import pytest
 
 BOTH = """
@@ -38,14 +44,6 @@ def test_collecting_only_lists_items_and_starts_nothing(pytester: pytest.Pyteste
     result.stdout.fnmatch_lines(["torch: False, children: 0"])
 
 
-def test_a_run_with_ranks_does_not_import_torch_in_the_controller(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CENSUS)
-    pytester.makepyfile(BOTH)
-    result = pytester.runpytest_subprocess(timeout=60)
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["torch: False, children: *"])
-
-
 @pytest.mark.parametrize("option", ["--pdb", "--trace"])
 def test_a_debugger_is_refused_with_what_to_do_instead(pytester: pytest.Pytester, option: str) -> None:
     pytester.makepyfile(test_it=BOTH)
@@ -62,15 +60,6 @@ def test_a_debugger_is_fine_where_no_ranks_run(pytester: pytest.Pytester) -> Non
     pytester.makepyfile(BOTH)
     result = pytester.runpytest_subprocess("--pdb", "-m", "not ranks", timeout=60)
     result.assert_outcomes(passed=1, deselected=1)
-
-
-@pytest.mark.parametrize("option", ["--setup-only", "--setup-plan"])
-def test_set_up_without_tests_does_not_crash(pytester: pytest.Pytester, option: str) -> None:
-    pytester.makepyfile(test_it=BOTH)
-    result = pytester.runpytest_subprocess(option, timeout=60)
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["*test_it.py::test_y (fixtures used: *", "* no tests ran in *"])
-    result.stdout.no_fnmatch_line("*Error*")
 
 
 def test_pytest_n_has_a_controller_in_each_of_its_processes(
@@ -124,7 +113,7 @@ RERUNFAILURES = """
         if config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput"):
             config.pluginmanager.register(Telling())
         elif config.pluginmanager.hasplugin("xdist"):
-            raise RuntimeError("sees a server of its own in a rank")
+            open("wrong.txt", "a").write("sees a server of its own in a rank\\n")
 
     class Telling:
         def pytest_configure_node(self, node):
@@ -132,7 +121,7 @@ RERUNFAILURES = """
 
     def pytest_runtest_protocol(item):
         if hasattr(item.config, "workerinput"):
-            raise RuntimeError("runs an item again on one rank")
+            open("wrong.txt", "a").write("runs an item again on one rank\\n")
 """
 RANDOMLY = """
     class Telling:
@@ -146,33 +135,163 @@ RANDOMLY = """
         if config.pluginmanager.hasplugin("xdist"):
             config.pluginmanager.register(Telling())
         if hasattr(config, "workerinput"):
-            config.option.randomly_seed = config.workerinput["randomly_seed"]
+            config.option.randomly_seed = config.workerinput.get("randomly_seed")
         else:
             config.option.randomly_seed = 12345
 """
 
 
-@pytest.mark.parametrize("xdist", ["xdist", "no:xdist"])
-def test_ranks_know_what_plugins_tell_workers_and_run_nothing_again(
-    pytester: pytest.Pytester, xdist: str
-) -> None:
-    pytester.makepyfile(
-        rerunfailures=RERUNFAILURES,
-        randomly=RANDOMLY,
-        test_it="""
-        import pytest
+FLAKY = """
+    import pytest
 
-        @pytest.mark.flaky
-        @pytest.mark.ranks(2)
-        def test_x(world, pytestconfig):
-            assert pytestconfig.option.randomly_seed == 12345
-            has_xdist = pytestconfig.pluginmanager.hasplugin("xdist")
-            assert pytestconfig.workerinput.get("sock_port") == (4711 if has_xdist else None)
+    @pytest.fixture
+    def told(world, pytestconfig):
+        has_xdist = pytestconfig.pluginmanager.hasplugin("xdist")
+        assert pytestconfig.option.randomly_seed == 12345
+        assert pytestconfig.workerinput.get("sock_port") == (4711 if has_xdist else None)
+        open(f"told-{world.rank}-{'xdist' if has_xdist else 'none'}.txt", "a").write("once")
+
+    @pytest.mark.flaky
+    @pytest.mark.ranks(2)
+    def test_flaky(told): pass
+"""
+PLUGINS = ("-p", "rerunfailures", "-p", "randomly", "--strict-markers")
+
+
+@dataclass(frozen=True)
+class Done:
+    path: Path
+    status: int
+    lines: list[str]
+
+    def verdicts(self) -> dict[str, str]:
+        """What `-v` says, by node id."""
+        return dict(line.split()[:2] for line in self.lines if "::" in line)
+
+
+def run(path: Path, files: dict[str, str], *args: str) -> Done:
+    (path / "pytest.ini").write_text("[pytest]\n")
+    for name, text in files.items():
+        (path / f"{name}.py").write_text(dedent(text))
+    command = [sys.executable, "-m", "pytest", *args]
+    done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=60, check=False)
+    return Done(path, done.returncode, done.stdout.splitlines())
+
+
+CONFTEST = """
+    import os, pytest
+
+    def pytest_runtestloop(session):
+        mine = [item for item in session.items if "elsewhere" not in item.name]
+        for item, following in zip(mine, [*mine[1:], None]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return True
+
+    @pytest.fixture(scope="module")
+    def module(request):
+        yield
+        open("ended.txt", "a").write(f"{request.module.__name__} ")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(item, call):
+        report = yield
+        if item.name == "test_reported":
+            report.rank, report.stage = os.environ["RANK"], {"what": ("is", call.when)}
+            report.cannot_be_sent = lambda: 0
+        return report
+
+    def pytest_runtest_logreport(report):
+        if "RANK" not in os.environ and "test_reported" in report.nodeid:
+            text = report.cannot_be_sent.split(" at ")[0]
+            open("told.txt", "a").write(f"{report.rank} {report.stage} {text}\\n")
+"""
+HOOKED = {
+    "census": CENSUS,
+    "rerunfailures": RERUNFAILURES,
+    "randomly": RANDOMLY,
+    "conftest": CONFTEST,
+    "test_first": """
+        import pytest
+        @pytest.mark.ranks(1)
+        def test_a(module): pass
+        def test_plain(): pass
+        @pytest.mark.ranks(1)
+        def test_elsewhere(module): pass
         """,
-    )
-    options = ["-p", "rerunfailures", "-p", "randomly", "--strict-markers"]
-    result = pytester.runpytest_subprocess(*options, *(["-p", xdist] if xdist != "xdist" else []), timeout=60)
-    result.assert_outcomes(passed=1)
+    "test_second": """
+        import pathlib, pytest
+        @pytest.mark.ranks(1)
+        def test_b(module): assert pathlib.Path("ended.txt").read_text() == "test_first "
+        @pytest.mark.ranks(1)
+        def test_reported(): pass
+        """,
+    "test_third": FLAKY,
+}
+
+
+@pytest.fixture(scope="module")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Tests under hooks of all kinds."""
+    return run(tmp_path_factory.mktemp("hooked"), HOOKED, "-v", "-p", "census", *PLUGINS)
+
+
+@pytest.fixture(scope="module")
+def only_set_up(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    files = {"rerunfailures": RERUNFAILURES, "randomly": RANDOMLY, "test_it": BOTH, "test_told": FLAKY}
+    path = tmp_path_factory.mktemp("only_set_up")
+    return run(path, files, "--setup-only", "-p", "no:xdist", *PLUGINS)
+
+
+def test_a_run_with_ranks_does_not_import_torch_in_the_controller(hooked: Done) -> None:
+    (census,) = (line for line in hooked.lines if line.startswith("torch: "))
+    assert census.startswith("torch: False, children: ")
+
+
+def test_a_fixture_kept_for_an_item_that_is_run_elsewhere_ends_before_the_next(
+    hooked: Done,
+) -> None:
+    """Under pytest -n the item that comes next in a file may go to another controller."""
+    told = hooked.verdicts()
+    assert [told[f"test_first.py::{name}"] for name in ("test_a", "test_plain")] == ["PASSED", "PASSED"]
+    assert told["test_second.py::test_b"] == "PASSED"
+    assert "test_first.py::test_elsewhere" not in told
+    assert (hooked.path / "ended.txt").read_text() == "test_first test_second "
+
+
+def test_what_a_hook_adds_to_a_report_reaches_the_controller_if_need_be_as_text(
+    hooked: Done,
+) -> None:
+    assert (hooked.path / "told.txt").read_text().splitlines() == [
+        f"0 {{'what': ('is', '{when}')}} <function pytest_runtest_makereport.<locals>.<lambda>"
+        for when in ("setup", "call", "teardown")
+    ]
+
+
+def test_ranks_know_what_plugins_tell_workers_and_run_nothing_again(hooked: Done) -> None:
+    assert hooked.verdicts()["test_third.py::test_flaky"] == "PASSED"
+    assert "= 5 passed in " in hooked.lines[-1]
+    assert not (hooked.path / "wrong.txt").exists()
+    assert [(hooked.path / f"told-{rank}-xdist.txt").read_text() for rank in (0, 1)] == ["once", "once"]
+
+
+def test_ranks_know_what_plugins_tell_workers_where_there_is_no_xdist(only_set_up: Done) -> None:
+    assert not (only_set_up.path / "wrong.txt").exists()
+    assert [(only_set_up.path / f"told-{rank}-none.txt").read_text() for rank in (0, 1)] == ["once", "once"]
+
+
+def test_set_up_without_tests_does_not_crash(only_set_up: Done) -> None:
+    assert_only_set_up(only_set_up)
+
+
+def test_a_plan_of_set_ups_does_not_crash(tmp_path: Path) -> None:
+    assert_only_set_up(run(tmp_path, {"test_it": BOTH}, "--setup-plan"))
+
+
+def assert_only_set_up(done: Done) -> None:
+    assert done.status == pytest.ExitCode.OK
+    assert [line for line in done.lines if "test_it.py::test_y (fixtures used: " in line]
+    assert "= no tests ran in " in done.lines[-1]
+    assert "Error" not in "\n".join(done.lines)
 
 
 def test_a_plugin_that_fails_to_tell_workers_is_named_with_the_cure(pytester: pytest.Pytester) -> None:
@@ -183,70 +302,3 @@ def test_a_plugin_that_fails_to_tell_workers_is_named_with_the_cure(pytester: py
     result.stdout.fnmatch_lines(
         ["no world of 2 ranks *`pytest_configure_node`*AttributeError: *never_heard_of*"]
     )
-
-
-def test_a_fixture_kept_for_an_item_that_is_run_elsewhere_ends_before_the_next(
-    pytester: pytest.Pytester,
-) -> None:
-    """Under pytest -n the item that comes next in a file may go to another controller."""
-    pytester.makeconftest(
-        """
-        import pytest
-
-        def pytest_runtestloop(session):
-            mine = [item for item in session.items if "elsewhere" not in item.name]
-            for item, following in zip(mine, [*mine[1:], None]):
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            return True
-
-        @pytest.fixture(scope="module")
-        def module(request):
-            yield
-            open("ended.txt", "a").write(f"{request.module.__name__} ")
-        """
-    )
-    pytester.makepyfile(
-        test_first="""
-        import pytest
-        @pytest.mark.ranks(1)
-        def test_a(module): pass
-        def test_plain(): pass
-        @pytest.mark.ranks(1)
-        def test_elsewhere(module): pass
-        """,
-        test_second="""
-        import pathlib, pytest
-        @pytest.mark.ranks(1)
-        def test_b(module): assert pathlib.Path("ended.txt").read_text() == "test_first "
-        """,
-    )
-    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=3)
-    assert (pytester.path / "ended.txt").read_text() == "test_first test_second "
-
-
-def test_what_a_hook_adds_to_a_report_reaches_the_controller_if_need_be_as_text(
-    pytester: pytest.Pytester,
-) -> None:
-    pytester.makeconftest(
-        """
-        import os, pytest
-
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_makereport(call):
-            report = yield
-            report.rank, report.stage = os.environ["RANK"], {"what": ("is", call.when)}
-            report.cannot_be_sent = lambda: 0
-            return report
-
-        def pytest_runtest_logreport(report):
-            if "RANK" not in os.environ:
-                text = report.cannot_be_sent.split(" at ")[0]
-                open("told.txt", "a").write(f"{report.rank} {report.stage} {text}\\n")
-        """
-    )
-    pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(1)\ndef test_x(): pass")
-    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)
-    assert (pytester.path / "told.txt").read_text().splitlines() == [
-        f"0 {{'what': ('is', '{when}')}} <function pytest_runtest_makereport.<locals>.<lambda>"
-        for when in ("setup", "call", "teardown")
-    ]
