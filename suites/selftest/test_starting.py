@@ -30,8 +30,9 @@ def test_a_first(world): note(world, "pids"); draw(world)
 def test_a_second(world): note(world, "pids"); draw(world)
 
 def test_a_module(world):
-    import heavy
+    import heavy, sys
     assert heavy.pid == os.getppid()
+    assert "torch.distributed.fsdp" not in sys.modules  # which is preloaded where nothing else is asked for
 
 def test_a_failure(world, run_subtests): assert False
 def test_not_chosen(world): note(world, "pids")
@@ -81,7 +82,7 @@ def test_the_seed_is_the_one_of_the_command_line(changed: str, shared_project: P
     assert first.endswith(" 7)")
 
 
-def test_preloaded_modules_are_imported_once(changed: str) -> None:
+def test_preloaded_modules_are_imported_once_and_nothing_beside_them(changed: str) -> None:
     assert "test_sample.py::test_a_module PASSED" in changed
 
 
