@@ -317,8 +317,6 @@ def test_c(world):
     pathlib.Path(f"runs-{world.rank}.txt").touch()
     time.sleep(60)
 """
-
-
 CLUMSY = """
 import pdb
 
