@@ -94,7 +94,9 @@ def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess
 
 
 def write_suites(directory: Path, files: dict[str, str]) -> None:
-    (directory / "pytest.toml").write_text("[pytest]\naddopts = ['--import-mode=importlib']\n")
+    # New ranks follow each failure.
+    ini = "[pytest]\naddopts = ['--import-mode=importlib']\nranks_preload = ['harness.adapters.lockstep']\n"
+    (directory / "pytest.toml").write_text(ini)
     for name, text in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
