@@ -187,7 +187,8 @@ def test_the_line_of_an_item_runs_it_again(pytester: pytest.Pytester, other: str
 
 
 def test_an_unknown_engine_is_refused_before_collection(pytester: pytest.Pytester) -> None:
-    with pytest.raises(pytest.UsageError, match="^--engine zero: no engine is called 'zero'; known: lockstep, "):
+    told = "^--engine zero: no engine is called 'zero'; known: lockstep, "
+    with pytest.raises(pytest.UsageError, match=told):
         pytester.parseconfigure("--engine", "lockstep", "--engine", "zero")
 
 
