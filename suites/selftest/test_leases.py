@@ -222,27 +222,6 @@ def test_nothing_of_leases_that_have_ended_is_left(shared: Shared) -> None:
     assert [entry.name for entry in (shared.path / "leases").iterdir()] == ["mutex"]
 
 
-def test_without_a_bound_no_lease_is_kept_and_nothing_of_it_is_imported(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCKSTEP_LEASES", "/nowhere/to/be/found")
-    pytester.makepyfile(
-        """
-        import pytest, sys
-
-        def of_leases():
-            ours = [name for name in sys.modules if name.startswith("harness.")]
-            return [name for name in ours if "leas" in name or "ledger" in name or "claim" in name]
-
-        @pytest.mark.ranks(1)
-        def test_on_a_rank(world): assert of_leases() == []
-
-        def test_in_the_controller(): assert of_leases() == []
-        """
-    )
-    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=2)
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
