@@ -291,9 +291,8 @@ def test_a_folder_that_cannot_be_filled_is_refused_before_anything_runs(
     pytester: pytest.Pytester, args: list[str], message: str
 ) -> None:
     pytester.makepyfile(test_faults="def test_x(): pass")
-    result = pytester.runpytest_subprocess(*args, timeout=60)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert result.stderr.str().startswith(f"ERROR: {message}")
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(message)}"):
+        pytester.parseconfigure(*args)
 
 
 # Cutting
