@@ -270,21 +270,34 @@ def test_a_long_message_does_not_flood_the_annotation(faults: Session) -> None:
     assert max(map(len, faults.annotations())) < 12_000
 
 
+def test_a_failure_outside_of_a_known_checkout_is_annotated_from_the_root(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    pytester.makepyfile(test_it="def test_x(): assert 0")
+    result = pytester.runpytest_subprocess(timeout=60)
+    annotations = [line for line in result.outlines if line.startswith("::error")]
+    assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"]
+
+
 @pytest.mark.parametrize(
-    ("environ", "plugin", "count"),
-    [("true", "none", 1), ("false", "none", 0), ("true", "pytest_github_actions_annotate_failures", 0)],
+    ("environ", "plugin", "annotates"),
+    [
+        ("true", "none", True),
+        ("false", "none", False),
+        ("true", "pytest_github_actions_annotate_failures", False),
+    ],
 )
 def test_annotations_are_written_in_github_actions_and_by_one_plugin(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environ: str, plugin: str, count: int
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environ: str, plugin: str, annotates: bool
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", environ)
-    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
     pytester.makepyfile(none="", pytest_github_actions_annotate_failures="")
-    pytester.makepyfile(test_it="def test_x(): assert 0")
-    result = pytester.runpytest_subprocess("-p", plugin, timeout=60)
-    result.assert_outcomes(failed=1)
-    annotations = [line for line in result.outlines if line.startswith("::error")]
-    assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"] * count
+    pytester.syspathinsert()
+    config = pytester.parseconfigure("-p", plugin)
+    assert config.pluginmanager.hasplugin(plugin)
+    assert config.pluginmanager.hasplugin("harness-annotations") == annotates
 
 
 # Other readers
