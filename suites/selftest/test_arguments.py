@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from textwrap import dedent
@@ -64,8 +65,16 @@ SAMPLE = """
     def test_slow(world): raise AssertionError
 
     @pytest.mark.ranks(2)
+    def test_calm(world):
+        print("calm")
+
+    @pytest.mark.ranks(2)
     def test_leaves_something_behind(world):
+        print("said by", world.rank)
         os.environ["LEFT"] = "1"
+
+    @pytest.mark.ranks(2)
+    def test_after_the_first_failure(world): pass
 """
 PLUGIN = """
     import pytest
@@ -97,8 +106,12 @@ def arguments(tmp_path_factory: pytest.TempPathFactory, run_pytest: Callable[...
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(dedent(text))
     words = "-c ../other.ini --rootdir=.. --import-mode=importlib -o of_the_ini=overridden -W error --mine=3"
-    args = [*shlex.split(words), "-k", "not letter or b"]
-    environ = {"PYTEST_ADDOPTS": "--of-the-plugin=yes --world-seed=5", "PYTHONPATH": str(path / "plugins")}
+    shown = "-x --tb=no -p no:cacheprovider --setup-show -o junit_logging=all"
+    args = [*shlex.split(words), *shown.split(), "-k", "not letter or b"]
+    environ = {
+        "PYTEST_ADDOPTS": "--of-the-plugin=yes --world-seed=5",
+        "PYTHONPATH": f"{path}/plugins:{os.environ.get('PYTHONPATH', '')}",
+    }
     return run_pytest(path, *args, cwd="tests", OF_THE_SHELL="1", **environ)
 
 
@@ -126,9 +139,21 @@ def test_the_sample_was_told_what_it_claims(arguments: Run) -> None:
 
 
 def test_items_that_were_not_selected_do_not_run(arguments: Run) -> None:
-    assert arguments.count() == "7 passed, 3 deselected, 1 error"
+    assert arguments.count() == "8 passed, 3 deselected, 1 error"
 
 
 def test_where_warnings_are_errors_state_left_behind_is_an_error_at_teardown(arguments: Run) -> None:
     assert arguments.outcome("test_leaves_something_behind") == "error"
-    assert "RankStateWarning: rank 0: the test left behind environ: LEFT" in arguments.output
+    told = arguments.cases["test_leaves_something_behind"].findtext("error", "")
+    assert "RankStateWarning: rank 0: the test left behind environ: LEFT" in told
+
+
+def test_the_first_failure_stops_the_run_when_asked_to(arguments: Run) -> None:
+    assert list(arguments.cases)[-2:] == ["test_calm", "test_leaves_something_behind"]
+    assert "stopping after 1 failures" in arguments.output
+
+
+def test_no_traceback_is_shown_and_all_output_is_kept_where_the_user_asked_for_it(arguments: Run) -> None:
+    assert "re-run" not in arguments.output
+    assert arguments.cases["test_calm"].findtext("system-out", "").count("calm") == 2
+    assert "said by 1" in arguments.cases["test_leaves_something_behind"].findtext("system-out", "")

@@ -119,13 +119,3 @@ def test_last_failed_runs_only_what_failed(failures: Run, run_pytest: Callable[.
     assert sorted(json.loads(cache.read_text())) == ids
     assert re.search(r"^/.*/test_failures.py:\d+: rank 1: assert 1 == 0$", again.output, re.MULTILINE)
     assert sorted(re.findall(r"said by (\d)", again.output)) == ["0", "1"]
-
-
-def test_the_first_failure_stops_the_run_when_asked_to(failures: Run, run_pytest: Callable[..., Run]) -> None:
-    args = "-x --tb=no -p no:cacheprovider --setup-show -o junit_logging=all"
-    stopped = run_pytest(failures.path, *args.split())
-    assert stopped.count() == "1 failed, 2 passed"
-    assert "stopping after 1 failures" in stopped.output
-    assert "re-run" not in stopped.output
-    assert stopped.cases["test_calm"].findtext("system-out", "").count("calm") == 2
-    assert "said by 1" in stopped.cases["test_fails"].findtext("system-out", "")
