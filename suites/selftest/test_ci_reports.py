@@ -81,7 +81,7 @@ NOTES = """
     import pytest
 
     def pytest_runtest_logreport(report):
-        if "RANK" in os.environ or hasattr(report, "node"):  # a node is pytest-xdist's, and no JSON
+        if "RANK" in os.environ:
             return
         hook = report_config.hook
         data = hook.pytest_report_to_serializable(config=report_config, report=report)
@@ -146,12 +146,6 @@ def run(path: Path, *args: str) -> Session:
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return run(tmp_path_factory.mktemp("faults"), "-o", "junit_logging=all")
-
-
-@pytest.fixture(scope="module")
-def distributed(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    path = tmp_path_factory.mktemp("distributed")
-    return run(path, "-n1", "--rank-output-dir=kept", "-k", "test_passes or test_dies or points")
 
 
 # The XML report
@@ -307,16 +301,3 @@ def test_merged_reports_can_be_written_as_json_and_read_again(faults: Session) -
     told = [json.loads(line) for line in (faults.path / "reports.txt").read_text().splitlines()]
     assert len(told) == 10 * 3 + 2  # two points
     assert [each for each in told if each[3] is not True] == []
-
-
-def test_under_pytest_n_annotations_are_written_once_and_properties_arrive(distributed: Session) -> None:
-    titles = sorted(re.findall("title=(.*?)::", line)[0] for line in distributed.annotations())
-    assert titles == ["test_dies", "test_points [n=2]"]
-    [case] = distributed.cases("test_dies")
-    assert dict(properties(case))["cause"] == "died: SIGKILL"
-
-
-def test_under_pytest_n_the_controllers_keep_output(distributed: Session) -> None:
-    kept = distributed.path / "kept"
-    assert [path.name for path in (kept / "outside-of-tests").glob("*")] == ["gw0"]
-    assert (kept / "test_faults.py" / "test_dies" / "rank-1.stdout").read_text() == "dying\n"
