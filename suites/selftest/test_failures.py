@@ -97,7 +97,8 @@ def again(failures: Run, run_pytest: Callable[..., Run]) -> Run:
     """The line that runs a failure again, with other ways to show it."""
     program, *args = shlex.split(re.findall(r"^pytest .*::test_fails.*$", failures.output, re.MULTILINE)[0])
     assert program == "pytest"
-    return run_pytest(failures.path, *args, "-p", "no:cacheprovider", "--tb=native", "--debug")
+    shown = ("--tb=native", "--debug", "--capture=tee-sys")
+    return run_pytest(failures.path, *args, "-p", "no:cacheprovider", *shown)
 
 
 def test_the_line_that_runs_a_failure_again_does_so(again: Run) -> None:
@@ -108,6 +109,12 @@ def test_the_line_that_runs_a_failure_again_does_so(again: Run) -> None:
 def test_a_native_traceback_and_the_debug_log_come_out_whole(again: Run) -> None:
     assert "FAILED test_failures.py::test_fails - rank 1: assert 1 == 0\n" in again.output
     assert "\0" not in (again.path / "pytestdebug.log").read_text()
+
+
+def test_ranks_print_live_where_the_user_asked_for_it(again: Run) -> None:
+    live, _, report = again.output.partition("= FAILURES =")
+    assert sorted(re.findall(r"said by (\d)\n", live)) == ["0", "1"]
+    assert re.findall(r"said by (\d)\n", report) == ["1"]
 
 
 def test_last_failed_runs_only_what_failed(failures: Run, run_pytest: Callable[..., Run]) -> None:

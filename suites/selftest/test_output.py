@@ -274,12 +274,6 @@ def test_output_that_python_captures_in_memory_is_shown_as_well(tmp_path: Path) 
     ]
 
 
-def test_ranks_print_live_where_the_user_asked_for_it(tmp_path: Path) -> None:
-    session = run(tmp_path, "--capture=tee-sys", "-k", "test_passes")
-    assert "1 passed" in session.output
-    assert sorted(re.findall(r"^calling out \d$", session.output, re.M)) == ["calling out 0", "calling out 1"]
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
