@@ -180,6 +180,47 @@ def shared_project() -> Iterator[Project]:
         yield project
 
 
+@dataclass(frozen=True)
+class Run:
+    """A pytest run that is over: what it printed, and what its XML report says of each test."""
+
+    path: Path
+    output: str
+    cases: dict[str, ElementTree.Element]
+
+    def outcome(self, name: str) -> str:
+        """One word, and the reason of a skip."""
+        children = [child for child in self.cases[name] if child.tag in ("failure", "error", "skipped")]
+        skips = [f"skipped: {child.get('message')}" for child in children if child.tag == "skipped"]
+        return ", ".join(skips or [child.tag for child in children]) or "passed"
+
+    def count(self) -> str:
+        """The last line of pytest's output, without the time it took."""
+        return re.sub(r" in [\d.]+s.*|=", "", self.output.splitlines()[-1]).strip()
+
+
+@pytest.fixture(scope="session")
+def run_pytest() -> Callable[..., Run]:
+    """Run pytest with arguments in a directory, or in `cwd` below it, with more in its environment."""
+
+    def run(path: Path, *args: str, cwd: str = ".", **environ: str) -> Run:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", f"--junitxml={path}/report.xml", "-ra", *args],
+            cwd=path / cwd,
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        cases = ElementTree.parse(path / "report.xml").iter("testcase")
+        return Run(path, done.stdout, {case.attrib["name"]: case for case in cases})
+
+    return run
+
+
 # Sessions full of faults: one subprocess a test file, a healthy test after every fault, verdicts by name.
 
 # Comes after every fault, on the same ranks and in the same file: what the fault has left must not reach it.

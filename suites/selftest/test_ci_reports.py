@@ -81,7 +81,7 @@ NOTES = """
     import pytest
 
     def pytest_runtest_logreport(report):
-        if "RANK" in os.environ or hasattr(report, "node"):  # a node is pytest-xdist's, and no JSON
+        if "RANK" in os.environ:
             return
         hook = report_config.hook
         data = hook.pytest_report_to_serializable(config=report_config, report=report)
@@ -146,12 +146,6 @@ def run(path: Path, *args: str) -> Session:
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return run(tmp_path_factory.mktemp("faults"), "-o", "junit_logging=all")
-
-
-@pytest.fixture(scope="module")
-def distributed(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    path = tmp_path_factory.mktemp("distributed")
-    return run(path, "-n1", "--rank-output-dir=kept", "-k", "test_passes or test_dies or points")
 
 
 # The XML report
@@ -270,21 +264,34 @@ def test_a_long_message_does_not_flood_the_annotation(faults: Session) -> None:
     assert max(map(len, faults.annotations())) < 12_000
 
 
+def test_a_failure_outside_of_a_known_checkout_is_annotated_from_the_root(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    pytester.makepyfile(test_it="def test_x(): assert 0")
+    result = pytester.runpytest_subprocess(timeout=60)
+    annotations = [line for line in result.outlines if line.startswith("::error")]
+    assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"]
+
+
 @pytest.mark.parametrize(
-    ("environ", "plugin", "count"),
-    [("true", "none", 1), ("false", "none", 0), ("true", "pytest_github_actions_annotate_failures", 0)],
+    ("environ", "plugin", "annotates"),
+    [
+        ("true", "none", True),
+        ("false", "none", False),
+        ("true", "pytest_github_actions_annotate_failures", False),
+    ],
 )
 def test_annotations_are_written_in_github_actions_and_by_one_plugin(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environ: str, plugin: str, count: int
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environ: str, plugin: str, annotates: bool
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", environ)
-    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
     pytester.makepyfile(none="", pytest_github_actions_annotate_failures="")
-    pytester.makepyfile(test_it="def test_x(): assert 0")
-    result = pytester.runpytest_subprocess("-p", plugin, timeout=60)
-    result.assert_outcomes(failed=1)
-    annotations = [line for line in result.outlines if line.startswith("::error")]
-    assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"] * count
+    pytester.syspathinsert()
+    config = pytester.parseconfigure("-p", plugin)
+    assert config.pluginmanager.hasplugin(plugin)
+    assert config.pluginmanager.hasplugin("harness-annotations") == annotates
 
 
 # Other readers
@@ -294,16 +301,3 @@ def test_merged_reports_can_be_written_as_json_and_read_again(faults: Session) -
     told = [json.loads(line) for line in (faults.path / "reports.txt").read_text().splitlines()]
     assert len(told) == 10 * 3 + 2  # two points
     assert [each for each in told if each[3] is not True] == []
-
-
-def test_under_pytest_n_annotations_are_written_once_and_properties_arrive(distributed: Session) -> None:
-    titles = sorted(re.findall("title=(.*?)::", line)[0] for line in distributed.annotations())
-    assert titles == ["test_dies", "test_points [n=2]"]
-    [case] = distributed.cases("test_dies")
-    assert dict(properties(case))["cause"] == "died: SIGKILL"
-
-
-def test_under_pytest_n_the_controllers_keep_output(distributed: Session) -> None:
-    kept = distributed.path / "kept"
-    assert [path.name for path in (kept / "outside-of-tests").glob("*")] == ["gw0"]
-    assert (kept / "test_faults.py" / "test_dies" / "rank-1.stdout").read_text() == "dying\n"

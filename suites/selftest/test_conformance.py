@@ -27,8 +27,11 @@ class Other(Lockstep):
 """
 
 CLAIMS = '''
+import os
+from types import SimpleNamespace
 import pytest
-from harness.adapters import Capability, NotOffered
+if "RANK" in os.environ:
+    from harness.adapters import Capability, NotOffered
 
 def refuse(engine, capability):
     if engine.name == "other":
@@ -54,22 +57,27 @@ def test_half_of_it(world, engine, run_subtests):
             refuse(engine, Capability.OFFLOAD)
     run_subtests({"offload": [False, True]}, claim)
 
-@pytest.mark.parametrize("dtype", ["fp16"])
-def test_rounding(engine, dtype):
-    if engine.name == "other":
-        pytest.xfail("rounds twice, pytorch#144045")
+class TestInTheController:
+    @pytest.fixture
+    def engine(self, request):  # a stand-in, which takes no time to import
+        return SimpleNamespace(name=request.param.partition(":")[0])
 
-def test_on_a_gpu(engine):
-    pytest.skip("needs a GPU")
+    @pytest.mark.parametrize("dtype", ["fp16"])
+    def test_rounding(self, engine, dtype):
+        if engine.name == "other":
+            pytest.xfail("rounds twice, pytorch#144045")
 
-@pytest.fixture
-def put_back(engine):
-    yield
-    assert engine.name != "other", "left behind"
+    def test_on_a_gpu(self, engine):
+        pytest.skip("needs a GPU")
 
-def test_tear_down(put_back): pass
+    @pytest.fixture
+    def put_back(self, engine):
+        yield
+        assert engine.name != "other", "left behind"
 
-def test_nobody(engine): assert engine.name == "nobody"
+    def test_tear_down(self, put_back): pass
+
+    def test_nobody(self, engine): assert engine.name == "nobody"
 
 def test_of_no_engine(): pass
 '''
@@ -86,7 +94,9 @@ def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess
 
 
 def write_suites(directory: Path, files: dict[str, str]) -> None:
-    (directory / "pytest.toml").write_text("[pytest]\naddopts = ['--import-mode=importlib']\n")
+    # New ranks follow each failure.
+    ini = "[pytest]\naddopts = ['--import-mode=importlib']\nranks_preload = ['harness.adapters.lockstep']\n"
+    (directory / "pytest.toml").write_text(ini)
     for name, text in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
@@ -121,10 +131,10 @@ OUTCOMES = {
     f"{STEP}::TestStep::test_moves_all_weights": ("Weights move <b>alike</b>.", "held 3/3", "broken 2/3"),
     f"{STEP}::TestStep::test_shards": ("", "held 2/2", "not offered 0/2"),
     f"{STEP}::test_half_of_it": ("", "held 2/2", "held 1/2"),
-    f"{STEP}::test_rounding[fp16]": ("", "held 1/1", "known deviation 0/1"),
-    f"{STEP}::test_on_a_gpu": ("", "skipped 0/1", "skipped 0/1"),
-    f"{STEP}::test_tear_down": ("", "held 1/1", "broken 0/1"),
-    f"{STEP}::test_nobody": ("", "broken 0/1", "broken 0/1"),
+    f"{STEP}::TestInTheController::test_rounding[fp16]": ("", "held 1/1", "known deviation 0/1"),
+    f"{STEP}::TestInTheController::test_on_a_gpu": ("", "skipped 0/1", "skipped 0/1"),
+    f"{STEP}::TestInTheController::test_tear_down": ("", "held 1/1", "broken 0/1"),
+    f"{STEP}::TestInTheController::test_nobody": ("", "broken 0/1", "broken 0/1"),
 }
 
 
@@ -330,7 +340,7 @@ def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_it="raise RuntimeError('collected')", taken="")
-    result = pytester.runpytest_subprocess("--conformance", "taken.py", timeout=60)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --conformance */taken.py: File exists"])
+    pytester.makepyfile(taken="")
+    told = re.escape(f"--conformance {pytester.path / 'taken.py'}: File exists")
+    with pytest.raises(pytest.UsageError, match=f"^{told}$"):
+        pytester.parseconfigure("--conformance", "taken.py")

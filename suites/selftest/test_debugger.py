@@ -14,15 +14,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from harness.rank.view import RankWorld
 
 PROMPT = "(Pdb) "
 HOLD = 0.8
 """Seconds at a prompt: more than the deadline of the tests, and than other ranks get after a failure."""
 
 TESTS = """
-import pathlib, time, pytest, torch, torch.distributed as dist
+import os, pathlib, time, pytest
+if "RANK" in os.environ:
+    import torch, torch.distributed as dist
 pytestmark = pytest.mark.ranks(2, timeout=0.5)
 
 def meet():
@@ -66,7 +72,7 @@ def test_breakpoints(world, capfd):
     assert ranks == 2
     notes = capfd.readouterr().err.splitlines()
     note = "breakpoint in rank 0 of 2: passed by, as the debugger is in rank 1"
-    assert notes == ([f"test_it.py:{line}: {note}" for line in (40, 42)] if world.rank == 0 else [])
+    assert notes == ([f"test_it.py:{line}: {note}" for line in (42, 44)] if world.rank == 0 else [])
 
 @pytest.mark.xfail(raises=AssertionError)
 def test_expected(world):
@@ -311,8 +317,6 @@ def test_c(world):
     pathlib.Path(f"runs-{world.rank}.txt").touch()
     time.sleep(60)
 """
-
-
 CLUMSY = """
 import pdb
 
@@ -350,50 +354,47 @@ def test_commands_come_from_a_pipe_and_ctrl_c_ends_a_test_that_runs(tmp_path: Pa
 
 # Where there is no debugger
 
-WITHOUT = """
-import pytest
 
 @pytest.mark.ranks(2)
-def test_it(world):
-    if world.rank == 1:
+def test_a_breakpoint_without_the_option_fails_with_what_to_do(world: RankWorld) -> None:
+    if world.rank == 0:
+        return
+    with pytest.raises(pytest.fail.Exception) as caught:
         breakpoint()
-"""
-
-
-def run(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    (path / "test_it.py").write_text(WITHOUT)
-    command = [sys.executable, "-m", "pytest", *args]
-    return subprocess.run(
-        command, cwd=path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_a_breakpoint_without_the_option_fails_with_what_to_do(tmp_path: Path) -> None:
-    said = "test_it.py:7: breakpoint in rank 1 of 2: ranks have no terminal of their own; "
-    assert f"{said}run the test with --rank-pdb 1" in run(tmp_path).stdout.splitlines()
+    said = "breakpoint in rank 1 of 2: ranks have no terminal of their own; run the test with --rank-pdb 1"
+    assert str(caught.value) == f"{os.path.relpath(__file__)}:{caught.traceback[0].lineno + 1}: {said}"
+    assert not caught.value.pytrace  # the report is this line
 
 
 @pytest.mark.parametrize(
     ("args", "error"),
     [
         (["--rank-pdb", "-1"], "--rank-pdb -1: ranks count from 0"),
-        (
-            ["--rank-pdb", "2"],
-            "--rank-pdb 2: there is no such rank: the largest world has the ranks 0 to 1",
-        ),
+        (["--rank-pdb", "1", "--pdbcls", "pdb:Pbd"], "--pdbcls pdb:Pbd: module 'pdb' has no attribute 'Pbd'"),
+    ],
+)
+def test_options_of_a_debugger_that_make_no_sense_are_refused(
+    pytester: pytest.Pytester, args: list[str], error: str
+) -> None:
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(error)}$"):
+        pytester.parseconfigure(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--rank-pdb", "2"], "--rank-pdb 2: there is no such rank: the largest world has the ranks 0 to 1"),
         (
             ["--rank-pdb", "1", "-n2"],
             "--rank-pdb needs the terminal, which the processes of pytest -n do not have; leave out -n",
-        ),
-        (
-            ["--rank-pdb", "1", "--pdbcls", "pdb:Pbd"],
-            "--pdbcls pdb:Pbd: module 'pdb' has no attribute 'Pbd'",
         ),
     ],
 )
 def test_a_debugger_that_nothing_would_reach_is_a_usage_error(
     tmp_path: Path, args: list[str], error: str
 ) -> None:
-    done = run(tmp_path, *args)
+    (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.ranks(2)\ndef test_it(world): pass\n")
+    command = [sys.executable, "-m", "pytest", *args]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert done.stderr.strip().splitlines()[-1] == f"ERROR: {error}"

@@ -20,7 +20,14 @@ ENTRIES = [(engine, entry) for engine, table in deviations._TABLES.items() for e
 @pytest.fixture(scope="module")
 def claims() -> list[str]:
     """The node ids of all tests of the suites. Collected beside this run, which may hold one file only."""
-    own = ["--collect-only", "-q", "-p", "no:cacheprovider", f"--ignore={SUITES / 'selftest'}"]
+    own = [
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--assert=plain",
+        f"--ignore={SUITES / 'selftest'}",
+    ]
     command = [sys.executable, "-m", "pytest", str(SUITES), *own]
     done = subprocess.run(command, cwd=SUITES.parent, capture_output=True, text=True, check=True)
     return [line for line in done.stdout.splitlines() if "::" in line]

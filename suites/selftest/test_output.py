@@ -274,12 +274,6 @@ def test_output_that_python_captures_in_memory_is_shown_as_well(tmp_path: Path) 
     ]
 
 
-def test_ranks_print_live_where_the_user_asked_for_it(tmp_path: Path) -> None:
-    session = run(tmp_path, "--capture=tee-sys", "-k", "test_passes")
-    assert "1 passed" in session.output
-    assert sorted(re.findall(r"^calling out \d$", session.output, re.M)) == ["calling out 0", "calling out 1"]
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -291,9 +285,8 @@ def test_a_folder_that_cannot_be_filled_is_refused_before_anything_runs(
     pytester: pytest.Pytester, args: list[str], message: str
 ) -> None:
     pytester.makepyfile(test_faults="def test_x(): pass")
-    result = pytester.runpytest_subprocess(*args, timeout=60)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert result.stderr.str().startswith(f"ERROR: {message}")
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(message)}"):
+        pytester.parseconfigure(*args)
 
 
 # Cutting

@@ -1,72 +1,19 @@
-"""What pytest offers works on ranks as it does elsewhere: arguments, fixtures, hooks, reports, plugins."""
+"""What pytest offers works on ranks as it does elsewhere: fixtures, hooks, skips, warnings, properties."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shlex
-import subprocess
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from suites.selftest.conftest import Run
 
-@dataclass(frozen=True)
-class Session:
-    """A pytest run that is over: what it printed, and what its XML report says of each test."""
-
-    path: Path
-    output: str
-    cases: dict[str, ElementTree.Element]
-
-    def outcome(self, name: str) -> str:
-        """One word, and the reason of a skip."""
-        children = [child for child in self.cases[name] if child.tag in ("failure", "error", "skipped")]
-        skips = [f"skipped: {child.get('message')}" for child in children if child.tag == "skipped"]
-        return ", ".join(skips or [child.tag for child in children]) or "passed"
-
-    def notes(self, name: str) -> list[str]:
-        path = self.path / f"{name}.txt"
-        return path.read_text().splitlines() if path.exists() else []
-
-
-def write(path: Path, **files: str) -> Path:
-    """Write Python files into the directory `path`."""
-    path.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (path / f"{name}.py").write_text(dedent(text))
-    return path
-
-
-def run(path: Path, *args: str, cwd: str = ".", **environ: str) -> Session:
-    command = [sys.executable, "-m", "pytest", f"--junitxml={path}/report.xml", "-ra", *args]
-    done = subprocess.run(
-        command,
-        cwd=path / cwd,
-        env={**os.environ, **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    report = path / "report.xml"
-    cases = ElementTree.parse(report).iter("testcase") if report.exists() else []
-    return Session(path, done.stdout, {case.attrib["name"]: case for case in cases})
-
-
-def count(session: Session) -> str:
-    """The last line of pytest's output, without the time it took."""
-    return re.sub(r" in [\d.]+s.*|=", "", session.output.splitlines()[-1]).strip()
-
-
-# Fixtures
+# One session over five directories that are named on the command line.
 
 NOTES = """
     def note(world, what):
@@ -151,69 +98,36 @@ SECOND = """
         assert package == "the package's own"
         note(world, "d")
 """
+TEAR_DOWNS = """
+    import pytest
 
+    @pytest.fixture(scope="module")
+    def wide():
+        yield
+        raise ValueError("wide")
 
-@pytest.fixture(scope="module")
-def scopes(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    path = write(tmp_path_factory.mktemp("scopes"), notes=NOTES, conftest=SCOPES)
-    write(path / "pkg", __init__="", conftest=PACKAGE, test_first=FIRST, test_second=SECOND)
-    return run(path)
+    @pytest.fixture
+    def narrow():
+        yield
+        raise KeyError("narrow")
 
+    def test_wide(wide): pass
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_fixtures_of_all_scopes_live_once_a_rank_as_long_as_they_should(scopes: Session, rank: int) -> None:
-    assert count(scopes) == "7 passed"
-    assert scopes.notes(f"rank-{rank}-of-2") == [
-        *("session up", "package up", "pkg.test_first up", "a", "class up", "b", "c", "class down"),
-        *("pkg.test_first down", "pkg.test_second up", "d", "pkg.test_second down"),
-        *("package down", "session down"),
-    ]
+    @pytest.mark.ranks(1)
+    def test_narrow(narrow): pass
+"""
+WHERE = """
+    import pytest
 
+    @pytest.fixture
+    def where(): return {name!r}
+"""
+NAMED = """
+    import pytest
 
-def test_fixtures_of_another_world_and_of_the_controller_keep_their_own_time(scopes: Session) -> None:
-    first, last = ["session up", "package up", "pkg.test_first up"], ["pkg.test_first down", "package down"]
-    assert scopes.notes("rank-0-of-1") == [*first, "other", *last, "session down"]
-    assert scopes.notes("controller") == ["up", "down"]
-
-
-def test_a_tear_down_that_fails_on_ranks_and_one_in_the_controller_are_both_told(tmp_path: Path) -> None:
-    tests = """
-        import pytest
-
-        @pytest.fixture(scope="module")
-        def wide():
-            yield
-            raise ValueError("wide")
-
-        @pytest.fixture
-        def narrow():
-            yield
-            raise KeyError("narrow")
-
-        def test_plain(wide): pass
-
-        @pytest.mark.ranks(1)
-        def test_a(narrow): pass
-    """
-    write(tmp_path, test_it=tests)
-    output = run(tmp_path).output
-    errors = [line for line in output.splitlines() if line.startswith("ERROR test_it.py")]
-    assert errors == [
-        "ERROR test_it.py::test_a - rank 0: KeyError: 'narrow'",
-        "ERROR test_it.py::test_a - ValueError: wide",
-    ]
-
-
-def test_conftests_of_several_directories_named_on_the_command_line_are_found(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        conftest = f"import pytest\n\n@pytest.fixture\ndef where(): return {name!r}"
-        tests = f"import pytest\n\n@pytest.mark.ranks(2)\ndef test_{name}(where): assert where == {name!r}"
-        write(tmp_path / name, conftest=conftest, **{f"test_{name}": tests})
-    assert count(run(tmp_path, "one", "two")) == "2 passed"
-
-
-# What passes and what skips
-
+    @pytest.mark.ranks(2)
+    def test_{name}(where): assert where == {name!r}
+"""
 ORDINARY = '''
     """
     >>> import os
@@ -222,7 +136,6 @@ ORDINARY = '''
     """
     import logging, os, sys, unittest, warnings
     import pytest
-    import torch
 
     pytestmark = pytest.mark.ranks(2)
 
@@ -261,6 +174,7 @@ ORDINARY = '''
     def test_properties(world, record_property):
         record_property("same", 1)
         record_property("rank", f"is {world.rank}")
+        import torch
         record_property("loss", torch.tensor(0.5))
 
     @pytest.mark.parametrize("n", [3, 5], ids=["three", "five"])
@@ -328,13 +242,82 @@ ABSENT = """
     @pytest.mark.ranks(2)
     def test_never(world): pass
 """
+UNBOUND = """
+    import pytest, sys
+
+    def of_leases():
+        ours = [name for name in sys.modules if name.startswith("harness.")]
+        return [name for name in ours if "leas" in name or "ledger" in name or "claim" in name]
+
+    @pytest.mark.ranks(1)
+    def test_unbound_on_a_rank(world): assert of_leases() == []
+
+    def test_unbound_in_the_controller(): assert of_leases() == []
+"""
+
+
+def write(path: Path, **files: str) -> Path:
+    """Write Python files into the directory `path`."""
+    path.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (path / f"{name}.py").write_text(dedent(text))
+    return path
 
 
 @pytest.fixture(scope="module")
-def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    path = tmp_path_factory.mktemp("ordinary")
-    write(path, conftest=HOOKS, test_ordinary=ORDINARY, test_others=OTHERS, test_absent=ABSENT)
-    return run(path, "--doctest-modules")
+def run(tmp_path_factory: pytest.TempPathFactory, run_pytest: Callable[..., Run]) -> Run:
+    path = tmp_path_factory.mktemp("session")
+    write(path / "scopes", notes=NOTES, conftest=SCOPES)
+    write(path / "scopes" / "pkg", __init__="", conftest=PACKAGE, test_first=FIRST, test_second=SECOND)
+    write(path / "ordinary", conftest=HOOKS, test_ordinary=ORDINARY, test_others=OTHERS, test_absent=ABSENT)
+    write(path / "ordinary", test_unbound=UNBOUND)
+    for name in ("one", "two"):
+        files = {"conftest": WHERE, f"test_{name}": NAMED}
+        write(path / name, **{file: text.format(name=name) for file, text in files.items()})
+    write(path / "tear_downs", test_it=TEAR_DOWNS)
+    directories = ("one", "two", "ordinary", "tear_downs", "scopes")
+    options = ("--doctest-modules", "--ignore-glob=*/conftest.py")  # several modules of one name
+    return run_pytest(path, *directories, *options, LOCKSTEP_LEASES="/nowhere/to/be/found")
+
+
+def notes(run: Run, name: str) -> list[str]:
+    return (run.path / f"{name}.txt").read_text().splitlines()
+
+
+# Fixtures
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fixtures_of_all_scopes_live_once_a_rank_as_long_as_they_should(run: Run, rank: int) -> None:
+    names = re.findall(r"def (test_\w+)", FIRST + SECOND)
+    assert {run.outcome(name) for name in names} == {"passed"}
+    assert notes(run, f"rank-{rank}-of-2") == [
+        *("session up", "package up", "pkg.test_first up", "a", "class up", "b", "c", "class down"),
+        *("pkg.test_first down", "pkg.test_second up", "d", "pkg.test_second down"),
+        *("package down", "session down"),
+    ]
+
+
+def test_fixtures_of_another_world_and_of_the_controller_keep_their_own_time(run: Run) -> None:
+    first, last = ["session up", "package up", "pkg.test_first up"], ["pkg.test_first down", "package down"]
+    assert notes(run, "rank-0-of-1") == [*first, "other", *last, "session down"]
+    assert notes(run, "controller") == ["up", "down"]
+
+
+def test_a_tear_down_that_fails_on_ranks_and_one_in_the_controller_are_both_told(run: Run) -> None:
+    errors = [line for line in run.output.splitlines() if line.startswith("ERROR ")]
+    assert errors == [
+        "ERROR tear_downs/test_it.py::test_narrow - rank 0: KeyError: 'narrow'",
+        "ERROR tear_downs/test_it.py::test_narrow - ValueError: wide",
+    ]
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_conftests_of_several_directories_named_on_the_command_line_are_found(run: Run, name: str) -> None:
+    assert run.outcome(f"test_{name}") == "passed"
+
+
+# What passes and what skips
 
 
 @pytest.mark.parametrize(
@@ -352,8 +335,8 @@ def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Session:
         *("test_own_warning", "test_marked_by_hook", "test_in_the_controller", "test_ordinary"),
     ],
 )
-def test_what_pytest_offers_works_on_ranks(ordinary: Session, name: str) -> None:
-    assert ordinary.outcome(name) == "passed"
+def test_what_pytest_offers_works_on_ranks(run: Run, name: str) -> None:
+    assert run.outcome(name) == "passed"
 
 
 @pytest.mark.parametrize(
@@ -365,22 +348,22 @@ def test_what_pytest_offers_works_on_ranks(ordinary: Session, name: str) -> None
         ("test_importorskip", "could not import 'no_such_module': No module named 'no_such_module'"),
     ],
 )
-def test_a_skip_keeps_its_reason(ordinary: Session, name: str, reason: str) -> None:
-    assert ordinary.outcome(name) == f"skipped: {reason}"
+def test_a_skip_keeps_its_reason(run: Run, name: str, reason: str) -> None:
+    assert run.outcome(name) == f"skipped: {reason}"
 
 
-def test_a_module_that_skips_itself_is_skipped_once(ordinary: Session) -> None:
-    assert ordinary.output.count("test_absent.py:3: could not import 'no_such_module'") == 1
+def test_a_module_that_skips_itself_is_skipped_once(run: Run) -> None:
+    assert run.output.count("test_absent.py:3: could not import 'no_such_module'") == 1
 
 
-def test_a_warning_of_all_ranks_appears_once_with_its_category_and_line(ordinary: Session) -> None:
-    assert len(re.findall(r"test_ordinary\.py:\d+: DeprecationWarning: seen by all", ordinary.output)) == 1
-    assert ordinary.output.count("OwnWarning: seen by one") == 1
-    assert count(ordinary).endswith("2 warnings")
+def test_a_warning_of_all_ranks_appears_once_with_its_category_and_line(run: Run) -> None:
+    assert len(re.findall(r"test_ordinary\.py:\d+: DeprecationWarning: seen by all", run.output)) == 1
+    assert run.output.count("OwnWarning: seen by one") == 1
+    assert run.count() == "31 passed, 6 skipped, 2 warnings, 2 errors"
 
 
-def test_properties_of_all_ranks_are_recorded_equal_ones_once(ordinary: Session) -> None:
-    nodes = ordinary.cases["test_properties"].iter("property")
+def test_properties_of_all_ranks_are_recorded_equal_ones_once(run: Run) -> None:
+    nodes = run.cases["test_properties"].iter("property")
     assert sorted((node.get("name"), node.get("value")) for node in nodes) == [
         ("hook", "True"),
         ("loss", "tensor(0.5000)"),
@@ -390,237 +373,6 @@ def test_properties_of_all_ranks_are_recorded_equal_ones_once(ordinary: Session)
     ]
 
 
-# What the user typed
-
-SAMPLE = """
-    import json, os, pathlib, sys, warnings
-    import pytest
-
-    def surroundings(config):
-        options = ("mine", "world_seed", "importmode", "override_ini", "pythonwarnings", "of_the_plugin")
-        return {
-            "argv": sys.argv,
-            "path": sys.path,
-            "cwd": os.getcwd(),
-            "root": str(config.rootpath),
-            "ini": str(config.inipath),
-            "args": [str(argument) for argument in config.invocation_params.args],
-            "in ini": config.getini("of_the_ini"),
-            **{option: config.getoption(option) for option in options},
-        }
-
-    def test_in_the_controller(pytestconfig):
-        pathlib.Path("controller.json").write_text(json.dumps(surroundings(pytestconfig)))
-        pathlib.Path("environ.json").write_text(json.dumps(dict(os.environ)))
-
-    @pytest.mark.ranks(2)
-    def test_surroundings(world, pytestconfig):
-        assert surroundings(pytestconfig) == json.loads(pathlib.Path("controller.json").read_text())
-
-    @pytest.mark.ranks(2)
-    def test_environment(world):
-        controller = json.loads(pathlib.Path("environ.json").read_text())
-        del controller["PYTEST_CURRENT_TEST"]
-        assert {name: os.environ.get(name) for name in controller} == controller
-        assert controller["OF_THE_SHELL"] == "1"
-
-    @pytest.mark.ranks(2)
-    def test_fixtures_of_the_plugin(world, from_the_plugin):
-        assert from_the_plugin == 5
-
-    @pytest.mark.ranks(2)
-    def test_warnings_are_errors(world):
-        with pytest.raises(UserWarning, match="loud"):
-            warnings.warn("loud")
-
-    @pytest.mark.ranks(2)
-    @pytest.mark.parametrize("letter", "abc")
-    def test_letter(world, letter):
-        assert letter == "b"
-
-    @pytest.mark.slow
-    @pytest.mark.ranks(2)
-    def test_slow(world): raise AssertionError
-
-    @pytest.mark.ranks(2)
-    def test_leaves_something_behind(world):
-        os.environ["LEFT"] = "1"
-"""
-PLUGIN = """
-    import pytest
-
-    def pytest_addoption(parser):
-        parser.addoption("--of-the-plugin")
-        parser.addini("of_the_ini", "a setting")
-
-    @pytest.fixture
-    def from_the_plugin():
-        return 5
-"""
-INI = """
-    [pytest]
-    addopts = -p own_plugin -m "not slow"
-    markers = slow: takes long
-    python_files = check_*.py
-    of_the_ini = as the file has it
-"""
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    """One session with as many ways to say something to pytest as go together."""
-    path = tmp_path_factory.mktemp("arguments")
-    conftest = 'def pytest_addoption(parser): parser.addoption("--mine", type=int)'
-    write(path / "tests", conftest=conftest, check_sample=SAMPLE)
-    write(path / "plugins", own_plugin=PLUGIN)
-    (path / "other.ini").write_text(dedent(INI))
-    words = "-c ../other.ini --rootdir=.. --import-mode=importlib -o of_the_ini=overridden -W error --mine=3"
-    args = [*shlex.split(words), "-k", "not letter or b"]
-    environ = {"PYTEST_ADDOPTS": "--of-the-plugin=yes --world-seed=5", "PYTHONPATH": str(path / "plugins")}
-    return run(path, *args, cwd="tests", OF_THE_SHELL="1", **environ)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("test_surroundings", "test_environment", "test_fixtures_of_the_plugin", "test_warnings_are_errors"),
-        "test_letter[b]",
-    ],
-)
-def test_what_the_user_typed_means_the_same_on_ranks(arguments: Session, name: str) -> None:
-    assert arguments.outcome(name) == "passed"
-
-
-def test_the_sample_was_told_what_it_claims(arguments: Session) -> None:
-    told = json.loads((arguments.path / "tests" / "controller.json").read_text())
-    assert (told["mine"], told["world_seed"], told["of_the_plugin"], told["in ini"]) == (
-        3,
-        5,
-        "yes",
-        "overridden",
-    )
-    assert told["cwd"] == str(arguments.path / "tests")
-    assert told["ini"] == str(arguments.path / "other.ini")
-
-
-def test_items_that_were_not_selected_do_not_run(arguments: Session) -> None:
-    assert count(arguments) == "7 passed, 3 deselected, 1 error"
-
-
-def test_where_warnings_are_errors_state_left_behind_is_an_error_at_teardown(arguments: Session) -> None:
-    assert arguments.outcome("test_leaves_something_behind") == "error"
-    assert "RankStateWarning: rank 0: the test left behind environ: LEFT" in arguments.output
-
-
-# What fails, and how it is shown
-
-FAILURES = """
-    import random
-    import pytest
-
-    pytestmark = pytest.mark.ranks(2)
-
-    def test_calm(world):
-        print("calm")
-
-    def test_seeds(world):
-        import numpy, torch
-        here = [random.random(), float(numpy.random.rand()), torch.rand(2)]
-        world.assert_same(here)
-        assert here[0] == random.Random(world.seed).random()
-        assert here[2].tolist() == torch.rand(2, generator=torch.Generator().manual_seed(world.seed)).tolist()
-
-    def test_fails(world):
-        print("said by", world.rank)
-        assert world.rank == 0
-
-    def test_exits(world):
-        if world.rank == 1:
-            pytest.exit("enough")
-        world.barrier()
-
-    def test_is_interrupted(world):
-        if world.rank == 0:
-            raise KeyboardInterrupt
-
-    def test_after(world): pass
-"""
-FAILED = ["test_exits", "test_fails", "test_is_interrupted"]
-
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    path = tmp_path_factory.mktemp("failures")
-    write(path, test_failures=FAILURES, test_plain="def test_plain(): pass")
-    return run(path, "-v", "--tb=short", "--durations=3", "--durations-min=0", "--world-seed=7")
-
-
-def test_every_item_has_one_line_in_verbose_output(failures: Session) -> None:
-    lines = re.findall(r"^test_\w+\.py::(\w+) ([A-Z]+)", failures.output, re.MULTILINE)
-    assert [name for name, _ in lines] == list(failures.cases)
-    assert sorted(name for name, word in lines if word == "FAILED") == FAILED
-
-
-def test_exit_and_interrupt_inside_a_rank_fail_their_test_only(failures: Session) -> None:
-    assert count(failures) == "3 failed, 4 passed"
-    assert "FAILED test_failures.py::test_exits - rank 1: _pytest.outcomes.Exit: enough" in failures.output
-    assert "FAILED test_failures.py::test_is_interrupted - rank 0: KeyboardInterrupt" in failures.output
-    assert "rank 0: cut off by that at" in failures.cases["test_exits"].findtext("failure", "")
-
-
-def test_the_xml_report_has_one_case_an_item_and_names_the_rank(failures: Session) -> None:
-    assert len(failures.cases) == 7
-    case = failures.cases["test_fails"]
-    assert case.attrib["classname"] == "test_failures"
-    assert case.findall("failure")[0].get("message", "").startswith("rank 1: assert 1 == 0")
-    assert float(case.attrib["time"]) > 0
-
-
-def test_a_short_traceback_is_short(failures: Session) -> None:
-    text = failures.cases["test_fails"].findtext("failure", "")
-    assert re.search(r"^test_failures.py:\d+: in test_fails$", text, re.MULTILINE)
-    assert "def test_fails" not in text
-
-
-def test_durations_are_listed(failures: Session) -> None:
-    assert len(re.findall(r"^\d+\.\d+s (?:setup|call|teardown) +test_", failures.output, re.MULTILINE)) == 3
-
-
-def test_the_seed_is_part_of_the_report_and_of_the_line_that_runs_it_again(failures: Session) -> None:
-    assert "re-run (seed 7)" in failures.output
-    assert "\npytest test_failures.py::test_fails --world-seed 7\n" in failures.output
-
-
-def test_the_line_that_runs_a_failure_again_does_so(failures: Session) -> None:
-    program, *args = shlex.split(re.findall(r"^pytest .*::test_fails.*$", failures.output, re.MULTILINE)[0])
-    again = run(failures.path, *args, "-p", "no:cacheprovider")
-    assert program == "pytest"
-    assert count(again) == "1 failed"
-    assert "re-run (seed 7)" in again.output
-
-
-def test_last_failed_runs_only_what_failed(failures: Session) -> None:
-    cache = failures.path / ".pytest_cache/v/cache/lastfailed"
-    ids = [f"test_failures.py::{name}" for name in FAILED]
-    assert sorted(json.loads(cache.read_text())) == ids
-    again = run(failures.path, "--lf", "-q", "--tb=line", "-s")
-    assert count(again) == "3 failed"
-    assert sorted(json.loads(cache.read_text())) == ids
-    assert re.search(r"^/.*/test_failures.py:\d+: rank 1: assert 1 == 0$", again.output, re.MULTILINE)
-    assert sorted(re.findall(r"said by (\d)", again.output)) == ["0", "1"]
-
-
-def test_a_native_traceback_and_the_debug_log_come_out_whole(failures: Session) -> None:
-    session = run(failures.path, "-p", "no:cacheprovider", "--tb=native", "--debug", "-k", "fails")
-    assert "FAILED test_failures.py::test_fails - rank 1: assert 1 == 0\n" in session.output
-    assert "\0" not in (failures.path / "pytestdebug.log").read_text()
-
-
-def test_the_first_failure_stops_the_run_when_asked_to(failures: Session) -> None:
-    args = "-x --tb=no -p no:cacheprovider --setup-show -o junit_logging=all"
-    session = run(failures.path, *args.split())
-    assert count(session) == "1 failed, 2 passed"
-    assert "stopping after 1 failures" in session.output
-    assert "re-run" not in session.output
-    assert session.cases["test_calm"].findtext("system-out", "").count("calm") == 2
-    assert "said by 1" in session.cases["test_fails"].findtext("system-out", "")
+@pytest.mark.parametrize("name", ["test_unbound_on_a_rank", "test_unbound_in_the_controller"])
+def test_without_a_bound_no_lease_is_kept_and_nothing_of_it_is_imported(run: Run, name: str) -> None:
+    assert run.outcome(name) == "passed"

@@ -1,0 +1,44 @@
+"""A conftest.py. In the controller: what pytest is told of each test, and which noted processes live then."""
+
+import json
+import os
+import pathlib
+
+import pytest
+
+told = {}
+
+
+@pytest.fixture
+def only(world):
+    return world.rank == 1
+
+
+def of(nodeid):
+    start = {"outcomes": {}, "warnings": [], "errors": "", "stderr": "", "alive": []}
+    return told.setdefault(nodeid.split("::", 1)[1], start)
+
+
+def pytest_warning_recorded(warning_message, nodeid):
+    if "RANK" not in os.environ:
+        of(nodeid)["warnings"].append([warning_message.category.__name__, str(warning_message.message)])
+
+
+def pytest_runtest_logreport(report):
+    if "RANK" not in os.environ:
+        it = of(report.nodeid)
+        it["outcomes"][report.when] = report.outcome
+        it["stderr"] = report.capstderr
+        it["errors"] += report.longreprtext
+
+
+def pytest_runtest_logfinish(nodeid):
+    pids = pathlib.Path("pids.txt")
+    if "RANK" not in os.environ and pids.exists():
+        noted = [line.split()[1] for line in pids.read_text().splitlines()]
+        of(nodeid)["alive"] = [pid for pid in noted if os.path.exists(f"/proc/{pid}")]
+
+
+def pytest_sessionfinish():
+    if "RANK" not in os.environ:
+        pathlib.Path("told.json").write_text(json.dumps(told))

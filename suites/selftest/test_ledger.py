@@ -1,0 +1,350 @@
+"""Who gets which places and GPUs of a machine, and who waits for whom: the ledger, tried without ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.controller import leasing
+from harness.exceptions import LaunchError
+from harness.launch import leases as leases_module
+from harness.launch import ledger
+from harness.launch.claim import Claim, Need
+from harness.launch.leases import Lease, Leases
+from harness.launch.ledger import Ledger, default_directory, hold
+from harness.protocol import RankSpec, SessionSpec, WorldKey
+
+# One line for all
+
+
+class Machine:
+    """A ledger with controllers that take leases from it, each of them as impatient as told."""
+
+    def __init__(self, path: Path) -> None:
+        self.ledger = Ledger(path / "leases")
+
+    def take(self, need: Need, patience: float = 0.0) -> Lease:
+        return Leases(self.ledger, patience, print).take(need, lambda: None)
+
+    def waits(self, need: Need) -> threading.Thread:
+        """Put a world in line, which gives its lease up as soon as it has it; return once it stands there."""
+        thread = threading.Thread(target=self._wait, args=(need,), daemon=True)
+        before = len(list(self.ledger.waiting()))
+        thread.start()
+        deadline = time.monotonic() + 60
+        while len(list(self.ledger.waiting())) == before:
+            assert time.monotonic() < deadline, "no world stands in line"
+            time.sleep(0.01)
+        return thread
+
+    def _wait(self, need: Need) -> None:
+        with contextlib.suppress(LaunchError):  # the test has failed, and is told of elsewhere
+            self.take(need, patience=60).end()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def ranks(number: int, *, at_once: int = 4) -> Need:
+    return Need(Claim(os.getpid(), "/here", number), number, at_once)
+
+
+def gpus(number: int, names: str, *, exclusive: bool = True) -> Need:
+    return Need(Claim(os.getpid(), "/here", 0, tuple(names), exclusive), number)
+
+
+CONTROLLER = """
+import os, sys, time
+from pathlib import Path
+from harness.launch.claim import Claim, Need
+from harness.launch.leases import Leases
+from harness.launch.ledger import Ledger
+
+names = tuple(sys.argv[2])
+need = Need(Claim(os.getpid(), "here", 0, names, True), 2)
+for turn in range(int(sys.argv[3])):
+    lease = Leases(Ledger(Path(sys.argv[1])), 30, print).take(need, lambda: None)
+    begun = time.monotonic()
+    print(*lease.gpus, end=" ", flush=True)
+    time.sleep(float(sys.argv[4]))
+    print(begun, time.monotonic(), flush=True)
+    lease.end()
+"""
+
+
+def controllers(machine: Machine, number: int, *args: str) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", CONTROLLER, str(machine.ledger.directory), *args]
+    return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
+
+
+def times(started: list[subprocess.Popen[str]]) -> list[tuple[str, float, float]]:
+    """Return who had which GPU from when to when, in order of time."""
+    lines = [line.split() for process in started for line in process.communicate(timeout=60)[0].splitlines()]
+    return sorted((gpu, float(line[-2]), float(line[-1])) for line in lines for gpu in line[:-2])
+
+
+@pytest.mark.parametrize("names", ["01", "01234567"])
+def test_four_controllers_with_worlds_of_two_never_share_a_gpu(machine: Machine, names: str) -> None:
+    had = times(controllers(machine, 4, names, "5", "0.01"))
+    assert len(had) == 4 * 5 * 2
+    for (gpu, _, end), (following, begun, _) in itertools.pairwise(had):
+        assert gpu != following or end <= begun
+
+
+def test_a_gpu_of_a_controller_that_was_killed_is_free(machine: Machine) -> None:
+    [holder] = controllers(machine, 1, "01", "1", "600")
+    try:
+        assert holder.stdout
+        assert holder.stdout.read(3) == "0 1"
+        with pytest.raises(LaunchError, match="2 of the GPUs 0, 1"):
+            machine.take(gpus(2, "01"))
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert machine.take(gpus(2, "01")).gpus == ("0", "1")
+
+
+def test_a_lease_lasts_as_long_as_a_rank_lives_and_no_longer(machine: Machine) -> None:
+    lease = machine.take(ranks(4))
+    rank = hold(f"{lease.path}.lease")
+    lease.leave_to_ranks()
+    lease.end()
+    with pytest.raises(LaunchError):
+        machine.take(ranks(1))
+    os.close(rank)
+    assert machine.take(ranks(4)).rest()
+
+
+def test_who_waited_too_long_is_told_for_what_and_for_whom(machine: Machine) -> None:
+    held = machine.take(ranks(3))
+    line = machine.waits(ranks(4))
+    with pytest.raises(LaunchError) as caught:
+        machine.take(ranks(1))
+    mine = f"pid {os.getpid()} in /here"
+    assert str(caught.value) == (
+        "waited 0 s for 1 of the 4 ranks that may run at once (ranks_at_once), held by "
+        f"{mine} (3 ranks); before it in line: {mine} (4 ranks). End these runs, or have patience: the ini "
+        "option ranks_wait says for how many seconds"
+    )
+    held.end()
+    line.join(60)
+    assert [entry.name for entry in machine.ledger.directory.iterdir()] == ["mutex"]
+
+
+def test_small_worlds_do_not_overtake_a_large_one_but_those_that_want_other_things_do(
+    machine: Machine,
+) -> None:
+    held = [machine.take(ranks(2)), machine.take(gpus(1, "0"))]
+    large, single = machine.waits(ranks(4)), machine.waits(gpus(2, "01"))
+    for small in (ranks(1), gpus(1, "1")):
+        with pytest.raises(LaunchError, match="before it in line"):
+            machine.take(small)
+    assert machine.take(gpus(1, "2")).gpus == ("2",)
+    for lease in held:
+        lease.end()
+    large.join(60)
+    single.join(60)
+    assert machine.take(ranks(1)).gpus == ()
+
+
+def test_a_lower_bound_counts_the_ranks_of_runs_with_a_higher_one(machine: Machine) -> None:
+    machine.take(ranks(5, at_once=8))
+    with pytest.raises(LaunchError):
+        machine.take(ranks(1, at_once=4))
+    assert machine.take(ranks(3, at_once=8)).rest()
+
+
+def test_a_warm_world_is_asked_back_once_it_has_been_idle_for_a_while(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm, busy = machine.take(ranks(2)), machine.take(ranks(2))
+    assert warm.rest()
+    with pytest.raises(LaunchError):
+        machine.take(ranks(1))
+    assert warm.resume()
+    monkeypatch.setattr(leases_module, "ASKED_BACK_AFTER", -1.0)
+    assert warm.rest()
+    with pytest.raises(LaunchError):
+        machine.take(ranks(1))
+    assert not warm.resume()
+    assert busy.rest()
+    assert busy.resume()
+
+
+def test_only_as_many_idle_worlds_are_asked_back_as_are_needed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases_module, "ASKED_BACK_AFTER", -1.0)
+    idle = [machine.take(ranks(1)) for _ in range(4)]
+    for age, lease in enumerate(idle):
+        assert lease.rest()
+        os.utime(f"{lease.path}.idle", (1000.0 - age, 1000.0 - age))
+    with pytest.raises(LaunchError):
+        machine.take(ranks(2))
+    assert [lease.resume() for lease in idle] == [True, True, False, False]
+
+
+def test_a_world_rests_until_its_turn_is_over_and_somebody_wants_the_same(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = machine.take(gpus(1, "0"))
+    rank = hold(f"{lease.path}.lease")
+    lease.leave_to_ranks()
+    line = machine.waits(gpus(1, "0"))
+    assert lease.rest()
+    assert lease.resume()
+    monkeypatch.setattr(leases_module, "TURN_LASTS", 0.0)
+    lease.leave_to_ranks()
+    assert not lease.rest()
+    os.close(rank)
+    lease.end()
+    line.join(60)
+    lease = machine.take(gpus(1, "0"))
+    other = machine.take(gpus(1, "1"))
+    line = machine.waits(gpus(1, "1"))
+    assert lease.rest()
+    other.end()
+    line.join(60)
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("held", "number", "exclusive", "chosen"),
+    [
+        ([], 2, True, "01"),
+        ([("0", True)], 2, True, "12"),
+        ([("0", False)], 2, True, "12"),
+        ([("01", True)], 2, True, None),
+        ([("0", False), ("1", False)], 1, False, "2"),
+        ([("0", False), ("12", False)], 2, False, "01"),
+        ([("0", False), ("0", False), ("1", False), ("2", True)], 1, False, "1"),
+        ([("12", True)], 4, False, "0"),
+        ([("012", True)], 1, False, None),
+        ([], 4, False, "012"),
+    ],
+)
+def test_gpus_are_chosen_beside_those_of_others(
+    held: list[tuple[str, bool]], number: int, exclusive: bool, chosen: str | None
+) -> None:
+    others = [Claim(1, "/there", 0, tuple(names), alone) for names, alone in held]
+    choice = gpus(number, "012", exclusive=exclusive).choose(others)
+    assert choice == (None if chosen is None else tuple(chosen))
+
+
+@pytest.mark.parametrize(
+    ("variable", "names"),
+    [(None, ("0", "1")), ("5,GPU-8f2c", ("5", "GPU-8f2c")), (" 3 , 2,-1,7", ("3", "2"))],
+)
+def test_gpus_are_named_as_the_environment_names_them(
+    pytestconfig: pytest.Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    names: tuple[str, ...],
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
+    monkeypatch.setattr(leasing, "count_gpus", lambda: 2)
+    lease = leasing.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
+    assert lease.gpus == names
+    [entry] = (tmp_path / "leases").glob("*.lease")
+    assert json.loads(entry.read_text()) == {
+        "pid": os.getpid(),
+        "where": str(pytestconfig.rootpath),
+        "ranks": 0,
+        "gpus": list(names),
+        "exclusive": True,
+    }
+    lease.end()
+
+
+def test_ranks_are_spread_over_the_gpus_of_their_world() -> None:
+    session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
+    key = WorldKey(4, "gloo", "cuda")
+    assert [RankSpec(n, key, session, 0, "/", "/", None, ("5", "7")).gpu for n in range(4)] == [0, 1, 0, 1]
+    assert RankSpec(3, key, session, 0, "/", "/").gpu is None
+
+
+# The directory
+
+
+def test_the_directory_is_made_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("LOCKSTEP_LEASES", raising=False)
+    Ledger(default_directory())
+    [made] = tmp_path.iterdir()
+    assert (made.name, f"{made.stat().st_mode:o}") == (f"lockstep-{os.getuid()}", "40700")
+
+
+def foreign(path: Path) -> Path:
+    """Return a directory of another user: the root's, if we are not root ourselves."""
+    if os.getuid() != 0:
+        return Path("/")
+    path.mkdir()
+    os.chown(path, 12345, -1)
+    return path
+
+
+def writable(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o770)
+    return path
+
+
+def linked(path: Path) -> Path:
+    path.symlink_to(path.parent)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("directory", "told"),
+    [
+        (foreign, r"belongs to the user with id \d+, not to you \(\d+\)"),
+        (writable, r"others may write in it \(its mode is 0770\)\. Take that away with `chmod go-w"),
+        (linked, "it is no directory"),
+        (lambda path: path / "below", "No such file or directory"),
+    ],
+)
+def test_a_directory_that_others_could_write_in_is_refused(
+    tmp_path: Path, directory: Callable[[Path], Path], told: str
+) -> None:
+    with pytest.raises(LaunchError, match=f"cannot keep leases in .*{told}.*LOCKSTEP_LEASES"):
+        Ledger(directory(tmp_path / "leases"))
+
+
+def test_a_process_that_stopped_while_it_kept_the_ledger_to_itself_is_told_of(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "ALONE_WITHIN", 0.0)
+    told = r"mutex locked for 0 s.*is one of your pytest runs stopped\?"
+    with machine.ledger.alone(), pytest.raises(LaunchError, match=told):
+        machine.take(ranks(1))
+
+
+def test_a_directory_that_is_removed_ends_no_run(machine: Machine) -> None:
+    lease = machine.take(ranks(1))
+    assert lease.rest()
+    shutil.rmtree(machine.ledger.directory)
+    assert not lease.resume()
+    assert not lease.rest()
+    lease.end()
+    with pytest.raises(LaunchError, match=r"cannot keep leases in .*No such file"):
+        machine.take(ranks(1))
