@@ -21,6 +21,7 @@ import pytest
 # What would make a session under test do another thing here than elsewhere.
 AROUND = {
     "PYTEST_ADDOPTS",
+    "PYTHONDONTWRITEBYTECODE",  # each rank would compile test files for itself
     "PYTHONUNBUFFERED",
     "TOX_ENV_DIR",  # where pytest then keeps its cache, the same for all projects
     # By one of these Hypothesis sees that it runs in CI: it then draws the same examples every time and
