@@ -315,8 +315,16 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name, text in getattr(request.module, "FILES", {}).items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "--junitxml=report.xml", "-ra", "--world-timeout=30"]
-    done = subprocess.run(command, cwd=path, capture_output=True, timeout=300, check=False)
+    # Each of many fresh ranks would import the plugins that happen to be installed.
+    plugins = [f"-p{plugin}" for plugin in ("harness.plugin", *getattr(request.module, "PLUGINS", ()))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, "--junitxml=report.xml", "-ra", "--world-timeout=30"],
+        cwd=path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
     return FaultSession(path, names, _read(path), done.stdout.decode(errors="replace"), done.returncode)
 
 

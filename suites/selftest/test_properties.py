@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from suites.selftest.conftest import FaultSession
 
+PLUGINS = ("hypothesispytest",)
 INI = "[pytest]\nranks_preload = hypothesis.stateful"
 FAULTS = """
 import os, signal, time
@@ -25,6 +26,7 @@ settings.register_profile("here", max_examples=30, derandomize=True, database=No
 settings.load_profile("here")
 few = settings(max_examples=10)
 
+@few
 @given(st.lists(st.integers()), st.data())
 def test_same_examples(world, numbers, data):
     drawn = data.draw(st.floats(allow_nan=False))
@@ -154,9 +156,9 @@ TestMachine = Counter.TestCase
 TestMachine.settings = settings(max_examples=10, stateful_step_count=5)
 
 class Mortal(RuleBasedStateMachine):
-    @rule(number=st.integers(0, 5))
+    @rule(number=st.integers(0, 3))
     def step(self, number):
-        if number > 4 and dist.get_rank() == 1:
+        if number > 1 and dist.get_rank() == 1:
             os._exit(4)
 
 def test_machine_that_dies(world):
@@ -311,7 +313,7 @@ def test_a_state_machine_runs_in_step(session: FaultSession) -> None:
 def test_a_state_machine_that_kills_a_rank_is_shrunk(session: FaultSession) -> None:
     verdict = session["test_machine_that_dies"]
     assert verdict.head()[0] == "rank 1 of 2 exited with code 4"
-    assert "state = Mortal()\nstate.step(number=5)\nstate.teardown()" in verdict.text
+    assert "state = Mortal()\nstate.step(number=2)\nstate.teardown()" in verdict.text
 
 
 def test_a_second_property_of_a_test_runs_in_step(session: FaultSession) -> None:
