@@ -42,7 +42,8 @@ def _describe(name: str, before: Any, after: Any) -> str:
         case tuple() if name == "sys path":
             new, gone = [p for p in after if p not in before], [p for p in before if p not in after]
             words = [*(f"{path} added" for path in new), *(f"{path} removed" for path in gone)]
-            return f"{name}: {', '.join(words) or 'another order'}"
+            # Another order is pytest's doing: it puts a package's place first as it sets the package up.
+            return f"{name}: {', '.join(words)}" if words else ""
         case str() if name == "locale":
             return f"{name}: {'; '.join(sorted({*after.split(';')} - {*before.split(';')}))}"
         case _:

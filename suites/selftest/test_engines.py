@@ -64,7 +64,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
 @pytest.mark.parametrize("name", built_in_names())
 def test_every_built_in_name_finds_an_engine_of_that_name(name: str) -> None:
     check_name(name)
-    assert find(name).name == name
+    assert (find(name).name, repr(find(name))) == (name, name)
 
 
 @pytest.mark.parametrize("place", ["Other", "INSTANCE", "Inner.Other"])

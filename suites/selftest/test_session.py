@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from suites.selftest.conftest import Run
 
-# One session over five directories that are named on the command line.
+# One session over six directories that are named on the command line.
 
 NOTES = """
     def note(world, what):
@@ -97,6 +97,13 @@ SECOND = """
     def test_d(world, module, package):
         assert package == "the package's own"
         note(world, "d")
+"""
+# What is collected before this package is set up is the next item's file, from another directory.
+ALONE = """
+    import pytest
+
+    @pytest.mark.ranks(2)
+    def test_alone(world): pass
 """
 TEAR_DOWNS = """
     import pytest
@@ -275,7 +282,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, run_pytest: Callable[..., Run]
         files = {"conftest": WHERE, f"test_{name}": NAMED}
         write(path / name, **{file: text.format(name=name) for file, text in files.items()})
     write(path / "tear_downs", test_it=TEAR_DOWNS)
-    directories = ("one", "two", "ordinary", "tear_downs", "scopes")
+    (path / "alone").mkdir()
+    write(path / "alone" / "package", __init__="", test_alone=ALONE)
+    directories = ("alone", "one", "two", "ordinary", "tear_downs", "scopes")
     options = ("--doctest-modules", "--ignore-glob=*/conftest.py")  # several modules of one name
     return run_pytest(path, *directories, *options, LOCKSTEP_LEASES="/nowhere/to/be/found")
 
@@ -315,6 +324,11 @@ def test_a_tear_down_that_fails_on_ranks_and_one_in_the_controller_are_both_told
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_conftests_of_several_directories_named_on_the_command_line_are_found(run: Run, name: str) -> None:
     assert run.outcome(f"test_{name}") == "passed"
+
+
+def test_a_directory_that_pytest_puts_first_for_a_package_is_not_left_by_a_test(run: Run) -> None:
+    assert run.outcome("test_alone") == "passed"
+    assert "left behind sys path" not in run.output
 
 
 # What passes and what skips
@@ -359,7 +373,7 @@ def test_a_module_that_skips_itself_is_skipped_once(run: Run) -> None:
 def test_a_warning_of_all_ranks_appears_once_with_its_category_and_line(run: Run) -> None:
     assert len(re.findall(r"test_ordinary\.py:\d+: DeprecationWarning: seen by all", run.output)) == 1
     assert run.output.count("OwnWarning: seen by one") == 1
-    assert run.count() == "31 passed, 6 skipped, 2 warnings, 2 errors"
+    assert run.count() == "32 passed, 6 skipped, 2 warnings, 2 errors"
 
 
 def test_properties_of_all_ranks_are_recorded_equal_ones_once(run: Run) -> None:
