@@ -127,7 +127,7 @@ def properties(node: ElementTree.Element) -> list[tuple[str | None, str | None]]
 
 
 def run(path: Path, *args: str) -> Session:
-    (path / "pytest.ini").write_text("[pytest]\n")
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
     for name, text in {"test_faults": FAULTS, "checks": CHECKS, "conftest": NOTES}.items():
         (path / f"{name}.py").write_text(dedent(text))
     done = subprocess.run(

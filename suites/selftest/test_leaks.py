@@ -29,7 +29,7 @@ class Session:
 
     def __init__(self, path: Path, policy: str, *samples: str) -> None:
         self.path = path
-        (path / "pytest.ini").write_text(f"[pytest]\nranks_leaks = {policy}\n")
+        (path / "pytest.ini").write_text(f"[pytest]\nranks_preload =\nranks_leaks = {policy}\n")
         shutil.copy(SAMPLES / "telling.py", path / "conftest.py")
         shutil.copy(SAMPLES / "noting.py", path)
         for name in samples:

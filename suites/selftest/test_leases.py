@@ -135,7 +135,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     files = {"conftest": CONFTEST, "test_hangs": HANGS, "test_patient": PATIENT, "test_many": MANY}
     for name, text in files.items():
         (path / f"{name}.py").write_text(text)
-    (path / "pytest.ini").write_text("[pytest]\nranks_at_once = 4\n")
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\nranks_at_once = 4\n")
     (path / "leases").mkdir(mode=0o700)
     runs = [start(path, "test_hangs.py")]
     try:

@@ -118,7 +118,7 @@ COLLECTED = {
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     path = tmp_path_factory.mktemp("collected")
-    (path / "pytest.ini").write_text("[pytest]\n")
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
     for name, text in COLLECTED.items():
         (path / f"test_{name}.py").write_text(dedent(text))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]

@@ -112,7 +112,7 @@ class Session:
 
 
 def run(path: Path, *args: str) -> Session:
-    (path / "pytest.ini").write_text("[pytest]\n")
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
     (path / "test_faults.py").write_text(dedent(FAULTS))
     (path / "conftest.py").write_text(dedent(TO_THE_END))
     done = subprocess.run(

@@ -170,7 +170,7 @@ class Done:
 
 
 def run(path: Path, files: dict[str, str], *args: str) -> Done:
-    (path / "pytest.ini").write_text("[pytest]\n")
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
     for name, text in files.items():
         (path / f"{name}.py").write_text(dedent(text))
     command = [sys.executable, "-m", "pytest", *args]

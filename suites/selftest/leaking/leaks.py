@@ -1,7 +1,6 @@
 """Tests that leave something behind in their rank: processes, threads, files."""
 
 import multiprocessing
-import os
 import pathlib
 import socket
 import subprocess
@@ -11,9 +10,6 @@ from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 from noting import SLEEP, note
-
-if "RANK" in os.environ:
-    pass
 
 pytestmark = pytest.mark.ranks(2)
 kept = []

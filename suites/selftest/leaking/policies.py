@@ -6,9 +6,6 @@ import subprocess
 import pytest
 from noting import SLEEP, note
 
-if "RANK" in os.environ:
-    pass
-
 pytestmark = pytest.mark.ranks(2)
 kept = []
 
