@@ -53,6 +53,8 @@ class Project:
     path: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     header: str = HEADER
+    plugins: bool = False
+    """Whether pytest loads those that happen to be installed: each new rank would import them, too."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def write(self, tests: str, ini: str = "") -> None:
@@ -76,6 +78,9 @@ class Project:
             prepare: called in the new process before it becomes pytest.
         """
         mine = {"TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
+        if not self.plugins:
+            mine["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+            args = ("-p", "harness.plugin", *args)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
         process = subprocess.Popen(
             command,

@@ -133,6 +133,7 @@ def test_crashes():
     pathlib.Path("dead").write_text(f"{worker} {os.getpid()}")
     os.kill(os.getpid(), signal.SIGKILL)
 """)
+    project.plugins = True
     process = project.start("-n2", "test_sample.py", "test_unmarked.py")
     output = process.communicate(timeout=120)[0]
     assert "1 failed, 4 passed" in output

@@ -82,7 +82,7 @@ def _take_seen(path: Path) -> Seen:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     from suites.selftest.conftest import Project
 
-    project = Project(tmp_path_factory.mktemp("runs"))
+    project = Project(tmp_path_factory.mktemp("runs"), plugins=True)
     yield Runs(project)
     project.kill()
 

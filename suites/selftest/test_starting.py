@@ -58,6 +58,7 @@ def changed(shared_project: Project) -> str:
     shared_project.write(TESTS, "ranks_preload = heavy\npythonpath = .")
     deep = shared_project.path / "tmp" / ("deep" * 20)
     deep.mkdir(parents=True)
+    shared_project.plugins = True
     return shared_project.run("test_sample.py", *CHANGING, tmpdir=deep)
 
 
