@@ -58,6 +58,7 @@ def test_last_words(world):
 """
 CLEANS = """
 def clean(world):
+    world.barrier()  # all have begun: the controller needs the directory for that
     if world.rank == 0:
         (directory,) = pathlib.Path(os.environ["TMPDIR"]).glob("pymp-*")
         directory.rename(f"cleaned-{os.getpid()}")
