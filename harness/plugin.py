@@ -85,6 +85,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="write to DIR which claims each engine holds, as a page, as Markdown and as JSON",
     )
+    _add_ini_options(parser)
+
+
+def _add_ini_options(parser: pytest.Parser) -> None:
     parser.addini(
         "ranks_preload",
         "modules that the server imports once for all ranks, beside torch",

@@ -42,7 +42,7 @@ def _describe(name: str, before: Any, after: Any) -> str:
         case tuple() if name == "sys path":
             new, gone = [p for p in after if p not in before], [p for p in before if p not in after]
             words = [*(f"{path} added" for path in new), *(f"{path} removed" for path in gone)]
-            # Another order is pytest's doing: it puts a package's place first as it sets the package up.
+            # Another order alone is put back without a word: pytest makes one as it sets up a package.
             return f"{name}: {', '.join(words)}" if words else ""
         case str() if name == "locale":
             return f"{name}: {'; '.join(sorted({*after.split(';')} - {*before.split(';')}))}"

@@ -156,12 +156,15 @@ def nothing_around() -> Iterator[None]:
     if "RANK" in os.environ:  # there it would be a change that the first test leaves
         yield
         return
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
+    in_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a shell's doing, which all inherit
+    if in_background:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in AROUND:
             patch.delenv(name, raising=False)
         yield
+    if in_background:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

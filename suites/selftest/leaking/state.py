@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import locale
 import os
 import pathlib
 import resource
@@ -31,9 +32,6 @@ def test_interpreter(only):
         sys.setrecursionlimit(77777)
         sys.path.insert(0, "/somewhere")
         os.umask(0o077)
-        import faulthandler
-        import locale
-
         faulthandler.disable()
         locale.setlocale(locale.LC_NUMERIC, "C" if locale.setlocale(locale.LC_NUMERIC) != "C" else "C.UTF-8")
 
@@ -44,7 +42,6 @@ def test_limit(only):
 
 
 def test_everything_is_put_back(world):
-
     pid = pathlib.Path(f"pid-{world.rank}.txt").read_text()
     assert pid == str(os.getpid()), "what cannot be put back costs a new world"
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
