@@ -65,7 +65,10 @@ def test_the_table_of_faults_has_those_of_its_benchmark():
 
 
 def test_the_engine_of_the_page_is_the_one_that_is_tested():
-    page, engine = PROJECT / "docs" / "your_engine.md", Path(__file__).parent / "sample_engine.py"
+    page, engine = (
+        PROJECT / "docs" / "your_engine.md",
+        Path(__file__).parent / "conformance" / "sample_engine.py",
+    )
     assert EXAMPLE.findall(page.read_text())[0] == engine.read_text()
 
 

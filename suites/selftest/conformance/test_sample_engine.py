@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.conformance.stored import load
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 
 STEPS = "core/test_clipping.py::test_clipped_steps_move_the_weights_as_unsharded_ones[True-NO_SHARD]"
 EVERY = (

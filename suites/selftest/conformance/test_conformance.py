@@ -17,7 +17,7 @@ from harness.conformance.outcome import Outcome, Point
 from harness.conformance.stored import dump, load
 from harness.conformance.table import Claim, Share, Table
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 
 OTHER = """
 from harness.adapters.lockstep import Lockstep

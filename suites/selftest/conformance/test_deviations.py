@@ -13,7 +13,7 @@ from harness.adapters import deviations
 from harness.adapters.deviations import Deviation
 from harness.adapters.finding import built_in_names
 
-SUITES = Path(__file__).parents[1]
+SUITES = Path(__file__).parents[2]
 ENTRIES = [(engine, entry) for engine, table in deviations._TABLES.items() for entry in table]
 
 
@@ -27,6 +27,7 @@ def claims() -> list[str]:
         "no:cacheprovider",
         "--assert=plain",
         f"--ignore={SUITES / 'selftest'}",
+        f"--ignore={SUITES / 'engine'}",
     ]
     command = [sys.executable, "-m", "pytest", str(SUITES), *own]
     done = subprocess.run(command, cwd=SUITES.parent, capture_output=True, text=True, check=True)
