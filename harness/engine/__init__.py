@@ -4,42 +4,43 @@ With LOCKSTEP_ENGINE_DEBUG=1 in the environment when a model is wrapped, memory 
 filled with NaN, so that a late reader shows.
 """
 
-from harness.engine.annotate import enable_wrap, wrap
-from harness.engine.composable import fully_shard, replicate
-from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from harness.engine.composed import FSDPModule, UnshardHandle, register_fsdp_forward_method
-from harness.engine.grad_scaler import ShardedGradScaler
-from harness.engine.groups import groups
-from harness.engine.policy import (
+from harness.engine.api import (
     BackwardPrefetch,
     CPUOffload,
-    GroupInfo,
-    GroupState,
-    MixedPrecision,
-    ShardingStrategy,
-)
-from harness.engine.state_policy import (
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    GroupInfo,
+    GroupState,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from harness.engine.wrap_policy import (
+from harness.engine.composable import fully_shard, replicate
+from harness.engine.composed import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from harness.engine.grad_scaler import ShardedGradScaler
+from harness.engine.groups import groups
+from harness.engine.wrapper import FullyShardedDataParallel
+from harness.engine.wrapping import (
     CustomPolicy,
     ModuleWrapPolicy,
     WrapPolicy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
-from harness.engine.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",

@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from harness.engine.policy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from harness.engine.wrap_policy import has_forward
+from harness.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from harness.engine.wrapping import has_forward
 
 _TYPES: Mapping[str, type] = MappingProxyType(
     {

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine.policy import ShardingStrategy
+from harness.engine.api import ShardingStrategy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """One group, or for hybrid strategies the pair (shard, replicate)."""

@@ -17,9 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from harness.engine import construction, ignored
+from harness.engine.api import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 from harness.engine.axes import Axes, check_neighbours
-from harness.engine.buffers import Buffers
-from harness.engine.composable_policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from harness.engine.casting import Buffers
 from harness.engine.composed import FSDPModule, adopt, class_of
 from harness.engine.dtensor_entry import DTensorEntry, Placing
 from harness.engine.group import ShardGroup
@@ -27,10 +34,9 @@ from harness.engine.held_gradients import HeldGradients
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.layout import RowLayout
 from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed, retire
-from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.precision import Precision
 from harness.engine.shard import GroupSettings, LocalShard, cut, layout_of
-from harness.engine.wrap_policy import has_forward
+from harness.engine.wrapping import has_forward
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 

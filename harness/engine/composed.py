@@ -16,7 +16,7 @@ from harness.engine.dtensor_entry import DTensorEntry
 from harness.engine.group import ShardGroup
 from harness.engine.held_gradients import HeldGradients
 from harness.engine.hooks import Unit
-from harness.engine.summon import refuse_when_busy
+from harness.engine.state_dict import refuse_when_busy
 from harness.engine.tree import Tree
 
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.engine import collectives
+from harness.engine.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.axes import Axes, ProcessGroups
-from harness.engine.buffers import Buffers
+from harness.engine.casting import Buffers
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit, UnitSettings
 from harness.engine.ignored import Ignored
 from harness.engine.materialise import Materialiser, ParamInit
 from harness.engine.parameters import Entry, Slot, claim, collect, own_modules, refuse_claimed
-from harness.engine.policy import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from harness.engine.precision import Precision
 from harness.engine.shard import GroupSettings, LocalShard
 from harness.engine.shown_gradients import ShownGradients

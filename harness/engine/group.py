@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engine import collectives
+from harness.engine.api import GroupState
 from harness.engine.axes import Axes
 from harness.engine.full import FullParameters, fill_with_nan, lay_out
 from harness.engine.functional import outside_transforms
 from harness.engine.gradients import Gradients
 from harness.engine.parameters import attach_gradient, retire
-from harness.engine.policy import GroupState
 from harness.engine.precision import Dtypes
 from harness.engine.shard import LocalShard
 from harness.engine.wire import pack, unpack

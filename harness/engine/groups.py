@@ -3,10 +3,10 @@
 from torch import nn
 
 from harness.engine import inspection
+from harness.engine.api import GroupInfo
 from harness.engine.composed import FSDPModule
 from harness.engine.hooks import Unit
 from harness.engine.names import clean_name
-from harness.engine.policy import GroupInfo
 from harness.engine.wrapper import FullyShardedDataParallel
 
 

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from harness.engine.api import BackwardPrefetch, ShardingStrategy
 from harness.engine.awaited import weakly
-from harness.engine.buffers import Buffers
-from harness.engine.containers import cast_floating, map_tensors, tensors
+from harness.engine.casting import Buffers, cast_floating, map_tensors, tensors
 from harness.engine.full import FullParameters
 from harness.engine.group import ShardGroup
-from harness.engine.policy import BackwardPrefetch, ShardingStrategy
 from harness.engine.precision import Precision
 from harness.engine.switches import Switches
 from harness.engine.tree import Tree, backward_id

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from harness.engine.api import GroupInfo
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
 from harness.engine.names import joined
-from harness.engine.policy import GroupInfo
 
 
 def describe(unit: Unit) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from harness.engine.policy import MixedPrecision
+from harness.engine.api import MixedPrecision
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.engine.api import BackwardPrefetch
 from harness.engine.group import ShardGroup
-from harness.engine.policy import BackwardPrefetch
 from harness.engine.precision import Dtypes
 
 _Expected = tuple[ShardGroup, Dtypes | None]

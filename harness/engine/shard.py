@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.engine import collectives, parameters
+from harness.engine.api import ShardingStrategy
 from harness.engine.axes import Axes
 from harness.engine.layout import FlatLayout, Layout
 from harness.engine.parameters import Entry, Slot
-from harness.engine.policy import ShardingStrategy
 from harness.engine.precision import Dtypes, Precision
 
 

@@ -1,26 +1,26 @@
 """The state of one unit, saved and loaded in one of three kinds (`StateDictType`). Runs on ranks."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.engine import collectives, dtensor
+from harness.engine import collectives
+from harness.engine.api import GroupState, ShardingStrategy, StateDictSettings, StateDictType
 from harness.engine.full import fill_with_nan
 from harness.engine.group import ShardGroup
 from harness.engine.hooks import Unit
 from harness.engine.names import FLAT, INNER, clean_name, joined
 from harness.engine.parameters import Slot
-from harness.engine.policy import GroupState
 from harness.engine.shard import LocalShard
-from harness.engine.state_policy import StateDictSettings, StateDictType
-from harness.engine.summon import refuse_when_busy
+from harness.engine.shown_gradients import ShownGradients
 
 _SIGNATURE = "lockstep_shard"
 """Under which key the version numbers of a local state dict's modules tell whose shard it is."""
@@ -151,7 +151,7 @@ class UnitState:
         if not self._keeps():
             return _showing(group.shard, None)
         if self.settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            return _showing(group.shard, dtensor.cut(views, group.shard))
+            return _showing(group.shard, as_dtensors(views, group.shard))
         if self.settings.state_dict_config.offload_to_cpu:
             views = [view.cpu() for view in views]
         return _showing(group.shard, views)
@@ -222,7 +222,7 @@ class UnitState:
         for name, value in state.items():
             own = name.startswith(prefix) and not name.removeprefix(prefix).startswith(below)
             if own and isinstance(value, DTensor):
-                state[name] = dtensor.whole(value, name.replace(f"{INNER}.", ""))
+                state[name] = full_tensor(value, name.replace(f"{INNER}.", ""))
 
 
 @contextmanager
@@ -260,3 +260,93 @@ def _empty() -> dict[str, Any]:
     empty: OrderedDict[str, Any] = OrderedDict()
     empty._metadata = OrderedDict()  # type: ignore[attr-defined]
     return empty
+
+
+def as_dtensors(full: Iterable[Tensor], shard: LocalShard) -> list[DTensor]:
+    """Return this rank's part of tensors that all ranks of the group hold in full, in memory of its own.
+
+    Cut along dim 0 as torch.chunk does: uneven, perhaps empty at the end. What is on every rank anyway, 0-dim
+    tensors and those of NO_SHARD, is replicated. Communicates nothing.
+    """
+    group = shard.settings.axes.process_group
+    mesh = DeviceMesh.from_group(group, shard.device.type)
+    no_shard = shard.settings.strategy is ShardingStrategy.NO_SHARD
+    return [_as_dtensor(tensor, mesh, replicated=no_shard or tensor.dim() == 0) for tensor in full]
+
+
+def full_tensor(value: Tensor, name: str) -> Tensor:
+    """Return a `DTensor` in full, and any other tensor as it is. A collective of the tensor's own mesh.
+
+    Raises ValueError on a rank that is not in that mesh.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if value.device_mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name!r} is a DTensor over {value.device_mesh}, and this rank is not among its ranks; save it "
+            "with torch.distributed.checkpoint, and load it into the state_dict of the model here."
+        )
+    return collectives.full_tensor(value)
+
+
+def _as_dtensor(full: Tensor, mesh: DeviceMesh, replicated: bool) -> DTensor:
+    chunks = (full,) if replicated else full.chunk(mesh.size())
+    index = 0 if replicated else mesh.get_local_rank()
+    local = chunks[index] if index < len(chunks) else full[:0]
+    placement = Replicate() if replicated else Shard(0)
+    return DTensor.from_local(
+        local.clone(), mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+@dataclass(frozen=True)
+class Summon:
+    """``writeback``: keep changes; ``rank0_only``: other ranks go on seeing shards; ``with_grads``: also
+    gather gradients into `.grad`."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.writeback and self.rank0_only:
+            raise ValueError(
+                "summon_full_params: writeback with rank0_only would change rank 0's shard alone; "
+                "pass writeback=False."
+            )
+
+
+@contextmanager
+def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
+    """Let modules of ``units`` see full original parameters inside the context. A collective of all ranks."""
+    groups = [unit.group for unit in units if unit.group]
+    with ExitStack() as stack:
+        for group in groups:
+            _summon_group(group, options, stack)
+        yield
+
+
+def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
+    """Raise RuntimeError if a forward or backward is going on, or full parameters are summoned already."""
+    for unit in units:
+        if unit.tree.busy:
+            raise RuntimeError(f"{what} is illegal inside forward and backward; call it between steps.")
+        if unit.group and unit.group.state is GroupState.SUMMONED:
+            raise RuntimeError(f"{what} is illegal inside summon_full_params; leave that context first.")
+
+
+def _summon_group(group: ShardGroup, options: Summon, stack: ExitStack) -> None:
+    full = group.full_original()
+    gradients = None
+    if options.with_grads:
+        assert isinstance(group.gradients, ShownGradients)
+        gradients = group.gradients.full()
+    if options.rank0_only and not group.settings.axes.is_first:
+        return
+    if options.offload_to_cpu:
+        cpu = torch.device("cpu")
+        full = full.to(cpu)
+        gradients = [g if g is None else g.to(cpu) for g in gradients] if gradients else None
+    group.summon(full, gradients)
+    stack.callback(group.dismiss, options.writeback)

@@ -1,7 +1,7 @@
 """The wrapper front: `FullyShardedDataParallel`, with PyTorch's public names. Runs on ranks.
 
-It reads what the user asks for and hands it on: to `construction`, `hooks`, `summon` and `clip`. State dicts
-are the affair of its base class, in `state_front`.
+It passes the arguments on to `construction`, `hooks`, `state_dict` and `grad_scaler`. Its base class, in
+`wrapper_state`, saves and loads state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,22 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import arguments, auto_wrap, axes, clip, construction, copying, ignored, inspection
-from harness.engine.axes import ProcessGroups
-from harness.engine.names import FLAT as _FLAT
-from harness.engine.names import INNER as _INNER
-from harness.engine.names import clean_name
-from harness.engine.parameters import Slot
-from harness.engine.policy import (
+from harness.engine import arguments, axes, construction, copying, ignored, inspection
+from harness.engine.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
-from harness.engine.state_front import StateFront
-from harness.engine.summon import Summon, refuse_when_busy, summoned
+from harness.engine.axes import ProcessGroups
+from harness.engine.grad_scaler import clip_gradients
+from harness.engine.names import FLAT as _FLAT
+from harness.engine.names import INNER as _INNER
+from harness.engine.names import clean_name
+from harness.engine.parameters import Slot
+from harness.engine.state_dict import Summon, refuse_when_busy, summoned
 from harness.engine.tree import Tree
-from harness.engine.wrap_policy import WrapFunction, WrapPolicy, as_policy
+from harness.engine.wrapper_state import StateFront
+from harness.engine.wrapping import AutoWrap, MakeUnit, WrapFunction, WrapPolicy, as_policy
 
 
 class FullyShardedDataParallel(StateFront):
@@ -110,7 +111,8 @@ class FullyShardedDataParallel(StateFront):
             full_precision_in_eval=construction.full_precision_in_eval(full_precision_in_eval),
         )
         if policy is not None:
-            auto_wrap.wrap_below(module, policy, plan, units, _below(plan))
+            auto_wrap = AutoWrap(policy, plan.ignored.states, plan.mixed_precision, _below(plan))
+            auto_wrap.wrap_below(module, units)
         self._finish(module, plan)
 
     def _finish(self, module: nn.Module, plan: construction.Plan) -> None:
@@ -242,7 +244,7 @@ class FullyShardedDataParallel(StateFront):
         sharded = {e.parameter for u in tree.units if u.group for e in u.group.shard.entries}
         sharded |= {u.group.shard.flat for u in tree.units if u.group}
         others = [parameter for parameter in self.parameters() if parameter not in sharded]
-        return clip.clip(tree.units, others, float(max_norm), float(norm_type))
+        return clip_gradients(tree.units, others, float(max_norm), float(norm_type))
 
     @staticmethod
     def summon_full_params(
@@ -290,7 +292,7 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def _below(plan: construction.Plan) -> auto_wrap.MakeUnit:
+def _below(plan: construction.Plan) -> MakeUnit:
     """Return what makes units with the arguments of ``plan``."""
 
     def make(module: nn.Module, overrides: Mapping[str, Any], precise: bool) -> FullyShardedDataParallel:

@@ -9,19 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.engine import optimizer_load, optimizer_save
-from harness.engine.hooks import Unit
-from harness.engine.names import INNER, clean_name, registered_names
-from harness.engine.optimizer_places import OptimizerView, find_places, world_of
-from harness.engine.state_dict import UnitState
-from harness.engine.state_policy import (
+from harness.engine import optim_state
+from harness.engine.api import (
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
     settings_for,
 )
-from harness.engine.summon import refuse_when_busy
+from harness.engine.hooks import Unit
+from harness.engine.names import INNER, clean_name, registered_names
+from harness.engine.optim_params import OptimizerView, find_places, world_of
+from harness.engine.state_dict import UnitState, refuse_when_busy
 
 
 class StateFront(nn.Module):
@@ -117,7 +116,7 @@ class StateFront(nn.Module):
         Raises ValueError if ``optim`` has other parameters than ``model``.
         """
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return optimizer_save.save(_view(model, optim, group), given)
+        return optim_state.save(_view(model, optim, group), given)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -134,7 +133,7 @@ class StateFront(nn.Module):
         memory of its own. ``is_named_optimizer``: ``optim`` wants names of parameters, not numbers;
         ``load_directly``: load it, too. Raises ValueError if it does not fit ``optim``.
         """
-        loaded = optimizer_load.load(_view(model, optim, group), optim_state_dict, is_named_optimizer)
+        loaded = optim_state.load(_view(model, optim, group), optim_state_dict, is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded

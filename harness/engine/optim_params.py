@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.engine.api import StateDictSettings, StateDictType
 from harness.engine.hooks import Unit
 from harness.engine.layout import Piece
 from harness.engine.names import FLAT, clean_name, joined
 from harness.engine.shard import LocalShard
 from harness.engine.state_dict import signature
-from harness.engine.state_policy import StateDictSettings, StateDictType
 
 State = dict[str, Any]
 """What an optimizer keeps for one parameter: tensors and other values by their names."""

@@ -1,10 +1,16 @@
-"""Which submodules become units of their own. Pure choice: imports torch only, wraps nothing."""
+"""Submodules that become units of their own: chosen by a policy, or marked with `wrap`. Runs on ranks."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
+
+from harness.engine.api import MixedPrecision
+from harness.engine.parameters import children_first
 
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]
@@ -155,3 +161,116 @@ def as_policy(policy: WrapPolicy | WrapFunction) -> WrapPolicy:
             f"function (module, recurse, nonwrapped_numel) -> bool, got {policy!r}"
         )
     return policy if hasattr(policy, "choose") else FunctionPolicy(policy)
+
+
+MakeUnit = Callable[[nn.Module, Overrides, bool], nn.Module]
+"""Make a unit of the module with these arguments of its own; True: in full precision amid mixed."""
+
+
+@dataclass(frozen=True)
+class AutoWrap:
+    """Wrap what `policy` chooses with `make`, and in full precision what `mixed_precision` excludes.
+
+    What is in `ignored` is left as it is.
+    """
+
+    policy: WrapPolicy
+    ignored: States
+    mixed_precision: MixedPrecision
+    make: MakeUnit
+
+    def wrap_below(self, root: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        """Replace each chosen module below `root` with its unit.
+
+        Args:
+            root: The module that is about to be wrapped.
+            units: The existing units below `root`, by name; they stay.
+
+        Raises:
+            ValueError: If the policy chooses a module inside one of `units`.
+        """
+        for name, unit in units.items():
+            _refuse_inside(name, unit, self.policy, self.ignored)
+        left_alone = set(self.ignored)
+        for unit in units.values():
+            left_alone.update(unit.modules(), unit.parameters())
+        chosen = self.policy.choose(root, left_alone)
+        precise = _full_precision_modules(root, self.mixed_precision, left_alone)
+        places = _parents(root)
+        for module in children_first(candidates(root, left_alone)):
+            if module in chosen or module in precise:
+                unit = self.make(module, chosen.get(module, {}), module in precise)
+                for parent, name in places[module]:
+                    setattr(parent, name, unit)
+
+
+def _refuse_inside(name: str, unit: nn.Module, policy: WrapPolicy, ignored: States) -> None:
+    for module in policy.choose(unit, {*ignored, *unit.parameters()}):
+        raise ValueError(
+            f"auto_wrap_policy: it chooses a {type(module).__name__} in {name!r}, which is a "
+            f"{type(unit).__name__} already; wrap a module by hand or by policy, not both: leave it out of "
+            "the policy, or do not wrap it before."
+        )
+
+
+def _full_precision_modules(root: nn.Module, mixed: MixedPrecision, left_alone: States) -> set[nn.Module]:
+    """Return the modules that compute in full precision although the rest does not, and say so."""
+    if mixed.param_dtype is None and mixed.reduce_dtype is None and mixed.buffer_dtype is None:
+        return set()
+    classes = tuple(mixed._module_classes_to_ignore)
+    found = {module for module in candidates(root, left_alone) if isinstance(module, classes)}
+    if found:
+        names = ", ".join(sorted({type(module).__name__ for module in found}))
+        warnings.warn(
+            f"MixedPrecision: {names} modules are wrapped as units of their own in full precision "
+            "(_module_classes_to_ignore).",
+            UserWarning,
+            stacklevel=4,
+        )
+    return found
+
+
+def _parents(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return where each module is registered below ``root``; a shared one in several places."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    return places
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    wrapper_cls: Callable[..., nn.Module]
+    arguments: Mapping[str, Any]
+
+
+# Its own in every thread, and what it was before when a context ends, however that ends.
+_CURRENT: ContextVar[_Wrapping | None] = ContextVar("enable_wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Let `wrap` inside the context make ``wrapper_cls(module, **wrapper_kwargs)``; in this thread only.
+
+    Of nested contexts the innermost counts.
+    """
+    if not callable(wrapper_cls):
+        raise TypeError(f"enable_wrap: wrapper_cls must be a class that takes a module, got {wrapper_cls!r}")
+    token = _CURRENT.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Return ``module`` wrapped as the `enable_wrap` around says, but for ``wrap_overrides``.
+
+    Outside any such context return ``module`` itself.
+    """
+    current = _CURRENT.get()
+    if current is None:
+        return module
+    return current.wrapper_cls(module, **{**current.arguments, **wrap_overrides})
