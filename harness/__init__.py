@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from harness.lazy import from_homes
 
 if TYPE_CHECKING:
-    from harness.adapters import Engine
+    from harness.conformance import Engine
     from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
     from harness.lockstep import RunSubtests
     from harness.rank.view import RankWorld
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CollectivesLog": "harness.recorders",
-    "Engine": "harness.adapters",
+    "Engine": "harness.conformance",
     "ForwardDtypes": "harness.recorders",
     "PeerFailed": "harness.exceptions",
     "RankLeakWarning": "harness.exceptions",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.adapters.deviations import Deviation, known_deviations
-from harness.engines import claim_of, engine_of
+from harness.conformance.deviations import Deviation, known_deviations
+from harness.conformance.selection import claim_of, engine_of
 
 __all__ = ["mark_expected_failure", "points_expected_to_fail"]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from harness.adapters.deviations import Deviation
+from harness.conformance.deviations import Deviation
 from harness.exceptions import PeerFailed
 from harness.protocol import VICTIM_OF_A_POINT, Vote
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.engines import check_engines, engines_of, parametrize
+from harness.conformance.selection import check_engines, engines_of, parametrize
 from harness.expected import mark_expected_failure, points_expected_to_fail
 from harness.marker import MarkError, read_mark
 from harness.protocol import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from harness.adapters import Engine
+    from harness.conformance import Engine
     from harness.lockstep import RunSubtests
     from harness.rank.session import RankSession
     from harness.rank.view import RankWorld
@@ -202,7 +202,7 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> Engine:
     """The engine under test, chosen by `--engine`."""
-    from harness.adapters import EngineError, find
+    from harness.conformance import EngineError, find
 
     engines = engines_of(request.config)
     if len(engines) > 1 and not hasattr(request, "param"):

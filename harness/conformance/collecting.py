@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from harness.conformance.outcome import Outcome, Point, read_point
+from harness.conformance.selection import claim_of, engine_of, engines_of
 from harness.conformance.table import Cell, Claim, Run, Table
 from harness.conformance.writing import write
-from harness.engines import claim_of, engine_of, engines_of
 
 _ASKED = "lockstep_asked"
 """The attribute of a report under which what was collected travels."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import harness
-from harness.adapters.finding import built_in_names
 from harness.conformance.collecting import summary
+from harness.conformance.registry import built_in_names
 from harness.conformance.stored import NoTable, load, merge
 from harness.conformance.writing import write
 

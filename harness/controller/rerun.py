@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines import DEFAULT, claim_of, engine_of
+from harness.conformance.selection import DEFAULT, claim_of, engine_of
 
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.
 OUR_OPTIONS = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Capability, Precision, ShardSpec, offers, require
-from harness.zoo import KnownGradient, KnownGradients
+from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

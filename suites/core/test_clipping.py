@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Capability, Precision, ShardSpec, offers, require
 from harness.assertions import assert_named_close, assert_same_across_ranks, named_gradients
-from harness.zoo import KnownGradient, KnownGradients, NestedWrappedModule
+from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Capability, Precision, ShardSpec, offers
-from harness.zoo import KnownGradient, NestedWrappedModule
+from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance.models import KnownGradient, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every group of the model has some padding
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.adapters import Capability, Precision, ShardSpec, offers, require
 from harness.assertions import assert_named_close, named_gradients
-from harness.zoo import NestedWrappedModule, TransformerWithSharedParams
+from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance.models import NestedWrappedModule, TransformerWithSharedParams
 
 pytestmark = pytest.mark.ranks(2)
 

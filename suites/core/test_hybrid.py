@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.adapters import Capability, Precision, ShardSpec, offers
 from harness.assertions import (
     Trainee,
     Training,
@@ -20,7 +19,13 @@ from harness.assertions import (
     train,
 )
 from harness.assertions.closeness import EXACT
-from harness.zoo import KnownGradient, KnownGradients, NestedWrappedModule, TransformerWithSharedParams
+from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance.models import (
+    KnownGradient,
+    KnownGradients,
+    NestedWrappedModule,
+    TransformerWithSharedParams,
+)
 
 pytestmark = pytest.mark.ranks(4)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     Run,
     Trainee,
@@ -26,7 +25,8 @@ from harness.assertions import (
     per_rank_batches,
     train,
 )
-from harness.zoo import (
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,
     InHalf,

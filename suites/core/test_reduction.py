@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_same_across_ranks
-from harness.zoo import KnownGradient, KnownGradients
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

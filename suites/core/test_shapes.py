@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.adapters import Capability, ShardSpec, offers
 from harness.assertions import assert_named_close, assert_same_across_ranks, named_gradients
+from harness.conformance import Capability, ShardSpec, offers
+from harness.conformance.models import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 from harness.recorders.tensors import named_tensors
-from harness.zoo import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

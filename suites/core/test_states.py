@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Capability, Precision, ShardSpec, offers, require
 from harness.assertions import local_part
-from harness.zoo import NestedWrappedModule
+from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.assertions import Tolerance, assert_named_close, assert_same_across_ranks
+from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -17,7 +18,6 @@ from harness.engine import (
     always_wrap_policy,
     groups,
 )
-from harness.zoo import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

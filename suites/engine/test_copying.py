@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness.assertions import Tolerance, assert_named_close
+from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     CPUOffload,
     CustomPolicy,
@@ -19,7 +20,6 @@ from harness.engine import (
     always_wrap_policy,
     groups,
 )
-from harness.zoo import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

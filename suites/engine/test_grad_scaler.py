@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import harness.engine as lockstep
-from harness.adapters import find
+from harness.conformance import find
 from harness.engine import ShardedGradScaler
 
 INF, NAN = float("inf"), float("nan")

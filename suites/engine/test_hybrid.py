@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from harness.adapters import ShardSpec
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
+from harness.conformance import ShardSpec
+from harness.conformance.models import NestedWrappedModule, UnevenShapes
 from harness.engine import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -21,7 +22,6 @@ from harness.engine import (
     StateDictType,
     groups,
 )
-from harness.zoo import NestedWrappedModule, UnevenShapes
 
 pytestmark = pytest.mark.ranks(4)
 

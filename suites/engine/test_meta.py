@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from harness.assertions import Tolerance, assert_named_close, assert_same_across_ranks
+from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -12,7 +13,6 @@ from harness.engine import (
     always_wrap_policy,
     groups,
 )
-from harness.zoo import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,6 +7,7 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
@@ -14,7 +15,6 @@ from harness.engine import (
     StateDictType,
     always_wrap_policy,
 )
-from harness.zoo import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import ShardSpec
+from harness.conformance import ShardSpec
+from harness.conformance.models import UnevenShapes
 from harness.engine import FullyShardedDataParallel, StateDictType
-from harness.zoo import UnevenShapes
 
 pytestmark = pytest.mark.ranks(2)
 

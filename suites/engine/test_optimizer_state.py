@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.adapters import ShardSpec
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
+from harness.conformance import ShardSpec
+from harness.conformance.models import UnevenShapes
 from harness.engine import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
@@ -17,7 +18,6 @@ from harness.engine import (
     StateDictType,
 )
 from harness.recorders import CollectivesLog
-from harness.zoo import UnevenShapes
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

@@ -9,11 +9,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.adapters import ShardSpec
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
+from harness.conformance import ShardSpec
+from harness.conformance.models import UnevenShapes
 from harness.engine import FullyShardedDataParallel, StateDictType
-from harness.zoo import UnevenShapes
 
 pytestmark = pytest.mark.ranks(3)
 

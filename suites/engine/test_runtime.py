@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_named_close
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import KnownGradient
 from harness.engine import (
     BackwardPrefetch,
     FullyShardedDataParallel,
@@ -14,7 +15,6 @@ from harness.engine import (
     groups,
 )
 from harness.engine.pool import BufferPool
-from harness.zoo import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import UnevenShapes
 from harness.engine import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -21,7 +22,6 @@ from harness.engine import (
 )
 from harness.engine.group import ShardGroup
 from harness.recorders import CollectivesLog
-from harness.zoo import UnevenShapes
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

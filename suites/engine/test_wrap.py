@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
@@ -21,7 +22,6 @@ from harness.engine import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from harness.zoo import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

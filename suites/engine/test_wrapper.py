@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from harness.assertions import assert_named_close
+from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -16,7 +17,6 @@ from harness.engine import (
     always_wrap_policy,
     groups,
 )
-from harness.zoo import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from harness.adapters import ShardSpec
+from harness.conformance import ShardSpec
 
 
 class Trained:

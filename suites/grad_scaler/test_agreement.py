@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.adapters import Capability, offers, require
 from harness.assertions import local_part
-from harness.zoo import KnownGradient
-from harness.zoo.delay import pause
+from harness.conformance import Capability, offers, require
+from harness.conformance.models import KnownGradient
+from harness.conformance.models.delay import pause
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     Trainee,
     Training,
@@ -23,7 +22,13 @@ from harness.assertions import (
     per_rank_batches,
 )
 from harness.assertions.closeness import EXACT
-from harness.zoo import InHalf, NestedWrappedModule, NonUniformReqGradNWM, TransformerWithSharedParams
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import (
+    InHalf,
+    NestedWrappedModule,
+    NonUniformReqGradNWM,
+    TransformerWithSharedParams,
+)
 
 HALF = torch.float16
 IN_HALF = Precision(HALF, HALF, HALF)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision
-from harness.zoo import KnownGradient
+from harness.conformance import Precision
+from harness.conformance.models import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     Trainee,
     Training,
@@ -18,6 +17,7 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
+from harness.conformance import Precision, ShardSpec
 from harness.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32

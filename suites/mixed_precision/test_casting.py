@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import KnownGradient
 from harness.recorders import ForwardDtypes
 from harness.recorders.tensors import named_tensors
-from harness.zoo import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
 

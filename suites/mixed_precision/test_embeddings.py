@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Capability, Precision, ShardSpec, offers
 from harness.assertions import Trainee, Training, assert_parity, per_rank_batches, train, unsharded_with_casts
+from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance.models import TransformerWithSharedParams
 from harness.recorders import ForwardDtypes
-from harness.zoo import TransformerWithSharedParams
 
 F16, F32, I64 = torch.float16, torch.float32, torch.int64
 STEPS = 6

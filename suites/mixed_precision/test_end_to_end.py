@@ -9,7 +9,6 @@ import dataclasses
 import pytest
 import torch
 
-from harness.adapters import Capability, Precision, ShardSpec, offers
 from harness.assertions import (
     Tolerance,
     Trainee,
@@ -22,8 +21,9 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
+from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance.models import LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.recorders import CollectivesLog, ForwardDtypes
-from harness.zoo import LinearMixedPrecision, NestedLinearMixedPrecision
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_gradient_dtypes, per_rank_batches
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import TransformerWithSharedParams
 from harness.recorders import CollectivesLog, ForwardDtypes
-from harness.zoo import TransformerWithSharedParams
 
 pytestmark = pytest.mark.ranks(2)
 

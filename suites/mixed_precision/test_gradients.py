@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     assert_gradient_dtypes,
     assert_named_close,
@@ -17,6 +16,7 @@ from harness.assertions import (
     named_gradients,
     unsharded_with_casts,
 )
+from harness.conformance import Precision, ShardSpec
 
 F16, F32 = torch.float16, torch.float32
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import Tolerance, assert_buffer_dtypes, assert_named_close, per_rank_batches
+from harness.conformance import Precision, ShardSpec
 from harness.recorders import CollectivesLog, ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     Trainee,
     Training,
@@ -19,8 +18,9 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import BatchNormNet, resnet50
 from harness.recorders import ForwardDtypes
-from harness.zoo import BatchNormNet, resnet50
 
 F16, F32 = torch.float16, torch.float32
 IN_FP16 = {"param_dtype": F16, "reduce_dtype": F16, "buffer_dtype": F16}

@@ -6,10 +6,10 @@ Values are such that a sum in low precision, another order or an early division 
 import pytest
 import torch
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import TOLERANCES, assert_named_close
 from harness.assertions.closeness import EXACT
-from harness.zoo import KnownGradient, KnownGradients
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2, 4)
 

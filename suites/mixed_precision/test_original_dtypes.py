@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     Trainee,
     Training,
@@ -17,8 +16,9 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import KnownGradients, LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.recorders import ForwardDtypes
-from harness.zoo import KnownGradients, LinearMixedPrecision, NestedLinearMixedPrecision
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_named_close, named_gradients
 from harness.assertions.closeness import EXACT
+from harness.conformance import Precision, ShardSpec
 from harness.recorders import ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)

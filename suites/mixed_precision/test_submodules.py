@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_named_close, assert_parameter_dtypes, named_gradients
+from harness.conformance import Precision, ShardSpec
 from harness.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32

@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import assert_named_close, per_rank_batches
+from harness.conformance import Precision, ShardSpec
 
 F16 = torch.float16
 WIDTH = 16

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import Phase, settings
 
-from harness.adapters import Capability, offers
+from harness.conformance import Capability, offers
 
 # What an option asks of an engine.
 ASKED = {

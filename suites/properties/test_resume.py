@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.adapters import Capability, ShardSpec, require
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
-from harness.zoo.strategies import rewraps, trees
+from harness.conformance import Capability, ShardSpec, require
+from harness.conformance.models.strategies import rewraps, trees
 
 SPECS = st.fixed_dictionaries(
     {"ranks": st.integers(1, 3)},

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.adapters import ShardSpec
-from harness.zoo import KnownGradient
-from harness.zoo.trees import Tree
+from harness.conformance import ShardSpec
+from harness.conformance.models import KnownGradient
+from harness.conformance.models.trees import Tree
 
 INF, NAN = float("inf"), float("nan")
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.adapters import Capability, Precision, ShardSpec, offers, require
+from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance.models.strategies import trees
 from harness.recorders import CollectivesLog
-from harness.zoo.strategies import trees
 
 BF16, F32 = torch.bfloat16, torch.float32
 

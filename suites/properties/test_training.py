@@ -10,10 +10,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.adapters import Capability, Precision, ShardSpec, offers
 from harness.assertions import TOLERANCES, Tolerance, assert_named_close
 from harness.assertions.closeness import EXACT
-from harness.zoo.strategies import trees
+from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance.models.strategies import trees
 
 BF16, F32 = torch.bfloat16, torch.float32
 

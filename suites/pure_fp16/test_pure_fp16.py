@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.adapters import Precision, ShardSpec
 from harness.assertions import (
     Trainee,
     Training,
@@ -17,7 +16,8 @@ from harness.assertions import (
     assert_parity,
     per_rank_batches,
 )
-from harness.zoo import NestedWrappedModule
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.models import NestedWrappedModule
 
 HALF = torch.float16
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.adapters import Engine
+from harness.conformance import Engine
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.zoo import KnownGradient, KnownGradients
+from harness.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.assertions import assert_named_close, assert_sharded_parity
 from harness.assertions.closeness import EXACT
+from harness.conformance.models import KnownGradient, NestedWrappedModule
 from harness.recorders import ForwardDtypes, named_tensors
-from harness.zoo import KnownGradient, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from harness.assertions import assert_sharded_parity
-from harness.zoo import KnownGradient, KnownGradients, NestedWrappedModule
+from harness.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

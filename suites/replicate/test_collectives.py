@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.zoo import NestedWrappedModule
+from harness.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every parameter of the model has some padding
 

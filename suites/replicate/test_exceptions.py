@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.assertions import assert_sharded_parity
-from harness.zoo import NestedWrappedModule
+from harness.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from harness.assertions import assert_same_across_ranks, assert_sharded_parity
 from harness.assertions.closeness import EXACT
-from harness.zoo import KnownGradient, KnownGradients, NestedWrappedModule
+from harness.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(4)
 

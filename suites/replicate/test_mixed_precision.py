@@ -13,8 +13,8 @@ from torch import nn
 
 from harness.assertions import assert_named_close, assert_sharded_parity, per_rank_batches
 from harness.assertions.closeness import EXACT, Tolerance
+from harness.conformance.models import MLP, CastingLayers, ExternalInput
 from harness.recorders import CollectivesLog, ForwardDtypes
-from harness.zoo import MLP, CastingLayers, ExternalInput
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from harness.assertions import assert_named_close, assert_same_across_ranks, assert_sharded_parity
+from harness.conformance.models import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 from harness.recorders.tensors import named_tensors
-from harness.zoo import AlwaysWrapNestedWrappedModule, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.assertions import assert_named_close, assert_sharded_parity
 from harness.assertions.closeness import EXACT
-from harness.zoo import NestedWrappedModule
+from harness.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import harness
-from harness.adapters.finding import built_in_names
+from harness.conformance.registry import built_in_names
 
 ROOT = Path(harness.__file__).parent
 PROJECT = Path(__file__).parents[2]

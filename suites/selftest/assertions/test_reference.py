@@ -5,8 +5,13 @@ import torch
 from torch import nn
 
 from harness.assertions import unsharded_with_casts
+from harness.conformance.models import (
+    BatchNormNet,
+    KnownGradient,
+    LinearMixedPrecision,
+    TransformerWithSharedParams,
+)
 from harness.recorders import ForwardDtypes
-from harness.zoo import BatchNormNet, KnownGradient, LinearMixedPrecision, TransformerWithSharedParams
 
 pytestmark = pytest.mark.ranks(2)
 

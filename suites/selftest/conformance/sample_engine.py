@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
-from harness.adapters import Capability, Replicas, ShardSpec
+from harness.conformance import Capability, Replicas, ShardSpec
 
 
 class HandDDP(Replicas):

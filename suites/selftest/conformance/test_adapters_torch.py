@@ -6,9 +6,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
-from harness.adapters import Capability, NotOffered, Precision, ShardSpec, find
+from harness.conformance import Capability, NotOffered, Precision, ShardSpec, find
+from harness.conformance.models import KnownGradients
 from harness.recorders import CollectivesLog
-from harness.zoo import KnownGradients
 
 SHARDING = ["lockstep-composable", "torch-fsdp1", "torch-fsdp2"]
 ALL = [*SHARDING, "torch-ddp"]
@@ -182,8 +182,8 @@ def test_torchs_wrapper_front_still_cannot_offload_on_a_host_without_accelerator
 
 
 CONFTEST = """
-from harness.adapters import deviations
-from harness.adapters.deviations import Deviation
+from harness.conformance import deviations
+from harness.conformance.deviations import Deviation
 
 deviations._TABLES["lockstep"] = (
     Deviation(("test_it.py::test_breaks*",), "it breaks"),
@@ -230,7 +230,8 @@ def test_points(engine, world, run_subtests):
 
 
 def test_known_deviations_are_strict_expected_failures_of_tests_and_of_points(pytester):
-    pytester.makeini("[pytest]\nranks_preload = harness.adapters.lockstep")  # new ranks follow each failure
+    # New ranks follow each failure.
+    pytester.makeini("[pytest]\nranks_preload = harness.conformance.adapters.lockstep")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_it=TESTS)
     result = pytester.runpytest_subprocess("-rxf", "-o", "verbosity_subtests=1", timeout=60)

@@ -20,7 +20,7 @@ from harness.conformance.table import Claim, Share, Table
 PROJECT = Path(__file__).parents[3]
 
 OTHER = """
-from harness.adapters.lockstep import Lockstep
+from harness.conformance.adapters.lockstep import Lockstep
 
 class Other(Lockstep):
     name = "other"
@@ -31,7 +31,7 @@ import os
 from types import SimpleNamespace
 import pytest
 if "RANK" in os.environ:
-    from harness.adapters import Capability, NotOffered
+    from harness.conformance import Capability, NotOffered
 
 def refuse(engine, capability):
     if engine.name == "other":
@@ -95,7 +95,8 @@ def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess
 
 def write_suites(directory: Path, files: dict[str, str]) -> None:
     # New ranks follow each failure.
-    ini = "[pytest]\naddopts = ['--import-mode=importlib']\nranks_preload = ['harness.adapters.lockstep']\n"
+    preload = "ranks_preload = ['harness.conformance.adapters.lockstep']"
+    ini = f"[pytest]\naddopts = ['--import-mode=importlib']\n{preload}\n"
     (directory / "pytest.toml").write_text(ini)
     for name, text in files.items():
         (directory / name).parent.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.__main__ import main
-from harness.adapters import Capability, NotOffered
+from harness.conformance import Capability, NotOffered
 from harness.conformance.markdown import to_markdown
 from harness.conformance.outcome import Outcome, Point, read_point
 from harness.conformance.page import to_page
@@ -91,7 +91,7 @@ def skipped(reason: str) -> pytest.TestReport:
 
 def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
     error = NotOffered("torch-ddp", Capability.SHARDING)
-    for text in (f"Skipped: {error}", f"harness.adapters.capabilities.NotOffered: {error}"):
+    for text in (f"Skipped: {error}", f"harness.conformance.capabilities.NotOffered: {error}"):
         assert read_point(skipped(text)) == Point("", Outcome.NOT_OFFERED, "sharding")
     assert read_point(skipped("Skipped: no")) == Point("", Outcome.SKIPPED, "no")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.adapters import deviations
-from harness.adapters.deviations import Deviation
-from harness.adapters.finding import built_in_names
+from harness.conformance import deviations
+from harness.conformance.deviations import Deviation
+from harness.conformance.registry import built_in_names
 
 SUITES = Path(__file__).parents[2]
 ENTRIES = [(engine, entry) for engine, table in deviations._TABLES.items() for entry in table]

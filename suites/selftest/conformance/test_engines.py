@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.adapters import EngineError, find, finding, known_names
-from harness.adapters.finding import built_in_names, check_name
+from harness.conformance import EngineError, find, known_names, registry
+from harness.conformance.registry import built_in_names, check_name
 
 OTHER = """
-from harness.adapters.lockstep import Lockstep
+from harness.conformance.adapters.lockstep import Lockstep
 
 class Other(Lockstep):
     name = "other"
@@ -57,8 +57,8 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     """An installed package that offers an engine by an entry point."""
-    points = EntryPoints([EntryPoint("theirs", f"{other}:Other", finding.ENTRY_POINTS)])
-    monkeypatch.setattr(finding, "entry_points", lambda **wanted: points.select(**wanted))
+    points = EntryPoints([EntryPoint("theirs", f"{other}:Other", registry.ENTRY_POINTS)])
+    monkeypatch.setattr(registry, "entry_points", lambda **wanted: points.select(**wanted))
 
 
 @pytest.mark.parametrize("name", built_in_names())
@@ -105,7 +105,7 @@ def test_a_name_behind_which_there_is_no_module_is_refused_before_anything_is_im
             "other:Nothing",
             r"mine\.other has no 'Nothing'; its .*: Lockstep, Other, INSTANCE, Half",
         ),
-        ("other:Half", "it lacks capabilities, bare, .*grad_scaler of harness.adapters.Engine"),
+        ("other:Half", "it lacks capabilities, bare, .*grad_scaler of harness.conformance.Engine"),
         ("other:Wants", r"Wants\(\) cannot be called without arguments: TypeError: .*'size'"),
         ("away:Engine", "there is no module 'mine.away' on the path"),
         ("needs:Engine", "cannot be imported: ModuleNotFoundError: No module named 'not_installed'"),
@@ -119,7 +119,7 @@ def test_what_an_engine_of_ones_own_lacks_is_told(place: str, told: str) -> None
 
 
 def test_names_are_checked_without_torch() -> None:
-    code = "import sys; from harness.adapters.finding import check_name; check_name('torch-ddp')"
+    code = "import sys; from harness.conformance.registry import check_name; check_name('torch-ddp')"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
@@ -153,7 +153,8 @@ def test_of_no_engine(): assert 0
 
 @pytest.fixture
 def result(pytester: pytest.Pytester, other: str) -> pytest.RunResult:
-    pytester.makeini("[pytest]\nranks_preload = harness.adapters.lockstep")  # new ranks follow each failure
+    # New ranks follow each failure.
+    pytester.makeini("[pytest]\nranks_preload = harness.conformance.adapters.lockstep")
     pytester.makepyfile(test_it=SUITE)
     engines = ("--engine", "lockstep", "--engine", f"{other}:Other", "--engine", "lockstep")
     return pytester.runpytest_subprocess(*engines, "-v", "-p", "no:cacheprovider", timeout=60)

@@ -2,7 +2,7 @@
 
 from sample_engine import HandDDP
 
-from harness.adapters import Capability
+from harness.conformance import Capability
 
 
 class ForgetsToAverage(HandDDP):

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.zoo.trees import Again, Block, Gain, Linear, Offset, Part, Tree
+from harness.conformance.models.trees import Again, Block, Gain, Linear, Offset, Part, Tree
 
 __all__ = ["rewraps", "trees"]
 

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from harness.zoo.nested import NestedWrappedModule
+from harness.conformance.models.nested import NestedWrappedModule
 
 __all__ = ["NestedWrappedModuleWithDelay", "pause"]
 

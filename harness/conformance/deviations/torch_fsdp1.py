@@ -1,14 +1,14 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
-from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.norms import NAN
-from harness.adapters.deviations.torch_engines import (
+from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.norms import NAN
+from harness.conformance.deviations.torch_engines import (
     AGAIN,
     FSDPS,
     ONE_RANK,
     UNREDUCED,
 )
-from harness.adapters.deviations.torch_fsdp1_mixed import MIXED, ONE_SHARD, OTHER_DTYPE, ROOT, WHOLE
+from harness.conformance.deviations.torch_fsdp1_mixed import MIXED, ONE_SHARD, OTHER_DTYPE, ROOT, WHOLE
 
 _UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
 _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were given up"

@@ -1,6 +1,6 @@
 """What clipping breaks: of FSDP1, and of DTensors whichever engine made them."""
 
-from harness.adapters.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import Deviation
 
 _NO_INF_NORM = "an empty shard has no infinity norm"
 

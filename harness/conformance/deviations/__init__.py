@@ -5,10 +5,10 @@ A table for each engine, read off runs with torch 2.13.
 
 from __future__ import annotations
 
-from harness.adapters.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
-from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.dtensor_meshes import DTENSOR_MESHES
-from harness.adapters.deviations.norms import DTENSOR_NORMS
+from harness.conformance.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
+from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.dtensor_meshes import DTENSOR_MESHES
+from harness.conformance.deviations.norms import DTENSOR_NORMS
 
 __all__ = ["Deviation", "known_deviations"]
 

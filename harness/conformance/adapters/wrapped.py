@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harness.adapters.spec import Precision, ShardSpec, chosen_modules
+from harness.conformance.spec import Precision, ShardSpec, chosen_modules
 
 __all__ = ["Wrapped", "WrapperFront"]
 

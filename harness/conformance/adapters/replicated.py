@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.adapters.capabilities import Capability, NotOffered, require
-from harness.adapters.composed import asked
-from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.spec import ShardSpec
+from harness.conformance.adapters.composed import asked
+from harness.conformance.capabilities import Capability, NotOffered, require
+from harness.conformance.interface import Composable, Group, Traffic
+from harness.conformance.spec import ShardSpec
 from harness.recorders import Collective
 
 __all__ = ["Replicas"]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import harness.engine as engine
-from harness.adapters.composed import Composed
-from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.lockstep import composable, traffic
+from harness.conformance.adapters.composed import Composed
+from harness.conformance.adapters.lockstep import composable, traffic
+from harness.conformance.interface import Composable, Group, Traffic
 from harness.recorders import Collective
 
 __all__ = ["LockstepComposable"]

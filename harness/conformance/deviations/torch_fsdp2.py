@@ -1,8 +1,8 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
-from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.norms import DTENSOR_NORMS
-from harness.adapters.deviations.torch_engines import (
+from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.norms import DTENSOR_NORMS
+from harness.conformance.deviations.torch_engines import (
     AMP_SCALER,
     FP16_REFUSED,
     FSDPS,

@@ -9,16 +9,16 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.adapters.face import Engine
+    from harness.conformance.interface import Engine
 
 __all__ = ["EngineError", "built_in_names", "check_name", "find", "known_names"]
 
 _HOMES = {
-    "lockstep": "harness.adapters.lockstep:Lockstep",
-    "lockstep-composable": "harness.adapters.lockstep_composable:LockstepComposable",
-    "torch-fsdp2": "harness.adapters.torch_fsdp2:TorchFsdp2",
-    "torch-fsdp1": "harness.adapters.torch_fsdp1:TorchFsdp1",
-    "torch-ddp": "harness.adapters.torch_ddp:TorchDdp",
+    "lockstep": "harness.conformance.adapters.lockstep:Lockstep",
+    "lockstep-composable": "harness.conformance.adapters.lockstep_composable:LockstepComposable",
+    "torch-fsdp2": "harness.conformance.adapters.torch_fsdp2:TorchFsdp2",
+    "torch-fsdp1": "harness.conformance.adapters.torch_fsdp1:TorchFsdp1",
+    "torch-ddp": "harness.conformance.adapters.torch_ddp:TorchDdp",
 }
 
 ENTRY_POINTS = "lockstep.engines"
@@ -138,12 +138,12 @@ def _made(name: str, cls: type) -> Any:
 
 
 def _check_face(name: str, found: object) -> None:
-    from harness.adapters.face import Engine
+    from harness.conformance.interface import Engine
 
     members = [member for member in vars(Engine) if not member.startswith("_")]
     # Statically: a property may refuse what the engine does not offer.
     missing = [member for member in members if inspect.getattr_static(found, member, None) is None]
     if missing:
         raise EngineError(
-            name, f"it lacks {', '.join(missing)} of harness.adapters.Engine; see docs/your_engine.md"
+            name, f"it lacks {', '.join(missing)} of harness.conformance.Engine; see docs/your_engine.md"
         )

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import harness.engine as lockstep
-from harness.adapters.capabilities import Capability
-from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.spec import ShardSpec
-from harness.adapters.wrapped import Wrapped, WrapperFront
+from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
+from harness.conformance.capabilities import Capability
+from harness.conformance.interface import Composable, Group, Traffic
+from harness.conformance.spec import ShardSpec
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 

@@ -1,6 +1,6 @@
 """What DTensors break where process groups come and go, whichever engine made them."""
 
-from harness.adapters.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import Deviation
 
 DTENSOR_MESHES: tuple[Deviation, ...] = (
     Deviation(

@@ -1,7 +1,7 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of mixed precision."""
 
-from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.torch_engines import IN_LOW_PRECISION
+from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.torch_engines import IN_LOW_PRECISION
 
 ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
 WHOLE = "what is not sharded has no state of its own to show, and is never given up"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.adapters.finding import EngineError, built_in_names, check_name
+from harness.conformance.registry import EngineError, built_in_names, check_name
 
 DEFAULT = "lockstep"
 

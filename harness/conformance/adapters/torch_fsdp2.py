@@ -12,11 +12,11 @@ import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
-from harness.adapters.capabilities import Capability
-from harness.adapters.composed import Composed
-from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.shown import ShownGroup
-from harness.adapters.spec import ShardSpec
+from harness.conformance.adapters.composed import Composed
+from harness.conformance.adapters.snapshot import ShownGroup
+from harness.conformance.capabilities import Capability
+from harness.conformance.interface import Composable, Group, Traffic
+from harness.conformance.spec import ShardSpec
 from harness.engine import GroupState
 from harness.recorders import Collective
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.zoo.delay import pause
-from harness.zoo.nested import NestedWrappedModule
+from harness.conformance.models.delay import pause
+from harness.conformance.models.nested import NestedWrappedModule
 
 __all__ = ["DummyDDP", "MixtureOfExperts"]
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from harness.adapters.capabilities import Capability
-from harness.adapters.spec import ProcessGroups, ShardSpec
+from harness.conformance.capabilities import Capability
+from harness.conformance.spec import ProcessGroups, ShardSpec
 from harness.recorders import Collective
 
 __all__ = ["Composable", "Engine", "Group", "Traffic"]

@@ -1,7 +1,7 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
-from harness.adapters.deviations.deviation import Deviation
-from harness.adapters.deviations.torch_engines import (
+from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.torch_engines import (
     AGAIN,
     AMP_SCALER,
     IN_LOW_PRECISION,

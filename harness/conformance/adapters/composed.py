@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.adapters.capabilities import Capability, NotOffered, require
-from harness.adapters.face import Composable
-from harness.adapters.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
+from harness.conformance.capabilities import Capability, NotOffered, require
+from harness.conformance.interface import Composable
+from harness.conformance.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
 
 __all__ = ["Composed"]
 

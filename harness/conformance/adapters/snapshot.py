@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.adapters.capabilities import Capability, NotOffered
+from harness.conformance.capabilities import Capability, NotOffered
 from harness.engine import GroupState
 
 __all__ = ["ShownGroup"]

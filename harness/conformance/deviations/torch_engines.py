@@ -1,6 +1,6 @@
 """What more than one of torch's engines breaks, for the same reason."""
 
-from harness.adapters.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import Deviation
 
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
 AGAIN = "a backward that no forward of its own came before is not reduced as it should be"

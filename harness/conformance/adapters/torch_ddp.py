@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.adapters.capabilities import Capability
-from harness.adapters.replicas import Replicas
-from harness.adapters.spec import ShardSpec, chosen_modules
+from harness.conformance.adapters.replicated import Replicas
+from harness.conformance.capabilities import Capability
+from harness.conformance.spec import ShardSpec, chosen_modules
 
 __all__ = ["TorchDdp"]
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy
 
-from harness.adapters.capabilities import Capability, NotOffered, require
-from harness.adapters.composed import asked
-from harness.adapters.face import Composable, Group, Traffic
-from harness.adapters.shown import ShownGroup
-from harness.adapters.spec import ProcessGroups, ShardSpec
-from harness.adapters.wrapped import Wrapped, WrapperFront
+from harness.conformance.adapters.composed import asked
+from harness.conformance.adapters.snapshot import ShownGroup
+from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
+from harness.conformance.capabilities import Capability, NotOffered, require
+from harness.conformance.interface import Composable, Group, Traffic
+from harness.conformance.spec import ProcessGroups, ShardSpec
 from harness.engine import GroupState
 from harness.recorders import Collective
 
