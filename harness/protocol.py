@@ -5,10 +5,9 @@ Both sides import this; standard library only. Pytest reports travel in pytest's
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from harness.properties.running import Search
 
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
@@ -18,6 +17,13 @@ VICTIM_OF_A_POINT = "this point failed elsewhere: "
 
 DEFAULT_GROUP = "the default group"
 """What messages call the default process group; others go by torch's names."""
+
+# What a rank says of a connection that another rank closed: never the cause, if there is another failure.
+BROKEN_CONNECTION = re.compile(
+    r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
+    r"|NCCL.*(aborted|remote process exited|socket)",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,45 @@ class RankSpec:
 
 
 # Controller -> rank
+
+
+@dataclass(frozen=True, slots=True)
+class RunningExample:
+    """An example: the same one has the same choices in any world that runs the same test."""
+
+    run: int
+    """Which property of the test it belongs to, from 1."""
+    number: int
+    """Which example of the run it is, from 1."""
+    choices: bytes
+    is_in_body: bool
+    """Whether the arguments were drawn; choices that a body draws itself come after."""
+
+    def is_same(self, other: RunningExample) -> bool:
+        """Whether this is the other at the same moment. Examples without choices are told by their number."""
+        same = (self.run, self.choices, self.is_in_body) == (other.run, other.choices, other.is_in_body)
+        return same and (bool(self.choices) or self.number == other.number)
+
+
+@dataclass(frozen=True, slots=True)
+class CrashedExample:
+    """An example that has cost a world: a rank died in it, or never came out of it."""
+
+    example: RunningExample
+    how: str
+    """What became of which rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What ranks must know alike to search for a failing example alike."""
+
+    entropy: int = 0
+    """What Hypothesis draws its seeds from."""
+    crashed: tuple[CrashedExample, ...] = ()
+    """The examples that have cost a world each, as this test was run in it."""
+    goes_on: bool = True
+    """Whether to look for a smaller example once the last of these has come up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from harness import reporting
 from harness.controller.debugging import Debugging
 from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
 from harness.controller.lost_examples import LostExamples
@@ -25,8 +24,8 @@ from harness.controller.rerun import rerun_line
 from harness.controller.starting import WorldStarter, basetemp_of, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, is_of_torch
-from harness.properties.running import Running, Search
-from harness.protocol import RunItem, Warned, WorldKey
+from harness.protocol import RunItem, RunningExample, Search, Warned, WorldKey
+from harness.reporting.merge import merge
 from harness.world.outcome import ItemOutcome
 from harness.world.world import World
 from harness.world.worlds import Worlds
@@ -130,13 +129,13 @@ class Controller:
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return _refuse(item, Refusal("failed", str(error)))
         self._pass_on_warnings(item, outcome)
-        return reporting.merge(
+        return merge(
             lost.told_of(outcome), item, rerun_line(item), self._config.getoption("world_seed"), outcome
         )
 
     def _run_in_world(
         self, item: pytest.Item, request: Request, order: RunItem
-    ) -> tuple[ItemOutcome, list[Running | None]]:
+    ) -> tuple[ItemOutcome, list[RunningExample | None]]:
         try:
             world = self._worlds.take(request.key, fresh=request.fresh)
         except WorldError as error:

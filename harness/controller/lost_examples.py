@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.properties.running import Lost, Running
-from harness.properties.told import LOST
-from harness.protocol import Finished, RunItem
+from harness.properties.messages import CRASHED
+from harness.protocol import CrashedExample, Finished, RunItem, RunningExample
 from harness.world.diagnosis import place_of
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
@@ -28,7 +27,7 @@ MOST_LOST = 200
 class LostWorld:
     """An example that has cost a world, and what was said of the test in that world."""
 
-    lost: Lost
+    lost: CrashedExample
     outcome: ItemOutcome
 
 
@@ -40,7 +39,7 @@ class LostExamples:
         self._began = 0.0
         self._was_last = False
 
-    def note(self, outcome: ItemOutcome, running: Sequence[Running | None]) -> bool:
+    def note(self, outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> bool:
         """Note what an example has cost; return whether to run the test again, in another world.
 
         Args:
@@ -58,7 +57,7 @@ class LostExamples:
         """Return the order that runs the test again."""
         lost = tuple(world.lost for world in self._worlds)
         self._was_last = not self._searches_on()
-        return replace(order, search=replace(order.search, lost=lost, goes_on=not self._was_last))
+        return replace(order, search=replace(order.search, crashed=lost, goes_on=not self._was_last))
 
     def _searches_on(self) -> bool:
         """Whether there is time for one more loss like the last one."""
@@ -68,19 +67,19 @@ class LostExamples:
     def told_of(self, outcome: ItemOutcome) -> ItemOutcome:
         """Return what to tell of the test: its last run, or the one that the example found there has cost."""
         reports = [report for rank in outcome.ranks for report in rank.reports]
-        number = next((report[LOST] for report in reports if LOST in report), None)
+        number = next((report[CRASHED] for report in reports if CRASHED in report), None)
         return outcome if number is None else self._worlds[number].outcome
 
 
-def _find(outcome: ItemOutcome, running: Sequence[Running | None]) -> LostWorld | None:
+def _find(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> LostWorld | None:
     culprit = _culprit(outcome, running)
     example = None if culprit is None else running[culprit.rank]
     if culprit is None or example is None:
         return None
-    return LostWorld(Lost(example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
+    return LostWorld(CrashedExample(example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
 
 
-def _culprit(outcome: ItemOutcome, running: Sequence[Running | None]) -> RankOutcome | None:
+def _culprit(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> RankOutcome | None:
     """Return the rank that was lost in an example: by its death, or else by standing still."""
     dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died)]
     if dead:

@@ -12,13 +12,11 @@ from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData, Status
 from hypothesis.internal.escalation import get_trimmed_traceback
 
-from harness.properties.lost import LostExamples
+from harness.properties.crashed import CrashGuard
+from harness.properties.messages import ExampleResult, RunningExampleFile
 from harness.properties.origin import origin_of
 from harness.properties.recorder import Recorder
-from harness.properties.running import RunningExample
-from harness.properties.told import Told
-from harness.protocol import Vote
-from harness.reporting.problems import BROKEN_CONNECTION
+from harness.protocol import BROKEN_CONNECTION, Vote
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
@@ -52,7 +50,7 @@ class Attempt:
         result: What it has returned.
     """
 
-    def __init__(self, data: ConjectureData, running: RunningExample, lost: LostExamples) -> None:
+    def __init__(self, data: ConjectureData, running: RunningExampleFile, lost: CrashGuard) -> None:
         self.data = data
         self.error: BaseException | None = None
         self.result: object = None
@@ -82,7 +80,7 @@ class Attempt:
 
     def vote(self, point: str, seconds: float) -> Vote:
         outcome, reason = self._outcome()
-        told = Told(
+        mine = ExampleResult(
             self.recorder.digest(),
             seconds,
             dict(self.data.draw_times),
@@ -90,7 +88,7 @@ class Attempt:
             origin_of(self.error) if outcome == "failed" and self.error is not None else None,
             BROKEN_CONNECTION.search(str(self.error)) is not None if outcome == "failed" else False,
         )
-        return Vote(point, outcome, reason, told.pack(), renews_deadline=True)
+        return Vote(point, outcome, reason, mine.pack(), renews_deadline=True)
 
     def _outcome(self) -> tuple[str, str]:
         match self.error:
@@ -125,7 +123,7 @@ class Attempt:
         if state is not None and self.data._random is not None:
             self.data._random.setstate(state)
 
-    def share(self, told: Sequence[Told]) -> None:
+    def share(self, told: Sequence[ExampleResult]) -> None:
         """Take the times of the slowest rank, which health checks go by, and the best of all targets."""
         slowest = max(told, key=lambda each: sum(each.draw_times.values()))
         self.data.draw_times = dict(slowest.draw_times)

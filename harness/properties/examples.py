@@ -9,21 +9,20 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hypothesis import core
 from hypothesis.internal.conjecture.data import ConjectureData
 
 from harness.exceptions import PeerFailed
-from harness.properties import differences
+from harness.properties import desync
 from harness.properties.attempt import Attempt
 from harness.properties.clock import LockstepClock
-from harness.properties.exceptions import LeftAlone, OutOfStep
-from harness.properties.lost import LostExamples
+from harness.properties.crashed import CrashGuard
+from harness.properties.desync import LeftAlone, OutOfStep
+from harness.properties.messages import ExampleResult, RankInStep, RunningExampleFile
 from harness.properties.origin import set_origin
-from harness.properties.running import RunningExample, Search
-from harness.properties.told import Groups, Told
-from harness.protocol import RankSpec, Vote
+from harness.protocol import Search, Vote
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 
@@ -56,29 +55,20 @@ def _untraced() -> Iterator[None]:
 
 def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
     """Whether another rank has ended the property, as only an error of its own can make it do."""
-    return mine.point != differences.END and any(vote.point == differences.END for vote in votes)
-
-
-class Lockstep(Protocol):
-    """What property tests need of a rank."""
-
-    def agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]: ...
-    def begin_point(self, name: str) -> None: ...
-    def groups(self) -> Groups: ...
-    def repair(self) -> None: ...
+    return mine.point != desync.END and any(vote.point == desync.END for vote in votes)
 
 
 class Examples:
     """Runs examples so that all ranks pass, fail, reject and skip them together."""
 
-    def __init__(self, rank: Lockstep, spec: RankSpec) -> None:
-        self.rank = spec.rank
+    def __init__(self, rank: RankInStep) -> None:
+        self.rank = rank.spec.rank
         self.clock = LockstepClock()
         self.is_active = False
         self.seed: int | None = None
         """What brings the failure of this test up again, where no database keeps it."""
-        self.running = RunningExample(spec.running_path)
-        self.lost = LostExamples(self.running)
+        self.running = RunningExampleFile(rank.spec.running_path)
+        self.crash_guard = CrashGuard(self.running)
         self._rank = rank
         self._run = self._count = self._total = 0
         self._began = 0.0
@@ -94,12 +84,12 @@ class Examples:
         self._search_goes_on = search.goes_on
         self._hung = 0.0
         self.clock.advance(0.0)
-        self.lost.begin_item(search.lost)
+        self.crash_guard.begin_item(search.crashed)
         core.threadlocal._hypothesis_global_random = random.Random(search.entropy)
 
     def must_stop(self) -> bool:
         """Whether the search for smaller examples has to end: each costs too much, and there were enough."""
-        return self._hung > HUNG_AT_MOST or (self.lost.has_met_last and not self._search_goes_on)
+        return self._hung > HUNG_AT_MOST or (self.crash_guard.has_met_last and not self._search_goes_on)
 
     def end_item(self) -> None:
         self.is_active = False
@@ -122,8 +112,8 @@ class Examples:
         __tracebackhide__ = True
         self._count += 1
         self._total += 1
-        point = differences.example(self._total)
-        attempt = Attempt(data, self.running, self.lost)
+        point = desync.example(self._total)
+        attempt = Attempt(data, self.running, self.crash_guard)
         self._rank.begin_point(point)
         self.running.begin(self._run, self._count)
         attempt.run(functools.partial(_call, runner, function))
@@ -139,14 +129,14 @@ class Examples:
             raise attempt.error
         return attempt.result
 
-    def _vote(self, attempt: Attempt, point: str) -> tuple[tuple[Vote, ...], list[Told]]:
+    def _vote(self, attempt: Attempt, point: str) -> tuple[tuple[Vote, ...], list[ExampleResult]]:
         __tracebackhide__ = True
         vote = attempt.vote(point, time.monotonic() - self._began)
         votes = self._agree(vote, PATIENCE if vote.outcome == "failed" else None)
-        told = [Told.unpack(each.more) for each in votes]
+        told = [ExampleResult.unpack(each.more) for each in votes]
         before = self.clock.monotonic()
         self.clock.advance(told[0].seconds)
-        cut_off = [each.is_cut_off for each in told if each.origin is not None]
+        cut_off = [each.lost_connection for each in told if each.origin is not None]
         if cut_off and all(cut_off):
             self._hung += self.clock.monotonic() - before
         return votes, told
@@ -161,9 +151,9 @@ class Examples:
         __tracebackhide__ = True
         votes = self._rank.agree(vote, sever_after)
         if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
-            raise LeftAlone(differences.tell_places(votes))
+            raise LeftAlone(desync.tell_places(votes))
         if any(other.point != vote.point for other in votes):
-            raise OutOfStep(differences.tell_places(votes))
+            raise OutOfStep(desync.tell_places(votes))
         return votes
 
     def ask_all(self, point: str, say: object) -> list[Any]:
@@ -179,20 +169,20 @@ class Examples:
             with _untraced():
                 self._rank.repair()
 
-    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
+    def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[ExampleResult]) -> None:
         """Raise what this rank has to say of an example that failed on one rank at least."""
         __tracebackhide__ = True
         failed = [rank for rank, vote in enumerate(votes) if vote.outcome == "failed"]
-        culprits = [rank for rank in failed if not told[rank].is_cut_off]
+        culprits = [rank for rank in failed if not told[rank].lost_connection]
         if not culprits and any(vote.outcome not in ("failed", "passed") for vote in votes):
-            raise OutOfStep(differences.tell_outcomes(votes))
+            raise OutOfStep(desync.tell_outcomes(votes))
         first = (culprits or failed)[0]
         if len({each.choices for each in told}) > 1:
             self._take_over(attempt, votes[0].point, first)
         attempt.share(told)
         error = attempt.error if votes[self.rank].outcome == "failed" else None
         if error is None:
-            error = PeerFailed(differences.tell_victim(culprits or failed))
+            error = PeerFailed(desync.tell_victim(culprits or failed))
         if (origin := told[first].origin) is not None:
             set_origin(error, origin)
         attempt.recorder.hand_over()
@@ -209,14 +199,14 @@ class Examples:
         if self.rank != culprit:
             attempt.take_over(kept[culprit])
 
-    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[Told]) -> None:
+    def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[ExampleResult]) -> None:
         __tracebackhide__ = True
         point = votes[0].point
         if len({each.choices for each in told}) > 1:
             drawn = self.ask_all(f"the draws of {point}", attempt.recorder.describe())
-            raise OutOfStep(differences.tell_draws(point, drawn))
+            raise OutOfStep(desync.tell_draws(point, drawn))
         if len({vote.outcome for vote in votes}) > 1:
-            raise OutOfStep(differences.tell_outcomes(votes))
+            raise OutOfStep(desync.tell_outcomes(votes))
 
     # One run of a property
 
@@ -224,7 +214,7 @@ class Examples:
         """Wait for the other ranks at the end of a property, unless one of them has ended it by itself."""
         __tracebackhide__ = True
         with contextlib.suppress(OutOfStep):
-            self._agree(Vote(differences.END, "ended it", renews_deadline=True))
+            self._agree(Vote(desync.END, "ended it", renews_deadline=True))
 
     def begin_run(self, name: str, facts: dict[str, str]) -> None:
         """Expect every rank to begin the same property, with the same seed and settings."""
@@ -235,4 +225,4 @@ class Examples:
         point = f"the property {name}"
         if len(set(self.ask_all(point, digest))) > 1:
             told = self.ask_all(f"{point} in words", facts)
-            raise OutOfStep(differences.tell_runs(point, told))
+            raise OutOfStep(desync.tell_runs(point, told))

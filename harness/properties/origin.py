@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis.errors import DeadlineExceeded
 from hypothesis.internal.escalation import InterestingOrigin
 
-from harness.properties.told import Origin
+from harness.properties.messages import Origin
 
 _ATTRIBUTE = "_lockstep_origin"
 

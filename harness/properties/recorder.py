@@ -10,9 +10,8 @@ from hypothesis.database import choices_to_bytes
 from hypothesis.internal.conjecture.data import ConjectureData, DataObserver, Status
 
 from harness.cut import cut
-from harness.properties.lost import LostExamples
-from harness.properties.running import RunningExample
-from harness.properties.told import Drawn
+from harness.properties.crashed import CrashGuard
+from harness.properties.messages import Drawn, RunningExampleFile
 
 MOST_OF_A_VALUE = 80
 """Characters of a drawn value that a message shows."""
@@ -25,7 +24,7 @@ class Recorder(DataObserver):
     The engine's own remembers for good what it sees. It must not see what one rank alone has drawn.
     """
 
-    def __init__(self, data: ConjectureData, running: RunningExample, lost: LostExamples) -> None:
+    def __init__(self, data: ConjectureData, running: RunningExampleFile, lost: CrashGuard) -> None:
         self._data = data
         self._running = running
         self._check = lost.check if lost.is_expected else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness.launch.limits import explain
-from harness.properties.told import Groups
+from harness.properties.messages import GroupState
 from harness.protocol import (
     Agreed,
     Broken,
@@ -183,9 +183,9 @@ class Rank:
         self.sever()
         return None
 
-    def groups(self) -> Groups:
+    def groups(self) -> GroupState:
         """Return in which state the process groups are."""
-        return Groups(self.group.is_severed, count_collectives(), count_groups())
+        return GroupState(self.group.is_severed, count_collectives(), count_groups())
 
     def begin_point(self, name: str) -> None:
         """Note which subtest the test has come to, and give every generator the seed of the world."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness.lockstep import RunSubtests
-from harness.properties.session import Properties
+from harness.properties.plugin import Properties
 from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, RunItem
 from harness.rank import debugger
 from harness.rank.baseline import Baseline

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from harness.properties.told import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE
-from harness.reporting.problems import BROKEN_CONNECTION, Problem
-from harness.reporting.words import Context, Link, RankReports, lines, links, messages
+from harness.properties.messages import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE
+from harness.protocol import BROKEN_CONNECTION
+from harness.reporting.problems import Problem
+from harness.reporting.rank_reports import Context, Link, RankReports, lines, links, messages
 from harness.world.outcome import Stuck
 
 

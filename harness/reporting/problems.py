@@ -13,18 +13,12 @@ import pytest
 from _pytest._code.code import ReprFileLocation
 
 from harness.dumps import users_line
-from harness.properties.told import VICTIM_OF_AN_EXAMPLE
-from harness.protocol import VICTIM_OF_A_POINT, Finished
-from harness.reporting.words import PHASES, Context, Phase, RankReports, lines, messages, skip_location
+from harness.properties.messages import VICTIM_OF_AN_EXAMPLE
+from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_POINT, Finished
+from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports, lines, messages, skip_location
 from harness.world.diagnosis import place_of
 from harness.world.outcome import Died, Stuck
 
-# What a rank says when another one broke off: never the cause, if there is another.
-BROKEN_CONNECTION = re.compile(
-    r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
-    r"|NCCL.*(aborted|remote process exited|socket)",
-    re.DOTALL | re.IGNORECASE,
-)
 _GLOO_GOT_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _STRICT_XPASS = "[XPASS(strict)]"
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from harness.properties.told import EXAMPLE
+from harness.properties.messages import EXAMPLE
 from harness.protocol import DEFAULT_GROUP, Doing, Issued
 
 # In these every rank hands in as many elements as the others.

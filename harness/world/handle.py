@@ -20,8 +20,8 @@ from typing import Any
 
 from harness.dumps import shorten, users_line
 from harness.launch.processes import RankProcess
-from harness.properties.running import Running, read_running
-from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, ToRank
+from harness.properties.messages import read_running_example
+from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, RunningExample, ToRank
 from harness.world.outcome import Died
 from harness.world.output import RankOutput
 
@@ -154,9 +154,9 @@ class RankHandle:
         except (OSError, ValueError):  # it died before it ran an item
             return 0
 
-    def running(self) -> Running | None:
+    def running(self) -> RunningExample | None:
         """Return which example of a property test the rank is in, or was in as it died."""
-        return read_running(self._spec.running_path)
+        return read_running_example(self._spec.running_path)
 
     def log(self) -> str:
         """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""

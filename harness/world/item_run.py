@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from harness.exceptions import WorldError
-from harness.properties.told import EXAMPLE
+from harness.properties.messages import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
     Agreed,

@@ -15,7 +15,6 @@ from harness.exceptions import WorldError
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output_directory import OutputDirectory
-from harness.properties.running import Running
 from harness.protocol import (
     Broken,
     Close,
@@ -24,6 +23,7 @@ from harness.protocol import (
     RankSpec,
     Ready,
     RunItem,
+    RunningExample,
     SessionSpec,
     Warned,
     WorldKey,
@@ -133,7 +133,7 @@ class World:
             self._keep_output(self._kept, order.nodeid, outcome)
         return outcome
 
-    def running(self) -> list[Running | None]:
+    def running(self) -> list[RunningExample | None]:
         """Return which example of a property test each rank was in when it last said so, in rank order."""
         return [handle.running() for handle in self._handles]
 

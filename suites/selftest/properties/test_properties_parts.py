@@ -15,13 +15,23 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.conjecture.data import ConjectureData
 
 from harness.controller.lost_examples import LostExamples
-from harness.properties import lost
 from harness.properties.attempt import Attempt
 from harness.properties.constants import SharedConstants
+from harness.properties.crashed import CrashGuard
 from harness.properties.database import LockstepDatabase
-from harness.properties.running import Lost, Running, RunningExample, Search, read_running
-from harness.properties.session import Properties
-from harness.protocol import Doing, Finished, RankSpec, RunItem, SessionSpec, WorldKey
+from harness.properties.messages import RunningExampleFile, read_running_example
+from harness.properties.plugin import Properties
+from harness.protocol import (
+    CrashedExample,
+    Doing,
+    Finished,
+    RankSpec,
+    RunItem,
+    RunningExample,
+    Search,
+    SessionSpec,
+    WorldKey,
+)
 from harness.rank.view import RankWorld
 from harness.world.diagnosis import Diagnosis
 from harness.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
@@ -41,8 +51,8 @@ def _outcome(*fates: Fate, seconds: float = 1.0, blame: Iterable[int] = ()) -> I
     return ItemOutcome(ranks, 60.0, False, seconds, Diagnosis("", frozenset(blame), True))
 
 
-def _example(choices: bytes, number: int = 1) -> Running:
-    return Running(1, number, choices, True)
+def _example(choices: bytes, number: int = 1) -> RunningExample:
+    return RunningExample(1, number, choices, True)
 
 
 # What a rank notes of its example
@@ -50,46 +60,46 @@ def _example(choices: bytes, number: int = 1) -> Running:
 
 def test_a_running_example_can_be_read_from_outside(tmp_path: Path) -> None:
     path = str(tmp_path / "running")
-    note = RunningExample(path)
+    note = RunningExampleFile(path)
     note.begin(2, 7)
     note.draw(b"ab")
     note.enter_body()
     note.draw(b"c")
-    assert read_running(path) == note.now() == Running(2, 7, b"abc", True)
+    assert read_running_example(path) == note.now() == RunningExample(2, 7, b"abc", True)
 
 
 def test_an_example_that_has_ended_is_read_as_none(tmp_path: Path) -> None:
     path = str(tmp_path / "running")
-    note = RunningExample(path)
-    assert read_running(path) is None
+    note = RunningExampleFile(path)
+    assert read_running_example(path) is None
     note.begin(1, 1)
     note.end()
-    assert read_running(path) is None
+    assert read_running_example(path) is None
 
 
 def test_an_example_is_known_again_by_its_choices_and_without_any_by_its_number() -> None:
     assert _example(b"a", number=1).is_same(_example(b"a", number=2))
     assert not _example(b"a").is_same(_example(b"ab"))
     assert not _example(b"", number=1).is_same(_example(b"", number=2))
-    assert not _example(b"a").is_same(Running(1, 1, b"a", False))
+    assert not _example(b"a").is_same(RunningExample(1, 1, b"a", False))
 
 
 # Which example has cost a world, and whether to look for a smaller one
 
 
-def _lost_by(outcome: ItemOutcome, *running: Running | None) -> tuple[Lost, ...]:
+def _lost_by(outcome: ItemOutcome, *running: RunningExample | None) -> tuple[CrashedExample, ...]:
     lost = LostExamples()
-    return lost.order(ORDER).search.lost if lost.note(outcome, running) else ()
+    return lost.order(ORDER).search.crashed if lost.note(outcome, running) else ()
 
 
 def test_a_rank_that_died_is_blamed_for_its_example() -> None:
     lost = _lost_by(_outcome(_stuck("votes"), DIED), _example(b"longer"), _example(b"a"))
-    assert lost == (Lost(_example(b"a"), "rank 1 died: SIGKILL"),)
+    assert lost == (CrashedExample(_example(b"a"), "rank 1 died: SIGKILL"),)
 
 
 def test_a_rank_that_hangs_is_blamed_before_one_that_waits_for_the_others() -> None:
     lost = _lost_by(_outcome(_stuck("votes"), _stuck("runs")), _example(b"a"), _example(b"b"))
-    assert lost == (Lost(_example(b"b"), "rank 1 hung in a line"),)
+    assert lost == (CrashedExample(_example(b"b"), "rank 1 hung in a line"),)
 
 
 def test_a_rank_that_the_diagnosis_blames_is_blamed() -> None:
@@ -106,7 +116,7 @@ def test_a_rank_that_the_diagnosis_blames_is_blamed() -> None:
     ],
 )
 def test_no_example_is_blamed_for_what_happens_outside_of_it(
-    fates: tuple[Fate, ...], running: tuple[Running | None, ...]
+    fates: tuple[Fate, ...], running: tuple[RunningExample | None, ...]
 ) -> None:
     assert _lost_by(_outcome(*fates), *running) == ()
 
@@ -156,10 +166,10 @@ class Box:
 
 
 def test_an_example_forgets_the_objects_it_has_drawn_and_knows_its_numbers(tmp_path: Path) -> None:
-    running = RunningExample(str(tmp_path / "running"))
+    running = RunningExampleFile(str(tmp_path / "running"))
     data = ConjectureData.for_choices([1, 4])
     boxes = st.sampled_from([Box(), Box()])
-    attempt = Attempt(data, running, lost.LostExamples(running))
+    attempt = Attempt(data, running, CrashGuard(running))
     attempt.run(lambda data: (data.draw(boxes), data.draw(st.integers(0, 9))))
     data.freeze()
     values = [span.recorded_value for span in data.spans]

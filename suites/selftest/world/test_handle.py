@@ -17,8 +17,7 @@ import pytest
 from harness.exceptions import WorldError
 from harness.launch.processes import RankProcess
 from harness.launch.served import ServedProcess
-from harness.properties.running import Search
-from harness.protocol import Probe, RankSpec, RunItem, SessionSpec, WorldKey
+from harness.protocol import Probe, RankSpec, RunItem, Search, SessionSpec, WorldKey
 from harness.world import handle as module
 from harness.world.handle import RankHandle
 from harness.world.outcome import Died

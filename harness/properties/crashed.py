@@ -10,14 +10,14 @@ from _pytest.outcomes import Failed
 from hypothesis import stateful
 from hypothesis.strategies._internal.core import DataObject
 
-from harness.properties.running import Lost, RunningExample
-from harness.properties.told import VICTIM_OF_AN_EXAMPLE
+from harness.properties.messages import VICTIM_OF_AN_EXAMPLE, RunningExampleFile
+from harness.protocol import CrashedExample
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
 _WRAPPED = "_lockstep_wrapped"
 
 
-class RankLost(Failed):
+class RankCrashed(Failed):
     """A rank has died or hung in this example, in a world before this one.
 
     A failure that no `except Exception` of a test's body catches.
@@ -26,46 +26,46 @@ class RankLost(Failed):
         number: which of the lost examples it is.
     """
 
-    def __init__(self, number: int, lost: Lost) -> None:
-        super().__init__(f"{VICTIM_OF_AN_EXAMPLE}{lost.how}", pytrace=False)
+    def __init__(self, number: int, crashed: CrashedExample) -> None:
+        super().__init__(f"{VICTIM_OF_AN_EXAMPLE}{crashed.how}", pytrace=False)
         self.number = number
 
 
-class LostExamples:
+class CrashGuard:
     """Looks out for them, at the moments at which a body goes on: as it begins, after a draw, in a rule.
 
     Attributes:
         has_met_last: whether the one that was lost last has come up.
     """
 
-    def __init__(self, running: RunningExample) -> None:
+    def __init__(self, running: RunningExampleFile) -> None:
         self._running = running
-        self._lost: tuple[Lost, ...] = ()
+        self._crashed: tuple[CrashedExample, ...] = ()
         self.has_met_last = False
 
-    def begin_item(self, lost: tuple[Lost, ...]) -> None:
-        self._lost = lost
+    def begin_item(self, crashed: tuple[CrashedExample, ...]) -> None:
+        self._crashed = crashed
         self.has_met_last = False
 
     @property
     def is_expected(self) -> bool:
         """Whether any may come up."""
-        return bool(self._lost)
+        return bool(self._crashed)
 
     def check(self) -> None:
         """Raise if the example has come to where it cost a world.
 
         Raises:
-            RankLost: it has.
+            RankCrashed: it has.
         """
         __tracebackhide__ = True
-        if not self._lost:
+        if not self._crashed:
             return
         now = self._running.now()
-        for number, lost in enumerate(self._lost):
-            if lost.example.is_same(now):
-                self.has_met_last = self.has_met_last or number == len(self._lost) - 1
-                raise RankLost(number, lost)
+        for number, crashed in enumerate(self._crashed):
+            if crashed.example.is_same(now):
+                self.has_met_last = self.has_met_last or number == len(self._crashed) - 1
+                raise RankCrashed(number, crashed)
 
     def watch(self) -> None:
         """Check after each draw of a body, and as each rule of a state machine begins."""

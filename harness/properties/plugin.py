@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.properties.told import LOST, NOTES, SEED, STATISTICS
+from harness.properties.messages import CRASHED, NOTES, SEED, STATISTICS, RankInStep
 
 if TYPE_CHECKING:
     from harness.properties.examples import Examples
-    from harness.properties.running import Search
-    from harness.rank.process import Rank
+    from harness.protocol import Search
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -22,7 +21,7 @@ __tracebackhide__ = True  # the frames of hooks are no news in a test's tracebac
 class Properties:
     """The property tests of one rank, a plugin; imports nothing of Hypothesis before a test file does."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankInStep) -> None:
         self._rank = rank
         self._examples: Examples | None = None
         self._lack = ""
@@ -59,9 +58,9 @@ class Properties:
 
     def _keep_in_step(self) -> Examples:
         from harness.properties.examples import Examples
-        from harness.properties.state import keep_in_step
+        from harness.properties.execution import keep_in_step
 
-        examples = Examples(self._rank, self._rank.spec)
+        examples = Examples(self._rank)
         keep_in_step(examples)
         return examples
 
@@ -82,13 +81,13 @@ class Properties:
         return report
 
     def _words(self, examples: Examples, error: BaseException) -> dict[str, Any]:
-        from harness.properties.lost import RankLost
+        from harness.properties.crashed import RankCrashed
 
         words: dict[str, Any] = {}
         if notes := getattr(error, "__notes__", None):
             words[NOTES] = "\n".join(notes)
         if examples.seed is not None:
             words[SEED] = examples.seed
-        if isinstance(error, RankLost):
-            words[LOST] = error.number
+        if isinstance(error, RankCrashed):
+            words[CRASHED] = error.number
         return words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.properties.told import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
+from harness.properties.messages import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
 from harness.protocol import Vote
 
 END = "the end of a property"
@@ -18,6 +18,17 @@ _DECIDE = (
     "\nassume(), skips, filters and health checks must say the same on all ranks: decide on what all ranks "
     "share, a value that was gathered, say"
 )
+
+
+class OutOfStep(BaseException):
+    """Ranks have drawn or decided differently. No example: search and shrinking make no sense any more.
+
+    Not an `Exception`, which Hypothesis would take for a failing example and try to shrink.
+    """
+
+
+class LeftAlone(OutOfStep):
+    """Another rank has ended the test: what goes on here means nothing."""
 
 
 def tell_places(votes: Sequence[Vote]) -> str:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
+from harness.properties.messages import NOTES, SEED, STATISTICS
 from harness.protocol import Finished
 from harness.world.diagnosis import Diagnosis, place_of
-from harness.world.outcome import Died, RankOutcome, Stuck
+from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 from harness.xfail import is_xfail_call
 
 Phase = Literal["setup", "call", "teardown"]
@@ -143,3 +145,33 @@ def skip_location(report: pytest.TestReport) -> tuple[str, int]:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[0]), report.longrepr[1]
     return report.location[0], report.location[1] or 0
+
+
+@dataclass(frozen=True, slots=True)
+class PropertyWords:
+    """What was said of a property test, by the first rank that said it."""
+
+    example: str
+    """As Hypothesis tells it, with the line that reproduces it; empty if none failed."""
+    rerun: str
+    """What the command that runs the test again needs in addition."""
+    statistics: str
+
+    def add_statistics(self, merged: Sequence[pytest.TestReport]) -> None:
+        """Put the statistics where Hypothesis's plugin looks for them, once."""
+        for report in merged:
+            vars(report).pop(STATISTICS, None)
+        if self.statistics and merged:
+            vars(merged[-1])[STATISTICS] = self.statistics
+
+
+def read_properties(outcome: ItemOutcome) -> PropertyWords:
+    """Find what the reports of ranks tell of a property test."""
+    found: dict[str, str] = {}
+    for report in (report for rank in outcome.ranks for report in rank.reports):
+        for name in (NOTES, SEED, STATISTICS):
+            if name in report:
+                found.setdefault(name, str(report[name]))
+    seed = found.get(SEED, "")
+    rerun = f" --hypothesis-seed={seed}" if seed else ""
+    return PropertyWords(found.get(NOTES, ""), rerun, found.get(STATISTICS, ""))

@@ -13,7 +13,7 @@ from _pytest.junitxml import bin_xml_escape, xml_key
 
 from harness.cut import cut
 from harness.reporting.problems import Problem
-from harness.reporting.words import Context, RankReports
+from harness.reporting.rank_reports import Context, RankReports
 
 MOST_OF_A_CAUSE = 500
 """Characters."""

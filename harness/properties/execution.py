@@ -16,12 +16,11 @@ from hypothesis.internal import scrutineer
 from hypothesis.internal.conjecture import engine
 from hypothesis.internal.conjecture.data import ConjectureData
 
-from harness import rank
 from harness.exceptions import PeerFailed
 from harness.properties.constants import SharedConstants
 from harness.properties.database import LockstepDatabase
+from harness.properties.desync import LeftAlone
 from harness.properties.examples import Examples
-from harness.properties.exceptions import LeftAlone
 from harness.properties.origin import respect_agreed_origins
 
 __hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
@@ -47,10 +46,10 @@ def keep_in_step(examples: Examples) -> None:
 
     core.StateForActualGivenExecution = State  # type: ignore[misc, assignment]
     core.ConjectureRunner = Runner  # type: ignore[misc]
-    examples.lost.watch()
+    examples.crash_guard.watch()
     engine.time = examples.clock  # type: ignore[assignment]
     respect_agreed_origins()
-    _leave_out_of_explanations(str(Path(__file__).parent), str(Path(rank.__file__).parent))
+    _leave_out_of_explanations(str(Path(__file__).parent), str(Path(__file__).parents[1] / "rank"))
 
 
 def _leave_out_of_explanations(*folders: str) -> None:
@@ -84,7 +83,7 @@ class _State(core.StateForActualGivenExecution):
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
-        self.test = self._examples.lost.body(test)
+        self.test = self._examples.crash_guard.body(test)
         self.test_runner = partial(self._examples.run, self.test_runner)
         facts = {
             "seed": str(wrapped_test._hypothesis_internal_use_seed),
@@ -101,7 +100,9 @@ class _State(core.StateForActualGivenExecution):
         chosen: dict[str, Any] = {"report_multiple_bugs": False, "print_blob": True}
         if given.deadline == _DEFAULT_DEADLINE:
             chosen["deadline"] = None
-        if self._examples.lost.is_expected:  # to explain such an example is to lose it a hundred times more
+        if (
+            self._examples.crash_guard.is_expected
+        ):  # to explain such an example is to lose it a hundred times more
             chosen["phases"] = [phase for phase in given.phases if phase is not Phase.explain]
         if given.database is not None:
             self._database = LockstepDatabase(given.database, self._examples.rank == 0, self._fetch)

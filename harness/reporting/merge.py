@@ -1,0 +1,184 @@
+"""N reports become one: the first cause first, equal tracebacks once, victims in a line, how to re-run.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from harness.properties.messages import EXAMPLE, HYPOTHESIS
+from harness.reporting.explain import explain
+from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
+from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports, read_outcome, read_properties
+from harness.reporting.user_properties import (
+    hand_down,
+    merge_properties,
+    pass_on_xml_notes,
+    properties_of_failure,
+)
+from harness.world.diagnosis import Diagnosis
+from harness.world.outcome import Died, ItemOutcome, Stuck
+
+__all__ = ["merge"]
+
+
+def merge(
+    outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int, last: ItemOutcome | None = None
+) -> list[pytest.TestReport]:
+    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each.
+
+    Args:
+        last: of a property test that has cost worlds, what came of it in the end.
+    """
+    said = read_properties(last or outcome)
+    rerun += said.rerun
+    timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
+    example = said.example if last is not None and last is not outcome else ""
+    selected = item.config.getoption("subtest") if "run_subtests" in getattr(item, "fixturenames", ()) else []
+    diagnosis = outcome.diagnosis or last_of_examples(outcome)
+    context = Context(
+        item.config, item, *timing, _rerun_of_all(rerun, outcome, selected), seed, diagnosis, example
+    )
+    ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
+    pass_on_xml_notes(context, ranks)
+    problems = find_problems(context, ranks)
+    bad = next((phase for phase in PHASES if problems[phase]), None)
+    merged = []
+    for phase in PHASES:
+        reports = {rank.rank: rank.phases[phase] for rank in ranks if phase in rank.phases}
+        if phase == "call":
+            if bad == "setup" or not (reports or problems[phase]):
+                continue
+            merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
+        merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
+    _fail_for_subtests(merged)
+    said.add_statistics(merged)
+    hand_down(merged)
+    return merged
+
+
+def _rerun_of_all(rerun: str, outcome: ItemOutcome, selected: list[str]) -> str:
+    """Let the command run only the point that a rank was stuck in, else those that the user chose."""
+    points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    points = {point for point in points if not point.startswith(EXAMPLE)}
+    if len(points) == 1:
+        return _with_point(rerun, points.pop())
+    return "".join([rerun, *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
+
+
+def _with_point(rerun: str, point: str) -> str:
+    return f"{rerun} --subtest {shlex.quote(point.replace(', ', ','))}"
+
+
+def _merge_subtests(
+    context: Context, ranks: list[RankReports], diagnoses: Mapping[str, Diagnosis]
+) -> list[pytest.TestReport]:
+    names = dict.fromkeys(name for rank in ranks for name in rank.subtests)
+    merged = []
+    for name in names:
+        reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
+        problems = subtest_problems(context, ranks, name, reports)
+        point = reports[min(reports)].context.msg
+        is_point = point and "run_subtests" in getattr(context.item, "fixturenames", ())
+        rerun = _with_point(context.rerun, point) if is_point else context.rerun
+        of_point = replace(context, rerun=rerun, diagnosis=diagnoses.get(point))
+        merged.append(_merge_phase(of_point, "call", reports, problems, ranks))
+    return merged
+
+
+def _fail_for_subtests(merged: list[pytest.TestReport]) -> None:
+    """Let a failed subtest fail the test, as pytest does; it counts those of its own process only."""
+    failed = sum(report.failed and type(report) is not pytest.TestReport for report in merged)
+    for report in merged:
+        if failed and report.when == "call" and type(report) is pytest.TestReport and report.passed:
+            report.outcome = "failed"
+            report.longrepr = f"contains {failed} failed subtest{'s' if failed > 1 else ''}"
+
+
+def _merge_phase(
+    context: Context,
+    phase: Phase,
+    reports: dict[int, pytest.TestReport],
+    problems: list[Problem],
+    ranks: list[RankReports],
+) -> pytest.TestReport:
+    causes = find_causes(problems)
+    causes.sort(key=lambda problem: problem.at)
+    merged = _template(context, phase, reports, causes)
+    if reports:
+        merged.start = min(report.start for report in reports.values())
+        merged.stop = max(report.stop for report in reports.values())
+        merged.duration = max(report.duration for report in reports.values())
+    printed = {rank.rank: sections for rank in ranks if (sections := _printed(rank, phase, reports))}
+    merged.sections = _sections(context, printed, {problem.rank for problem in causes})
+    merged.user_properties = merge_properties(reports.values())
+    if any(cause.report is None for cause in causes):  # ranks that were cut short have no duration of it
+        merged.duration = max(merged.duration, context.seconds)
+    if causes:
+        merged.outcome = "failed"
+        merged.longrepr = told = explain(context, causes, ranks, reports)
+        merged.user_properties += properties_of_failure(context, causes, told)
+    return merged
+
+
+def _template(
+    context: Context, phase: Phase, reports: dict[int, pytest.TestReport], causes: list[Problem]
+) -> pytest.TestReport:
+    """Choose the report that stands for all: the cause's, else one that tells more than "passed"."""
+    if causes:
+        chosen = causes[0].report or next(iter(reports.values()), None)
+        if chosen is not None and chosen.when == phase:
+            chosen = copy.copy(chosen)
+            vars(chosen).pop("wasxfail", None)
+            return chosen
+    else:
+        # A report that failed without being a cause is a victim's: the cause is told elsewhere.
+        sound = [report for report in reports.values() if not report.failed]
+        if sound:
+            return copy.copy(min(sound, key=lambda report: (report.passed, not hasattr(report, "wasxfail"))))
+    keywords: dict[str, Literal[1]] = dict.fromkeys(context.item.keywords, 1)
+    return pytest.TestReport(context.item.nodeid, context.item.location, keywords, "passed", None, phase)
+
+
+def _printed(rank: RankReports, phase: Phase, reports: dict[int, pytest.TestReport]) -> list[tuple[str, str]]:
+    """What a rank had printed by the end of a phase; of one that ended without a word, what is known."""
+    if rank.rank in reports:
+        return reports[rank.rank].sections
+    if not isinstance(rank.fate, Died | Stuck) or PHASES.index(phase) < PHASES.index(rank.reached()):
+        return []
+    before = next((report.sections for report in reversed(rank.phases.values())), [])
+    captured = (
+        rank.fate.captured if isinstance(rank.fate, Stuck) else ()
+    )  # a death tells its last output itself
+    return [*before, *((f"Captured {stream} {rank.reached()}", text) for stream, text in captured)]
+
+
+def _sections(
+    context: Context, printed: dict[int, list[tuple[str, str]]], to_blame: set[int]
+) -> list[tuple[str, str]]:
+    shown = context.config.getoption("rank_output")
+    if shown == "none":
+        return []
+    ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
+    # pytest's XML report strings texts together and leaves out their titles.
+    titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
+    wanted = [rank for rank in ranks if shown == "all" or not to_blame or rank in to_blame]
+    return [
+        (f"{title} (rank {rank})", f"rank {rank}:\n{text}" if titled else text)
+        for rank in wanted
+        for title, text in printed[rank]
+        if rank == wanted[0] or title != HYPOTHESIS or (title, text) not in printed[wanted[0]]
+    ]
+
+
+def last_of_examples(outcome: ItemOutcome) -> Diagnosis | None:
+    """Return what was wrong between ranks in the last example that all of them were stuck in."""
+    points = [point for point in outcome.diagnoses if point.startswith(EXAMPLE)]
+    return outcome.diagnoses[points[-1]] if points else None
