@@ -18,6 +18,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from suites.selftest.fault_session import FaultSession, run_faults
+from suites.selftest.project import copy_project
+
 # What would make a session under test do another thing here than elsewhere.
 AROUND = {
     "PYTEST_ADDOPTS",
@@ -62,6 +65,11 @@ class Project:
         preload = "" if "ranks_preload" in ini else QUICK
         (self.path / "pytest.ini").write_text(f"[pytest]\n{preload}{ini}\n")
         (self.path / "tmp").mkdir(exist_ok=True)
+
+    def copy(self, name: str, ini: str = "") -> None:
+        """Copy a sample project into the directory, with lines for its pytest.ini."""
+        self.write("", ini)
+        copy_project(name, self.path)
 
     def start(
         self,
@@ -230,125 +238,15 @@ def run_pytest() -> Callable[..., Run]:
     return run
 
 
-# Sessions full of faults: one subprocess a test file, a healthy test after every fault, verdicts by name.
-
-# Comes after every fault, on the same ranks and in the same file: what the fault has left must not reach it.
-HEALTHY = """
-
-@pytest.mark.parametrize("after", {names!r})
-def test_healthy(world, after):
-    assert world.gather(world.rank) == [0, 1]
-"""
-# In the controller: seconds and growth of the peak of memory from start to end of each item. The rank's
-# collection is put into the same order, though it need not be.
-STOPWATCH = """
-import os, time
-import pytest
-
-def _peak():
-    with open("/proc/self/status") as status:  # getrusage tells of the process that was forked, too
-        return int(status.read().split("VmHWM:")[1].split()[0]) // 1024
-
-class _Stopwatch:
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logstart(self, nodeid):
-        self.start, self.peak = time.monotonic(), _peak()
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logfinish(self, nodeid):
-        with open("measured.txt", "a") as file:
-            print(nodeid.split("::")[-1], time.monotonic() - self.start, _peak() - self.peak, file=file)
-
-def pytest_configure(config):
-    if "RANK" not in os.environ:
-        config.pluginmanager.register(_Stopwatch())
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    places = {item.name: place for place, item in enumerate(items)}
-    items.sort(key=lambda item: places.get(item.name.removeprefix("test_healthy[").removesuffix("]"), 0))
-"""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a session said of one of its tests."""
-
-    outcomes: list[str]
-    message: str
-    text: str
-    seconds: float
-    megabytes: int
-    """By which the controller's peak of memory grew meanwhile."""
-
-    def head(self) -> list[str]:
-        """The lines of the report before the traceback."""
-        return self.text.split("\n\n")[0].splitlines()
-
-
-@dataclass(frozen=True)
-class FaultSession:
-    path: Path
-    faults: list[str]
-    verdicts: dict[str, Verdict]
-    output: str
-    status: int
-
-    def __getitem__(self, name: str) -> Verdict:
-        return self.verdicts[name]
-
-    def place(self, code: str) -> str:
-        """Where the only line with this code is: `file:line`."""
-        lines = (self.path / "test_faults.py").read_text().splitlines()
-        (number,) = (number for number, line in enumerate(lines, 1) if code in line)
-        return f"test_faults.py:{number}"
-
-    def assert_healthy(self) -> None:
-        """Check that every test that came after a fault has passed, and that the session ended in order."""
-        after = {name: self.verdicts[f"test_healthy[{name}]"].outcomes for name in self.faults}
-        assert after
-        assert {name: outcomes for name, outcomes in after.items() if outcomes != ["passed"]} == {}
-        assert self.status == pytest.ExitCode.TESTS_FAILED  # no internal error, no interruption
-
-
 @pytest.fixture(scope="module")
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FaultSession:
-    """One session over FAULTS of the module that asks, with HOOKS in its conftest.py, INI and FILES."""
-    path = tmp_path_factory.mktemp("faults")
-    faults: str = request.module.FAULTS
-    names = re.findall(r"^def (test_\w+)", faults, re.MULTILINE)
-    (path / "pytest.ini").write_text(getattr(request.module, "INI", f"[pytest]\n{QUICK}"))
-    (path / "conftest.py").write_text(STOPWATCH + getattr(request.module, "HOOKS", ""))
-    (path / "test_faults.py").write_text(faults + HEALTHY.format(names=names))
-    for name, text in getattr(request.module, "FILES", {}).items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text(text)
-    # Each of many fresh ranks would import the plugins that happen to be installed.
-    plugins = [f"-p{plugin}" for plugin in ("harness.plugin", *getattr(request.module, "PLUGINS", ()))]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, "--junitxml=report.xml", "-ra", "--world-timeout=30"],
-        cwd=path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    return FaultSession(path, names, _read(path), done.stdout.decode(errors="replace"), done.returncode)
+def session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultSession]:
+    """One session over the project FAULTS of the requesting module, with the plugins of its PLUGINS.
 
-
-def _read(path: Path) -> dict[str, Verdict]:
-    lines = (line.rsplit(" ", 2) for line in (path / "measured.txt").read_text().splitlines())
-    measured = {name: (float(seconds), int(megabytes)) for name, seconds, megabytes in lines}
-    children: dict[str, list[ElementTree.Element]] = {}
-    for case in ElementTree.parse(path / "report.xml").iter("testcase"):  # one each for call and tear-down
-        found = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        children.setdefault(case.attrib["name"], []).extend(found)
-    return {
-        name: Verdict(
-            [child.tag for child in found] or ["passed"],
-            "\n".join(child.attrib.get("message", "") for child in found),
-            "\n".join(child.text or "" for child in found),
-            *measured[name],
-        )
-        for name, found in children.items()
-    }
+    At the end, the test that came after each fault must have passed on the same ranks.
+    """
+    plugins = getattr(request.module, "PLUGINS", ())
+    session = run_faults(request.module.FAULTS, tmp_path_factory.mktemp("faults"), *plugins)
+    yield session
+    session.assert_healthy()

@@ -1,4 +1,4 @@
-"""A rank's process ends, stops or is out of memory in the middle of a test."""
+"""Reports of ranks whose process ends, stops or runs out of memory in a test."""
 
 from __future__ import annotations
 
@@ -7,128 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from suites.selftest.conftest import FaultSession
+    from suites.selftest.fault_session import FaultSession
 
-FAULTS = """
-import ctypes, os, resource, signal, sys, threading, time
-import pytest
-if "RANK" in os.environ:
-    import torch, torch.distributed as dist
-
-pytestmark = pytest.mark.ranks(2)
-
-@pytest.fixture
-def dies_in_setup(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def test_set_up(world, dies_in_setup):
-    dist.barrier()
-
-@pytest.fixture
-def dies_in_teardown(world):
-    yield
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def test_tear_down(world, dies_in_teardown):
-    pass
-
-def test_exit_0(world):
-    if world.rank == 1:
-        os._exit(0)
-    dist.barrier()
-
-def test_exit_1(world):
-    if world.rank == 1:
-        os._exit(1)
-
-def test_all_ranks_exit(world):
-    os._exit(6)
-
-def test_the_first_rank_is_killed(world):
-    if world.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()  # of rank 1
-
-def test_terminated(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(100)
-
-def test_signal_without_a_name(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), 40)
-        time.sleep(100)
-
-def test_interrupted(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(100)
-
-def test_bad_pointer(world):
-    threading.Thread(target=lambda: time.sleep(100), daemon=True).start()
-    if world.rank == 1:
-        ctypes.string_at(0)
-
-def test_abort(world):
-    if world.rank == 1:
-        os.abort()
-
-def test_gloo_terminates_on_other_dtypes(world):
-    dist.all_reduce(torch.ones(3, dtype=[torch.float32, torch.float64][world.rank]))
-
-def test_gloo_terminates_on_other_shapes(world):
-    dist.all_reduce(torch.ones([3, 100_000][world.rank]))
-
-def test_native_stack_overflow(world):
-    if world.rank == 1:
-        nest = ()
-        for _ in range(10**6):
-            nest = (nest,)
-        hash(nest)
-
-def test_recursion(world):
-    def again(n):
-        return again(n + 1)  # and again
-    if world.rank == 1:
-        again(0)
-
-def leave_memory(megabytes):
-    used = int(open("/proc/self/statm").read().split()[0]) * 4096
-    resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), resource.RLIM_INFINITY))
-
-def test_python_is_out_of_memory(world):
-    if world.rank == 1:
-        leave_memory(100)
-        bytearray(1 << 30)
-
-def test_torch_is_out_of_memory(world):
-    if world.rank == 1:
-        leave_memory(100)
-        torch.empty(1 << 30, dtype=torch.uint8)
-
-def test_bad_alloc(world):
-    if world.rank == 1:
-        value = "x" * (100 << 20)
-        leave_memory(150)
-        dist.HashStore().set("key", value)  # two copies more
-
-def test_every_file_descriptor_is_closed(world):
-    if world.rank == 1:
-        os.closerange(3, 1000)
-        raise ValueError("never heard of")
-
-def test_a_thread_ends_the_rank_while_the_other_waits(world):
-    if world.rank == 1:
-        threading.Thread(target=os._exit, args=(9,)).start()
-    dist.barrier()
-    time.sleep(100)
-"""
-
-
-def test_the_next_test_of_the_file_runs_on_a_healthy_world(session: FaultSession) -> None:
-    session.assert_healthy()
+FAULTS = "deaths"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +35,7 @@ def test_a_death_names_the_rank_and_how_it_ended(session: FaultSession, name: st
 
 
 @pytest.mark.parametrize("name", ["test_set_up", "test_tear_down"])
-def test_a_death_is_told_of_the_phase_it_happened_in(session: FaultSession, name: str) -> None:
+def test_a_death_is_reported_in_its_phase(session: FaultSession, name: str) -> None:
     assert session[name].outcomes == ["error"]
     assert session[name].head()[0] == "rank 1 of 2 died: SIGKILL"
     phase = name.removeprefix("test_").replace("_", "")
@@ -195,7 +76,7 @@ def test_a_crash_of_gloo_names_a_rank_of_the_collective(session: FaultSession, k
         ("test_bad_alloc", "MemoryError: std::bad_alloc"),
     ],
 )
-def test_what_python_can_still_report_is_a_failure_with_its_line(
+def test_an_exception_in_low_memory_is_a_failure_with_its_line(
     session: FaultSession, name: str, what: str
 ) -> None:
     verdict = session[name]
