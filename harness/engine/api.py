@@ -1,4 +1,4 @@
-"""Public enums, policies and configs of the engine: frozen values without behaviour. Imports torch only."""
+"""Public enums, policies and configs of the engine: frozen values. Imports torch_internals only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,22 +6,23 @@ from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from harness.engine.torch_internals import BATCH_NORM
 
 
 class ShardingStrategy(Enum):
-    """Say what is cut over the ranks and when full parameters are given up."""
+    """What is sharded over the ranks, and when unsharded parameters are freed."""
 
     FULL_SHARD = auto()
-    """Shards everything; full parameters exist during a unit's own forward and backward only."""
+    """Shards everything; unsharded parameters exist during a unit's own forward and backward only."""
     SHARD_GRAD_OP = auto()
-    """Shards everything; full parameters are kept from a unit's forward until its backward."""
+    """Shards everything; unsharded parameters are retained from a unit's forward until its backward."""
     NO_SHARD = auto()
     """Every rank holds everything; gradients are averaged."""
     HYBRID_SHARD = auto()
-    """FULL_SHARD inside each replica, the replicas' gradients averaged."""
+    """FULL_SHARD inside each replica; gradients are averaged across replicas."""
     _HYBRID_SHARD_ZERO2 = auto()
-    """SHARD_GRAD_OP inside each replica, the replicas' gradients averaged."""
+    """SHARD_GRAD_OP inside each replica; gradients are averaged across replicas."""
 
     @property
     def is_hybrid(self) -> bool:
@@ -33,53 +34,58 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """Say when backward gathers the group that it is expected to need next.
+    """When backward gathers the group that it is expected to need next.
 
-    The guess is the reverse of the order in which units ended their forwards. A wrong one costs time.
+    The expected order is the reverse of that in which units ended their forwards. A wrong guess costs time.
     """
 
     BACKWARD_PRE = auto()
-    """Before the gradients of the current unit are computed: the most overlap, three full groups at most."""
+    """Before the current unit's gradients are computed: most overlap, at most three unsharded groups."""
     BACKWARD_POST = auto()
-    """After they are computed and the current unit is freed: less overlap, two full groups at most."""
+    """After the current unit is freed: less overlap, at most two unsharded groups."""
 
 
 class GroupState(Enum):
-    """Say what a group has allocated and what its modules see."""
+    """What a group has allocated, and what its modules see."""
 
     SHARDED = auto()
     """Only the local shard exists; modules see it."""
     PREFETCHED = auto()
-    """Full parameters are on their way to a unit that is expected next; modules see the local shard."""
+    """An all-gather for a unit that is expected next is in flight or done; modules see the local shard."""
     GATHERED = auto()
-    """Full parameters exist in the compute dtype; modules see them as plain tensors autograd tracks."""
+    """Unsharded parameters exist in the compute dtype; modules see them as plain tensors autograd tracks."""
     KEPT = auto()
-    """Full parameters exist for the coming backward; modules see the local shard."""
+    """Unsharded parameters are retained for the coming backward; modules see the local shard."""
     SPLIT = auto()
-    """Full parameters for the coming backward are cut over a few ranks; modules see the local shard."""
+    """Parameters are resharded over a few ranks for the coming backward; modules see the local shard."""
     SUMMONED = auto()
-    """Modules see full original parameters in the original dtype, outside forward and backward."""
+    """Modules see unsharded original parameters in the original dtype, outside forward and backward."""
 
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Keep shards, gradients and so the optimizer's step on CPU if ``offload_params``."""
+    """Offload of the wrapper.
+
+    Attributes:
+        offload_params: Keep shards, gradients and therefore the optimizer's step on CPU.
+    """
 
     offload_params: bool = False
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Say in which dtypes a unit computes and communicates.
+    """Dtypes in which a unit computes and communicates.
 
-    ``param_dtype``: gathered parameters, and the gather itself; None keeps the original dtype.
-    ``reduce_dtype``: gradients on the wire; None means ``param_dtype``, then the original dtype.
-    ``buffer_dtype``: floating-point buffers, cast at the first forward; ``state_dict`` shows originals.
-    ``keep_low_precision_grads``: leave gradients in the dtype they were reduced in.
-    ``cast_forward_inputs``: this unit casts its floating-point arguments to ``param_dtype``.
-    ``cast_root_forward_inputs``: the same for the root unit, where the previous field has no effect.
-    ``_module_classes_to_ignore``: an auto wrap policy makes each module of these classes a unit of its own
-    that computes in full precision.
+    Attributes:
+        param_dtype: Dtype of unsharded parameters and of their all-gather; None keeps the original dtype.
+        reduce_dtype: Dtype in which gradients are reduced; None means `param_dtype`, then the original dtype.
+        buffer_dtype: Dtype of floating-point buffers from the first forward on; `state_dict` returns the
+            original one.
+        keep_low_precision_grads: Leave gradients in the dtype in which they were reduced.
+        cast_forward_inputs: Cast the unit's floating-point arguments to `param_dtype`. No effect on the root.
+        cast_root_forward_inputs: The same for the root unit.
+        _module_classes_to_ignore: Classes whose modules an auto wrap policy makes units in full precision.
     """
 
     param_dtype: torch.dtype | None = None
@@ -88,14 +94,38 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BATCH_NORM,)
 
     def __post_init__(self) -> None:
-        check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
 
 
-def check_dtypes(policy: object, *fields: str) -> None:
-    """Raise ValueError for a field of ``policy`` that is neither None nor a floating-point dtype."""
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes in which the group of one `fully_shard` or `replicate` computes and communicates.
+
+    Buffers keep their dtype, and gradients get the dtype of their parameters.
+
+    Attributes:
+        param_dtype: Dtype of unsharded parameters and of their all-gather; None keeps the original dtype.
+        reduce_dtype: Dtype in which gradients are accumulated and reduced; None means `param_dtype`, then the
+            original dtype.
+        output_dtype: Dtype of floating-point results of the modules; None leaves them.
+        cast_forward_inputs: Cast floating-point arguments to `param_dtype`, inside containers and dataclasses
+            too.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+
+
+def _check_dtypes(policy: object, *fields: str) -> None:
+    """Raise ValueError for a field of `policy` that is neither None nor a floating-point dtype."""
     for field in fields:
         dtype = getattr(policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -105,18 +135,39 @@ def check_dtypes(policy: object, *fields: str) -> None:
 
 
 @dataclass(frozen=True)
-class GroupInfo:
-    """Show one group as it is now: a snapshot for tests and curious users.
+class OffloadPolicy:
+    """No offload: shards stay on the device that computes."""
 
-    ``name``: the unit's name within the model, ``""`` for the model itself. ``parameters``: names as in the
-    unsharded model; tied ones once. ``original_dtype``: what the user sees outside forward and backward;
-    ``flat_dtype``: of the flat local shard; ``gradient_dtype``: of the gradients held now, None if none are.
-    ``post_backward_hooks``: how many hooks await the gradient of each full parameter; empty before the first
-    gather.
-    ``local_numel``, ``full_numel``: elements of the local shard, and of all shards together; both count
-    ``padding``. ``local_bytes``: of the local shard; ``gathered_bytes``: of the full parameters allocated
-    now, 0 when they are freed; ``low_precision_bytes``: of the local shard's copy that is cast to be sent in
-    a gather, 0 when the gather has arrived, and always where nothing is cast or nothing is sent.
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep shards, gradients and therefore the optimizer's step on CPU.
+
+    Attributes:
+        pin_memory: Accepted because torch has it; it changes nothing, shards are in pageable memory.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """Snapshot of one group, for tests and inspection.
+
+    Attributes:
+        name: The unit's name within the model, "" for the model itself.
+        parameters: Names as in the unsharded model; tied parameters once.
+        original_dtype: Dtype of the parameters outside forward and backward.
+        flat_dtype: Dtype of the flat local shard.
+        gradient_dtype: Dtype of the gradients held now, None without any.
+        post_backward_hooks: Hooks that wait for the gradient of each unsharded parameter; empty before the
+            first all-gather.
+        local_numel: Elements of the local shard, `padding` included.
+        full_numel: Elements of all shards together, `padding` included.
+        local_bytes: Bytes of the local shard.
+        gathered_bytes: Bytes of the unsharded parameters; 0 when they are freed.
+        low_precision_bytes: Bytes of the cast copy of the local shard that an all-gather sends; 0 when the
+            all-gather is done, and without a cast or an all-gather.
     """
 
     name: str
@@ -138,79 +189,48 @@ class GroupInfo:
     training: bool
 
 
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Say in which dtypes the group of one `fully_shard` or `replicate` computes and communicates.
-
-    ``param_dtype``: full parameters, and their gather; None keeps the original dtype. ``reduce_dtype``:
-    gradients on the wire, and those that wait for it; None means ``param_dtype``, then the original dtype.
-    ``output_dtype``: floating-point results of the modules; None leaves them. ``cast_forward_inputs``: cast
-    floating-point arguments to ``param_dtype``, inside containers and dataclasses too. Buffers stay as they
-    are, and gradients are given in the parameters' dtype.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-    def __post_init__(self) -> None:
-        check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Keep shards where they compute."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, gradients and so the optimizer's step on CPU.
-
-    ``pin_memory`` is accepted for torch's sake and changes nothing: shards are in pageable memory.
-    """
-
-    pin_memory: bool = True
-
-
 class StateDictType(Enum):
-    """Say in which form `state_dict` and `optim_state_dict` return what is sharded."""
+    """The form in which `state_dict` and `optim_state_dict` return sharded tensors."""
 
     FULL_STATE_DICT = auto()
-    """Full tensors under original names, as an unsharded model has them; loads onto anything.
+    """Unsharded tensors under original names; loads into any wrapping and into an unsharded model.
 
-    Saving gathers group by group. Unless a config says otherwise every rank ends up with the whole model.
-    Loading a model communicates nothing, and needs memory for one full group and those around it.
+    Saving gathers group by group, and every rank gets the whole model unless a config limits it to rank 0.
+    Loading a model communicates nothing, and needs memory for one unsharded group and those around it.
     """
     LOCAL_STATE_DICT = auto()
     """This rank's flat shard of each group; loads on the same rank, world size and wrapping only.
 
-    Costs no communication, and for the model no memory: tensors are the live ones, as with an unsharded
-    model. Save each rank's to a file of its own; torch.distributed.checkpoint would take them for copies of
-    one another.
+    Costs no communication and, for the model, no memory: the tensors are the live ones, as with an unsharded
+    model. Save one file per rank; torch.distributed.checkpoint would take the shards for copies of one.
     """
     SHARDED_STATE_DICT = auto()
-    """`DTensor`s under original names, cut along dim 0 as torch.chunk cuts; through
-    torch.distributed.checkpoint they load at any world size and wrapping.
+    """`DTensor`s under original names, sharded along dim 0 as torch.chunk does; loads at any world size and
+    wrapping through torch.distributed.checkpoint.
 
-    Saving gathers group by group and keeps this rank's part; loading gathers parameter by parameter, and
-    needs memory for two full groups and those around. Parameters that are on every rank anyway (NO_SHARD,
-    0-dim) are replicated.
+    Saving gathers group by group and keeps this rank's chunk; loading gathers parameter by parameter, and
+    needs memory for two unsharded groups and those around. NO_SHARD and 0-dim parameters are replicated.
     """
 
 
 @dataclass(frozen=True)
 class StateDictConfig:
-    """``offload_to_cpu``: tensors are moved to CPU, group by group."""
+    """Options of the model's state dict.
+
+    Attributes:
+        offload_to_cpu: Move tensors to CPU, group by group.
+    """
 
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True)
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: other ranks take part and get an empty dict, but for what lies outside any unit.
+    """Options of FULL_STATE_DICT.
 
-    Loading wants the dict on every rank.
+    Attributes:
+        rank0_only: Ranks other than 0 take part and get only what is outside of units. Loading needs the
+            dict on every rank.
     """
 
     rank0_only: bool = False
@@ -218,38 +238,46 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True)
 class LocalStateDictConfig(StateDictConfig):
-    """Nothing of its own."""
+    """Options of LOCAL_STATE_DICT."""
 
 
 @dataclass(frozen=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """Nothing of its own."""
+    """Options of SHARDED_STATE_DICT."""
 
 
 @dataclass(frozen=True)
 class OptimStateDictConfig:
-    """``offload_to_cpu``: tensors are moved to CPU, one kind of state of one group at a time."""
+    """Options of the optimizer's state dict.
+
+    Attributes:
+        offload_to_cpu: Move tensors to CPU, one kind of state of one group at a time.
+    """
 
     offload_to_cpu: bool = True
 
 
 @dataclass(frozen=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """``rank0_only``: other ranks take part and get an empty dict; loading reads rank 0's alone."""
+    """Options of FULL_STATE_DICT.
+
+    Attributes:
+        rank0_only: Ranks other than 0 take part and get an empty dict; loading reads rank 0's alone.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass(frozen=True)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Nothing of its own."""
+    """Options of LOCAL_STATE_DICT."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Nothing of its own."""
+    """Options of SHARDED_STATE_DICT."""
 
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -263,7 +291,8 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 class StateDictSettings:
     """The kind of state dict, and its configs for the model and the optimizer.
 
-    Raises TypeError for a config of another kind.
+    Raises:
+        TypeError: For a config of another kind.
     """
 
     state_dict_type: StateDictType
@@ -296,7 +325,7 @@ def settings_for(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Return settings with the kind's own configs for None."""
+    """Return settings of `kind`, with its default config in place of None."""
     _check_kind(kind)
     default, optim_default = _CONFIGS[kind]
     return StateDictSettings(kind, config or default(), optim_config or optim_default())

@@ -9,61 +9,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from harness.engine.parameters import Slot
+from harness.engine.torch_internals import pytree
 
 Parts = Mapping[Any, Any]
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return ``tree`` with ``fn`` applied to each tensor in nested containers, dataclasses included.
+    """Return `tree` with `fn` applied to each tensor in nested containers, dataclasses included.
 
-    A container in which something changed comes back as a copy; all else is the same object as before.
+    A container with a changed tensor comes back as a copy; everything else is the same object as before.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
-    parts, rebuild = _opened(tree)
+    parts, rebuild = _take_apart(tree)
     mapped = {key: map_tensors(fn, part) for key, part in parts.items()}
     return tree if all(mapped[key] is part for key, part in parts.items()) else rebuild(mapped)
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors in ``tree``, in the order that `map_tensors` visits them."""
+    """Return the tensors in `tree`, in the order that `map_tensors` visits them."""
     found: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def append(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    map_tensors(note, tree)
+    map_tensors(append, tree)
     return found
 
 
 def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
-    """Return ``tree`` with its floating-point tensors in ``dtype``; autograd casts gradients back."""
+    """Return `tree` with its floating-point tensors in `dtype`; autograd casts gradients back."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
-def _opened(tree: Any) -> tuple[Parts, Callable[[Parts], Any]]:
-    """Return what ``tree`` holds, which is nothing if it is no container, and what makes another of it."""
+def _take_apart(tree: Any) -> tuple[Parts, Callable[[Parts], Any]]:
+    """Return the parts of `tree`, none if it is no container, and a function that rebuilds it from parts."""
     if fields := getattr(tree, "_fields", ()) if isinstance(tree, tuple) else ():
-        # The sizes of a packed sequence stay on CPU.
+        # torch requires the batch sizes of a packed sequence on CPU.
         skipped = "batch_sizes" if isinstance(tree, PackedSequence) else None
         named = _attributes(tree, (name for name in fields if name != skipped))
         return named, lambda parts: tree._replace(**parts)
     if not pytree.tree_is_leaf(tree):
         children, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
         return dict(enumerate(children)), lambda parts: pytree.tree_unflatten(parts.values(), spec)
-    # Dataclasses, and subclasses of the containers that torch looks into: it does not look into these.
+    # pytree takes dataclasses and subclasses of containers for leaves.
     if isinstance(tree, dict | list):
         items = dict(tree) if isinstance(tree, dict) else dict(enumerate(tree))
         return items, lambda parts: _copy_with(operator.setitem, tree, parts)
     if isinstance(tree, tuple):
         return dict(enumerate(tree)), lambda parts: type(tree)(parts.values())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
-        # Not by dataclasses.replace: it calls the constructor, which may take or make other fields.
-        # object.__setattr__ sets those of a frozen one, too.
+        # dataclasses.replace would call the constructor, which may take other arguments than the fields.
+        # object.__setattr__ works for frozen dataclasses, too.
         named = _attributes(tree, (field.name for field in dataclasses.fields(tree)))
         return named, lambda parts: _copy_with(object.__setattr__, tree, parts)
     return {}, lambda _: tree
@@ -81,10 +81,15 @@ def _copy_with(put: Callable[[Any, Any, Any], object], value: Any, parts: Parts)
 
 
 class Buffers:
-    """Cast what lies in ``slots``, by name within the unit's module.
+    """The buffers of one unit, cast for computation.
 
-    ``dtypes``: those that cast buffers had before and are saved in. With ``goes_back`` the values are kept as
-    well: a buffer that nobody changed meanwhile goes back to every bit it had, and not to rounded values.
+    Args:
+        slots: The buffers by name within the unit's module.
+        goes_back: Keep the values before a cast as well: a buffer that did not change while it was cast goes
+            back to every bit it had, and not to rounded values.
+
+    Attributes:
+        dtypes: The dtypes of cast buffers before the cast, in which `state_dict` saves them.
     """
 
     def __init__(self, slots: Mapping[str, Slot], goes_back: bool) -> None:
@@ -94,10 +99,10 @@ class Buffers:
         self._values: dict[str, Tensor] = {}
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
-        """Let modules see floating-point buffers in ``dtype``, or as they were; all of them on ``device``."""
+        """Cast floating-point buffers to `dtype`, or back for None, and move all buffers to `device`."""
         if not self._slots:
             return
-        # A tensor made in inference mode could not be written to in training.
+        # A tensor that is made in inference mode cannot be written to in training.
         with torch.inference_mode(False), torch.no_grad():
             for name, slot in self._slots.items():
                 buffer = slot.module._buffers.get(slot.name)
@@ -106,7 +111,7 @@ class Buffers:
                     slot.module._buffers[slot.name] = buffer.to(device or buffer.device)
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow a cast of the module."""
+        """Apply a cast of the module, such as `half()`, to the dtypes that buffers are restored to."""
         self.dtypes = {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in self.dtypes.items()}
 
     def _cast(self, name: str, buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -120,5 +125,5 @@ class Buffers:
     def _restore(self, name: str, buffer: Tensor) -> Tensor:
         value = self._values.pop(name, None)
         if value is not None and torch.equal(value.to(buffer.device, buffer.dtype), buffer):
-            buffer = value.to(buffer.device)  # from where it was before a move of the module
+            buffer = value.to(buffer.device)  # the module may have been moved since
         return buffer.to(self.dtypes.get(name, buffer.dtype))

@@ -1,7 +1,4 @@
-"""Storage and first values for modules on the meta device, before their unit shards them. Runs on ranks.
-
-Imports torch and engine.parameters only.
-"""
+"""Storage and initial values for modules on the meta device, before their unit shards them. Runs on ranks."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +14,13 @@ ParamInit = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Materialiser:
-    """Make the modules of one unit: by ``param_init_fn``, or on ``device`` by their ``reset_parameters``.
+    """Initialise the modules of one unit that hold something on the meta device.
 
-    ``unit``: how error messages call it. What is in ``ignored`` or not on meta stays as it is.
+    Attributes:
+        unit: Name of the unit in error messages.
+        device: Device of the storage that modules get before their `reset_parameters` is called.
+        param_init_fn: Called with each module instead, if given.
+        ignored: Parameters that stay as they are.
     """
 
     unit: str
@@ -29,39 +30,44 @@ class Materialiser:
 
     @torch.no_grad()
     def make(self, modules: Mapping[nn.Module, str]) -> None:
-        """Make those of ``modules`` (all that the unit owns, by name) that hold something on meta.
+        """Initialise those of `modules` that hold something on meta, children before parents.
 
-        Children come before parents, as when a model is built. Tied tensors stay tied: the first one's
-        values count. Raises ValueError for a module that cannot be made, or only by touching others.
+        This is the order in which their constructors ran. Tied tensors stay tied and get the first's values.
+
+        Args:
+            modules: All modules that the unit owns, with their names.
+
+        Raises:
+            ValueError: If a module cannot be initialised, or only by changing others.
         """
         on_meta = {module: list(self._on_meta(module)) for module in modules}
-        tied = _by_tensor(slot for slots in on_meta.values() for slot in slots)
+        tied = _tied(slot for slots in on_meta.values() for slot in slots)
         for module in children_first(modules):
             if on_meta[module]:
-                self._make_one(module, _place(modules[module], module))
+                self._make_one(module, _label(modules[module], module))
         for first, *rest in tied:
             for slot in rest:
                 _replace(slot, _tensor(first))
 
-    def _make_one(self, module: nn.Module, place: str) -> None:
-        with _untouched(self._left_alone(module)):
+    def _make_one(self, module: nn.Module, label: str) -> None:
+        with _restored(self._slots_off_meta(module)):
             if self.param_init_fn:
-                with self._no_recursion(module, place):
+                with self._refuse_recursion(module, label):
                     self.param_init_fn(module)
             else:
-                self._reset(module, place)
+                self._reset(module, label)
         for slot in self._on_meta(module):
             raise ValueError(
-                f"{self.unit}: param_init_fn left {slot.name!r} of {place} on the meta device; it must give "
+                f"{self.unit}: param_init_fn left {slot.name!r} of {label} on the meta device; it must give "
                 "storage and values to all parameters and buffers of the module that it is called with."
             )
 
-    def _reset(self, module: nn.Module, place: str) -> None:
+    def _reset(self, module: nn.Module, label: str) -> None:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
             names = ", ".join(repr(slot.name) for slot in self._on_meta(module))
             raise ValueError(
-                f"{self.unit}: {place} has {names} on the meta device and no reset_parameters; give the "
+                f"{self.unit}: {label} has {names} on the meta device and no reset_parameters; give the "
                 "class one that sets its own parameters and buffers, or pass param_init_fn."
             )
         module.to_empty(device=self.device, recurse=False)
@@ -73,13 +79,13 @@ class Materialiser:
             if tensor.is_meta and tensor not in self.ignored:
                 yield slot
 
-    def _left_alone(self, module: nn.Module) -> list[Slot]:
+    def _slots_off_meta(self, module: nn.Module) -> list[Slot]:
         on_meta = set(self._on_meta(module))
         return [slot for slot in _slots(module) if slot not in on_meta]
 
     @contextmanager
-    def _no_recursion(self, module: nn.Module, place: str) -> Iterator[None]:
-        """Raise ValueError if something below ``module`` that has its values has lost their memory."""
+    def _refuse_recursion(self, module: nn.Module, label: str) -> Iterator[None]:
+        """Raise ValueError if a tensor below `module` that is initialised has lost its storage."""
         below = [
             (f"{name}.{slot.name}", slot, _tensor(slot), _tensor(slot).data_ptr())
             for name, child in module.named_modules()
@@ -91,15 +97,18 @@ class Materialiser:
         for name, slot, tensor, memory in below:
             if slot.read() is not tensor or tensor.data_ptr() != memory:
                 raise ValueError(
-                    f"{self.unit}: param_init_fn, called with {place}, replaced {name!r} below it, which had "
+                    f"{self.unit}: param_init_fn, called with {label}, replaced {name!r} below it, which had "
                     "its values already; act on the module itself only: to_empty(..., recurse=False), "
                     "parameters(recurse=False)."
                 )
 
 
 @contextmanager
-def _untouched(slots: Iterable[Slot]) -> Iterator[None]:
-    """Put the tensors of ``slots`` back, and the memory that they had."""
+def _restored(slots: Iterable[Slot]) -> Iterator[None]:
+    """Restore the tensors of `slots`, and their storage, at the end of the context.
+
+    A `reset_parameters` may set what is not on meta, such as an ignored parameter that has values already.
+    """
     before = [(slot, _tensor(slot), _tensor(slot).data) for slot in slots]
     yield
     for slot, tensor, data in before:
@@ -120,12 +129,12 @@ def _tensor(slot: Slot) -> Tensor:
 
 
 def _replace(slot: Slot, tensor: Tensor) -> None:
-    # Not `Slot.put`: that makes it the module's last parameter, and ranks that had nothing on meta must agree
-    # with this one on the order.
+    # `Slot.put` would make it the module's last parameter, and the order must be the same on ranks that had
+    # nothing on meta.
     setattr(slot.module, slot.name, tensor)
 
 
-def _by_tensor(slots: Iterable[Slot]) -> list[list[Slot]]:
+def _tied(slots: Iterable[Slot]) -> list[list[Slot]]:
     """Return the slots of each tensor that has several."""
     found: dict[Tensor, list[Slot]] = {}
     for slot in slots:
@@ -133,5 +142,5 @@ def _by_tensor(slots: Iterable[Slot]) -> list[list[Slot]]:
     return [slots for slots in found.values() if len(slots) > 1]
 
 
-def _place(name: str, module: nn.Module) -> str:
+def _label(name: str, module: nn.Module) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else type(module).__name__

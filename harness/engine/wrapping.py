@@ -15,21 +15,23 @@ from harness.engine.parameters import children_first
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]
 States = Collection[nn.Module | nn.Parameter]
-"""Modules and parameters that are none of a policy's business: ignored ones, and those in units already."""
+"""Modules and parameters that a policy must not touch: ignored ones, and those in units already."""
 
 
 class WrapPolicy(Protocol):
-    """Choose modules below ``root``: each chosen one with the constructor arguments that differ for it.
+    """A choice of the modules that become units."""
 
-    Does not look at or below modules in ``ignored``, and does not count the parameters in it.
-    """
+    def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]:
+        """Return the chosen modules below `root`, each with the constructor arguments that differ for it.
 
-    def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]: ...
+        Skip the modules in `ignored` and those below them, and do not count the parameters in it.
+        """
+        ...
 
 
 @dataclass(frozen=True, init=False)
 class ModuleWrapPolicy:
-    """Choose every module that is an instance of one of ``module_classes``."""
+    """Choose every module that is an instance of one of `module_classes`."""
 
     module_classes: tuple[type[nn.Module], ...]
 
@@ -45,7 +47,7 @@ class ModuleWrapPolicy:
 
 @dataclass(frozen=True)
 class CustomPolicy:
-    """Choose the modules that ``lambda_fn`` returns True for, or a dict of constructor arguments."""
+    """Choose the modules that `lambda_fn` returns True for, or a dict of constructor arguments."""
 
     lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]
 
@@ -65,10 +67,10 @@ class CustomPolicy:
 
 @dataclass(frozen=True)
 class FunctionPolicy:
-    """Choose bottom-up with a function ``(module, recurse, nonwrapped_numel) -> bool``.
+    """Choose bottom-up with a function `(module, recurse, nonwrapped_numel) -> bool`.
 
-    With ``recurse=True`` it says whether to look below the module, with ``recurse=False`` whether to choose
-    it. ``nonwrapped_numel`` counts the elements of parameters below it that no chosen module has taken.
+    With `recurse=True` it returns whether to look below the module, with False whether to choose it. The
+    number `nonwrapped_numel` counts the elements of its parameters that are in no chosen module yet.
     """
 
     function: WrapFunction
@@ -77,7 +79,7 @@ class FunctionPolicy:
         seen, chosen = {*ignored}, dict[nn.Module, Overrides]()
 
         def visit(module: nn.Module) -> int:
-            """Return how many elements below ``module`` are taken by chosen modules."""
+            """Return the number of elements of `module` that are in chosen modules."""
             seen.add(module)
             numel = sum(p.numel() for p in module.parameters() if p not in ignored)
             if not self.function(module=module, recurse=True, nonwrapped_numel=numel):
@@ -102,7 +104,7 @@ def always_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Make a unit of each module that ``lambda_fn`` returns True for."""
+    """Make a unit of each module that `lambda_fn` returns True for."""
     return recurse or lambda_fn(module)
 
 
@@ -112,7 +114,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
-    """Make a unit of each instance of a class in ``transformer_layer_cls``."""
+    """Make a unit of each instance of a class in `transformer_layer_cls`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -124,10 +126,15 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit of what holds at least ``min_num_params`` elements that are not in a unit yet.
+    """Make a unit of each module with at least `min_num_params` elements that are in no unit yet.
 
-    Instances of ``force_leaf_modules`` (None: multi-head attention) stay whole in the unit around them, and
-    no instance of ``exclude_wrap_modules`` (None: module lists and dicts) becomes a unit.
+    Args:
+        module: The module in question.
+        recurse: Whether to look below it, or to choose it.
+        nonwrapped_numel: The elements of its parameters that are in no unit yet.
+        min_num_params: The least number of elements of a unit.
+        force_leaf_modules: Classes whose instances are not looked into. None: multi-head attention.
+        exclude_wrap_modules: Classes whose instances are not chosen. None: module lists and dicts.
     """
     leaves = (nn.MultiheadAttention,) if force_leaf_modules is None else tuple(force_leaf_modules)
     excluded = (nn.ModuleList, nn.ModuleDict) if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
@@ -135,7 +142,7 @@ def size_based_auto_wrap_policy(
 
 
 def candidates(root: nn.Module, ignored: States) -> list[nn.Module]:
-    """Return the modules below ``root`` that may become units, parents first."""
+    """Return the modules below `root` that may become units, parents first."""
     found: dict[nn.Module, None] = {}
 
     def walk(module: nn.Module) -> None:
@@ -149,12 +156,12 @@ def candidates(root: nn.Module, ignored: States) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Tell whether ``module`` can be called; a ModuleList, for one, cannot, and so cannot be a unit."""
+    """Return whether `module` can be called; a ModuleList, for one, cannot, so it cannot be a unit."""
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
 def as_policy(policy: WrapPolicy | WrapFunction) -> WrapPolicy:
-    """Return ``policy`` itself, or the policy that a function in torch's style stands for."""
+    """Return `policy` itself, or a `FunctionPolicy` of a function in torch's style."""
     if isinstance(policy, type) or not (hasattr(policy, "choose") or callable(policy)):
         raise TypeError(
             f"auto_wrap_policy: expected a wrap policy such as ModuleWrapPolicy({{nn.Linear}}), or a "
@@ -164,14 +171,18 @@ def as_policy(policy: WrapPolicy | WrapFunction) -> WrapPolicy:
 
 
 MakeUnit = Callable[[nn.Module, Overrides, bool], nn.Module]
-"""Make a unit of the module with these arguments of its own; True: in full precision amid mixed."""
+"""Make a unit of the module with these constructor arguments; with True, in full precision."""
 
 
 @dataclass(frozen=True)
 class AutoWrap:
-    """Wrap what `policy` chooses with `make`, and in full precision what `mixed_precision` excludes.
+    """Automatic wrapping below the module of one unit.
 
-    What is in `ignored` is left as it is.
+    Attributes:
+        policy: Chooses the modules to wrap.
+        ignored: Modules and parameters that are left as they are.
+        mixed_precision: Names the classes of modules that become units in full precision.
+        make: Makes a unit.
     """
 
     policy: WrapPolicy
@@ -214,7 +225,7 @@ def _refuse_inside(name: str, unit: nn.Module, policy: WrapPolicy, ignored: Stat
 
 
 def _full_precision_modules(root: nn.Module, mixed: MixedPrecision, left_alone: States) -> set[nn.Module]:
-    """Return the modules that compute in full precision although the rest does not, and say so."""
+    """Return the modules to wrap in full precision although the rest is not; warn if there are any."""
     if mixed.param_dtype is None and mixed.reduce_dtype is None and mixed.buffer_dtype is None:
         return set()
     classes = tuple(mixed._module_classes_to_ignore)
@@ -231,7 +242,7 @@ def _full_precision_modules(root: nn.Module, mixed: MixedPrecision, left_alone: 
 
 
 def _parents(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return where each module is registered below ``root``; a shared one in several places."""
+    """Return the parents of each module below `root`, with its name in each; a shared one has several."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in parent._modules.items():
@@ -246,15 +257,15 @@ class _Wrapping:
     arguments: Mapping[str, Any]
 
 
-# Its own in every thread, and what it was before when a context ends, however that ends.
+# Per thread, and reset when a context ends, by an exception too.
 _CURRENT: ContextVar[_Wrapping | None] = ContextVar("enable_wrap", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Let `wrap` inside the context make ``wrapper_cls(module, **wrapper_kwargs)``; in this thread only.
+    """Make `wrap` return `wrapper_cls(module, **wrapper_kwargs)` inside the context, in this thread only.
 
-    Of nested contexts the innermost counts.
+    The innermost of nested contexts applies.
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap: wrapper_cls must be a class that takes a module, got {wrapper_cls!r}")
@@ -266,9 +277,9 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return ``module`` wrapped as the `enable_wrap` around says, but for ``wrap_overrides``.
+    """Return `module` wrapped with the arguments of the enclosing `enable_wrap`, updated by `wrap_overrides`.
 
-    Outside any such context return ``module`` itself.
+    Outside of such a context return `module` itself.
     """
     current = _CURRENT.get()
     if current is None:
