@@ -1,3 +1,3 @@
-"""What all suites share: pytester, for the harness's tests of itself."""
+"""What all suites share: the engines under test, and pytester for the harness's tests of itself."""
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["harness.conformance.plugin", "pytester"]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from harness.lazy import from_homes
 
 if TYPE_CHECKING:
-    from harness.conformance import Engine
     from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
     from harness.lockstep import RunSubtests
     from harness.rank.view import RankWorld
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CollectivesLog": "harness.recorders",
-    "Engine": "harness.conformance",
     "ForwardDtypes": "harness.recorders",
     "PeerFailed": "harness.exceptions",
     "RankLeakWarning": "harness.exceptions",
@@ -32,7 +30,6 @@ _HOMES = {
 
 __all__ = [
     "CollectivesLog",
-    "Engine",
     "ForwardDtypes",
     "PeerFailed",
     "RankLeakWarning",

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import pytest
 
-from harness.conformance.deviations import Deviation
 from harness.exceptions import PeerFailed
 from harness.protocol import VICTIM_OF_A_POINT, Vote
 
@@ -25,6 +24,19 @@ class Lockstep(Protocol):
     def end_point(self) -> None: ...
     def sever(self) -> None: ...
     def repair(self) -> None: ...
+
+
+class ExpectedFailure(Protocol):
+    """A failure that is expected of some cases, and strictly: a case that passes on all ranks then fails."""
+
+    @property
+    def reason(self) -> str: ...
+    @property
+    def run(self) -> bool:
+        """Whether to try the case at all."""
+        ...
+
+    def is_about_case(self, case: str) -> bool: ...
 
 
 class RunSubtests:
@@ -40,12 +52,12 @@ class RunSubtests:
         rank: Lockstep,
         subtests: pytest.Subtests,
         selected: Mapping[str, str],
-        deviations: Sequence[Deviation] = (),
+        expected_failures: Sequence[ExpectedFailure] = (),
     ) -> None:
         self._rank = rank
         self._subtests = subtests
         self._selected = selected
-        self._deviations = deviations
+        self._expected_failures = expected_failures
         self._settings: dict[str, Sequence[Any]] = {}
         self._num_run = 0
 
@@ -72,11 +84,11 @@ class RunSubtests:
         for point in chosen:
             call = partial(fn, *args, **kwargs, **point)
             name = describe_point(point)
-            deviation = next((found for found in self._deviations if found.is_about_point(name)), None)
-            if deviation is None:
+            expected = next((found for found in self._expected_failures if found.is_about_case(name)), None)
+            if expected is None:
                 self._run_point(name, call)
             else:
-                self._run_deviating_point(name, call, deviation)
+                self._run_failing_point(name, call, expected)
             self._rank.end_point()
 
     def skip_if_nothing_ran(self) -> None:
@@ -115,11 +127,11 @@ class RunSubtests:
         if {vote.outcome for vote in votes} not in ({"passed"}, {"skipped"}):
             self._rank.repair()
 
-    def _run_deviating_point(self, name: str, call: Callable[[], object], deviation: Deviation) -> None:
+    def _run_failing_point(self, name: str, call: Callable[[], object], expected: ExpectedFailure) -> None:
         """Run a point that is expected to fail, on one rank at least; it fails if all ranks pass."""
         with self._subtests.test(name):
-            if not deviation.run:
-                raise pytest.xfail.Exception(f"[NOTRUN] {deviation.reason}")
+            if not expected.run:
+                raise pytest.xfail.Exception(f"[NOTRUN] {expected.reason}")
             outcome, skip = "passed", None
             try:
                 self._rank.begin_point(name)
@@ -132,11 +144,11 @@ class RunSubtests:
             votes = self._rank.agree(Vote(name, outcome, str(skip or "")))
             if any(vote.outcome == "failed" for vote in votes):
                 self._rank.repair()
-                raise pytest.xfail.Exception(deviation.reason)
+                raise pytest.xfail.Exception(expected.reason)
             _expect_all(votes, outcome)
             if skip is not None:
                 raise skip
-            pytest.fail(f"[XPASS(strict)] {deviation.reason}", pytrace=False)
+            pytest.fail(f"[XPASS(strict)] {expected.reason}", pytrace=False)
 
 
 def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.conformance.selection import check_engines, engines_of, parametrize
-from harness.expected import mark_expected_failure, points_expected_to_fail
+from harness import hookspecs
 from harness.marker import MarkError, read_mark
 from harness.protocol import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from harness.conformance import Engine
     from harness.lockstep import RunSubtests
     from harness.rank.session import RankSession
     from harness.rank.view import RankWorld
     from harness.recorders import CollectivesLog
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(hookspecs)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,13 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--backend", help="torch.distributed's backend, gloo or nccl, for items that name none")
     group.addoption(
         "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
-    )
-    group.addoption(
-        "--engine",
-        action="append",
-        metavar="NAME",
-        help="the engine under test, by a known name or as module:attribute; may be given several times "
-        "(default: lockstep)",
     )
     group.addoption(
         "--world-timeout",
@@ -80,11 +75,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="of run_subtests, run only the points with these settings",
     )
-    group.addoption(
-        "--conformance",
-        metavar="DIR",
-        help="write to DIR which claims each engine holds, as a page, as Markdown and as JSON",
-    )
     _add_ini_options(parser)
 
 
@@ -123,14 +113,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness.controller.requests import check_options
     from harness.reporting.annotations import Annotations, wanted
 
-    check_engines(config)
     check_options(config)  # also where others will run the tests: they could only crash, each for itself
     if not hasattr(config, "workerinput") and wanted(config, os.environ):
         config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
-    if config.getoption("conformance"):
-        from harness.conformance.collecting import register
-
-        register(config)
     if not _only_distributes(config):
         config.pluginmanager.register(Controller(config), "harness-controller")
 
@@ -140,17 +125,8 @@ def _only_distributes(config: pytest.Config) -> bool:
     return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    mark_expected_failure(item)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    _choose_sizes(metafunc)
-    parametrize(metafunc)
-
-
-def _choose_sizes(metafunc: pytest.Metafunc) -> None:
     nodeid = metafunc.definition.nodeid
     mark, wrong = None, ""
     try:
@@ -195,26 +171,8 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
     from harness.lockstep import RunSubtests, parse_selection
 
     selection = parse_selection(request.config.getoption("subtest"))
-    deviations = points_expected_to_fail(request.node)
-    return RunSubtests(_session(request).lockstep, subtests, selection, deviations)
-
-
-@pytest.fixture(scope="session")
-def engine(request: pytest.FixtureRequest) -> Engine:
-    """The engine under test, chosen by `--engine`."""
-    from harness.conformance import EngineError, find
-
-    engines = engines_of(request.config)
-    if len(engines) > 1 and not hasattr(request, "param"):
-        pytest.fail("there are several engines: name `engine` among the test's arguments", pytrace=False)
-    lack = ""
-    try:
-        return find(getattr(request, "param", engines[0]))
-    except EngineError as error:
-        if error.__cause__ is not None:  # raised by the user's own code: that traceback tells more
-            raise
-        lack = str(error)
-    pytest.fail(lack, pytrace=False)
+    expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
+    return RunSubtests(_session(request).lockstep, subtests, selection, expected)
 
 
 @pytest.fixture

@@ -57,7 +57,8 @@ def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
     engines = list(dict.fromkeys(options.engine or built_in_names()))
     words = [item for word in words for item in _items(word, engines)]
     chosen = [f"--engine={name}" for name in engines]
-    return int(pytest.main([*chosen, f"--conformance={options.output}", *words]))
+    plugin = ("-p", "harness.conformance.plugin")
+    return int(pytest.main([*plugin, *chosen, f"--conformance={options.output}", *words]))
 
 
 def _items(word: str, engines: Sequence[str]) -> list[str]:

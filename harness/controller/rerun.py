@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from harness.conformance.selection import DEFAULT, claim_of, engine_of
-
 # What changes how an item runs, with defaults: a line that runs it again has to repeat it.
 OUR_OPTIONS = {
     "backend": None,
@@ -37,6 +35,7 @@ _NOT_REPEATED = {
     "xdist",
     "cov",
     "ranks",
+    "conformance",
 }
 _REPEATED = {"importmode", "rootdir", "confcutdir", "noconftest", "assertmode", "pyargs"}
 
@@ -47,7 +46,8 @@ def rerun_line(item: pytest.Item) -> str:
     """Compose the command: node id, then what the user chose of pytest's, our and other plugins' options."""
     config = item.config
     path = os.path.relpath(item.path, config.invocation_params.dir)
-    words = ["pytest", f"{path}::{claim_of(item).split('::', 1)[1]}"]
+    nodeid, *selecting = config.hook.pytest_ranks_rerun(item=item) or [item.nodeid]
+    words = ["pytest", f"{path}::{nodeid.split('::', 1)[1]}"]
     if config.option.inifilename:
         words += ["-c", str(config.option.inifilename)]
     for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
@@ -56,9 +56,7 @@ def rerun_line(item: pytest.Item) -> str:
         value = config.getoption(option)
         if value != default:
             words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
-    if (engine := engine_of(item)) not in (None, DEFAULT):
-        words += ["--engine", str(engine)]
-    return shlex.join([*words, *_others_options(config)])
+    return shlex.join([*words, *selecting, *_others_options(config)])
 
 
 def _others_options(config: pytest.Config) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_the_engine_imports_nothing_else_of_harness() -> None:
 def test_nothing_imports_the_plugin_the_suites_or_the_benchmarks() -> None:
     for tree in MODULES.values():
         for found in imports(tree, lazy=True):
-            assert found != "harness.plugin"
+            assert found not in ("harness.plugin", "harness.conformance.plugin")
             assert found.split(".")[0] not in ("suites", "benchmarks")
 
 
@@ -71,7 +72,13 @@ def test_the_import_graph_has_no_cycle() -> None:
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
-CONTROLLERS_SIDE = ["harness", "harness.plugin", "harness.controller.hooks", "harness.__main__"]
+CONTROLLERS_SIDE = [
+    "harness",
+    "harness.plugin",
+    "harness.controller.hooks",
+    "harness.conformance.plugin",
+    "harness.__main__",
+]
 
 
 @pytest.mark.parametrize("name", CONTROLLERS_SIDE)
@@ -79,6 +86,16 @@ def test_the_controllers_side_can_be_imported_without_torch(name: str) -> None:
     code = f"import sys, {name}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_general_plugin_loads_little_and_nothing_of_engines() -> None:
+    """Every pytest run of a user imports it, whether its tests are on ranks or not."""
+    code = "import sys, harness.plugin; print(*(name for name in sys.modules if name.startswith('harness')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = done.stdout.split()
+    lines = [Path(str(import_module(name).__file__)).read_text().splitlines() for name in names]
+    assert sum(map(len, lines)) < 900
+    assert {package(name) for name in names}.isdisjoint({"harness.conformance", "harness.engine"})
 
 
 # In the names of all functions of torch.distributed that move data between ranks.

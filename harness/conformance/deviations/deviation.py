@@ -36,9 +36,9 @@ class Deviation:
         """Whether the test of this node id is meant, or points of it."""
         return any(fits(f"/{claim}", f"*/{pattern}") for pattern in self.claims)
 
-    def is_about_point(self, point: str) -> bool:
+    def is_about_case(self, case: str) -> bool:
         """Whether, of a test that is meant, this subtest is."""
-        return any(fits(point, pattern) for pattern in self.points or ())
+        return any(fits(case, pattern) for pattern in self.points or ())
 
 
 def fits(text: str, pattern: str) -> bool:

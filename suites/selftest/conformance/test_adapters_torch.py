@@ -234,7 +234,9 @@ def test_known_deviations_are_strict_expected_failures_of_tests_and_of_points(py
     pytester.makeini("[pytest]\nranks_preload = harness.conformance.adapters.lockstep")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_it=TESTS)
-    result = pytester.runpytest_subprocess("-rxf", "-o", "verbosity_subtests=1", timeout=60)
+    result = pytester.runpytest_subprocess(
+        "-p", "harness.conformance.plugin", "-rxf", "-o", "verbosity_subtests=1", timeout=60
+    )
     result.stdout.fnmatch_lines_random(
         [
             "XFAIL test_it.py::test_breaks_on_one_rank - it breaks*",

@@ -59,8 +59,8 @@ def test_half_of_it(world, engine, run_subtests):
 
 class TestInTheController:
     @pytest.fixture
-    def engine(self, request):  # a stand-in, which takes no time to import
-        return SimpleNamespace(name=request.param.partition(":")[0])
+    def engine(self, engine_name):  # a stand-in, which takes no time to import
+        return SimpleNamespace(name=engine_name.partition(":")[0])
 
     @pytest.mark.parametrize("dtype", ["fp16"])
     def test_rounding(self, engine, dtype):
@@ -321,7 +321,7 @@ def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written,
 def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
     files = {
         # A stand-in, which takes no time to import.
-        "claims/conftest.py": "import pytest\n\n@pytest.fixture\ndef engine(): pass\n",
+        "claims/conftest.py": "import pytest\n\n@pytest.fixture\ndef engine(engine_name): pass\n",
         "claims/test_a.py": "import pytest, time\n\n@pytest.mark.parametrize('n', range(20))\n"
         "def test_it(engine, n):\n    time.sleep(0.1)\n    assert n == 20\n\n"
         "def test_left_out(engine): pass\n",
@@ -344,4 +344,4 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pyte
     pytester.makepyfile(taken="")
     told = re.escape(f"--conformance {pytester.path / 'taken.py'}: File exists")
     with pytest.raises(pytest.UsageError, match=f"^{told}$"):
-        pytester.parseconfigure("--conformance", "taken.py")
+        pytester.parseconfigure("-p", "harness.conformance.plugin", "--conformance", "taken.py")

@@ -125,6 +125,8 @@ def test_names_are_checked_without_torch() -> None:
     assert done.stdout.split() == ["False"]
 
 
+PLUGIN = ("-p", "harness.conformance.plugin")
+
 SUITE = """
 import os
 import pytest
@@ -157,7 +159,7 @@ def result(pytester: pytest.Pytester, other: str) -> pytest.RunResult:
     pytester.makeini("[pytest]\nranks_preload = harness.conformance.adapters.lockstep")
     pytester.makepyfile(test_it=SUITE)
     engines = ("--engine", "lockstep", "--engine", f"{other}:Other", "--engine", "lockstep")
-    return pytester.runpytest_subprocess(*engines, "-v", "-p", "no:cacheprovider", timeout=60)
+    return pytester.runpytest_subprocess(*PLUGIN, *engines, "-v", "-p", "no:cacheprovider", timeout=60)
 
 
 def test_each_test_of_an_engine_runs_on_each_of_several_on_the_same_worlds(
@@ -174,15 +176,15 @@ def test_each_test_of_an_engine_runs_on_each_of_several_on_the_same_worlds(
     # What runs one again names the one engine, as if there were no other.
     result.stdout.fnmatch_lines(
         [
-            "pytest 'test_it.py::test_points[[]2[]]' -p no:cacheprovider --engine mine.other:Other "
-            "--subtest b=3",
+            "pytest 'test_it.py::test_points[[]2[]]' -p harness.conformance.plugin -p no:cacheprovider "
+            "--engine mine.other:Other --subtest b=3",
         ]
     )
 
 
 def test_the_line_of_an_item_runs_it_again(pytester: pytest.Pytester, other: str) -> None:
     pytester.makepyfile(test_it=SUITE)
-    line = ["test_it.py::test_points[2]", "--engine", f"{other}:Other", "--subtest", "b=3"]
+    line = [*PLUGIN, "test_it.py::test_points[2]", "--engine", f"{other}:Other", "--subtest", "b=3"]
     result = pytester.runpytest_subprocess(*line, timeout=60)
     result.stdout.fnmatch_lines(["SUBFAILED[[]b=3[]] test_it.py::test_points[[]2[]] - *"])
 
@@ -190,14 +192,14 @@ def test_the_line_of_an_item_runs_it_again(pytester: pytest.Pytester, other: str
 def test_an_unknown_engine_is_refused_before_collection(pytester: pytest.Pytester) -> None:
     told = "^--engine zero: no engine is called 'zero'; known: lockstep, "
     with pytest.raises(pytest.UsageError, match=told):
-        pytester.parseconfigure("--engine", "lockstep", "--engine", "zero")
+        pytester.parseconfigure(*PLUGIN, "--engine", "lockstep", "--engine", "zero")
 
 
 def test_a_run_ends_at_once_where_an_engine_of_ones_own_cannot_be_had(
     pytester: pytest.Pytester, other: str
 ) -> None:
     pytester.makepyfile(test_it=SUITE)
-    result = pytester.runpytest_subprocess("--engine", f"{other}:Away", timeout=60)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--engine", f"{other}:Away", timeout=60)
     result.assert_outcomes(errors=1)
     told = "--engine mine.other:Away: mine.other has no 'Away'; its classes *"
     result.stdout.fnmatch_lines(["rank 0 of 1 failed", told, f"!* {told}!*"])

@@ -1,0 +1,24 @@
+"""Hooks that other plugins may implement for tests on ranks. Used on both sides; must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from harness.lockstep import ExpectedFailure
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_expected_failures(item: pytest.Item) -> Sequence[ExpectedFailure] | None:
+    """Return the failures that are expected of cases of `run_subtests` in `item`. Called in each rank."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_rerun(item: pytest.Item) -> Sequence[str] | None:
+    """Return the node id of `item`, and options, that select it in a run by itself. Called in the controller.
+
+    The default is its own node id without options.
+    """
