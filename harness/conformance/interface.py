@@ -24,7 +24,7 @@ class Group(Protocol):
     """What an engine shows of one group of parameters, as it is at the moment of asking.
 
     ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, PREFETCHED (full parameters
-    are on their way), GATHERED, KEPT or SPLIT (they wait for backward, whole or
+    are on their way), UNSHARDED, RETAINED or SHARDED_POST_FORWARD (they wait for backward, whole or
     cut over a few ranks) or SUMMONED. ``gradient_dtype`` is None while
     no gradient is held. ``post_backward_hooks``: for each full parameter that modules compute with, how many
     hooks await its gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements

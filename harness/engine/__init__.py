@@ -25,8 +25,8 @@ from harness.engine.api import (
     StateDictSettings,
     StateDictType,
 )
-from harness.engine.composable import fully_shard, replicate
-from harness.engine.composed import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from harness.engine.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from harness.engine.fully_shard import fully_shard, replicate
 from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.groups import groups
 from harness.engine.wrapper import FullyShardedDataParallel

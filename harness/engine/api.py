@@ -52,11 +52,11 @@ class GroupState(Enum):
     """Only the local shard exists; modules see it."""
     PREFETCHED = auto()
     """An all-gather for a unit that is expected next is in flight or done; modules see the local shard."""
-    GATHERED = auto()
+    UNSHARDED = auto()
     """Unsharded parameters exist in the compute dtype; modules see them as plain tensors autograd tracks."""
-    KEPT = auto()
+    RETAINED = auto()
     """Unsharded parameters are retained for the coming backward; modules see the local shard."""
-    SPLIT = auto()
+    SHARDED_POST_FORWARD = auto()
     """Parameters are resharded over a few ranks for the coming backward; modules see the local shard."""
     SUMMONED = auto()
     """Modules see unsharded original parameters in the original dtype, outside forward and backward."""

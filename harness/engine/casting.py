@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from harness.engine.parameters import Slot
+from harness.engine.param import ParamRef
 from harness.engine.torch_internals import pytree
 
 Parts = Mapping[Any, Any]
@@ -92,7 +92,7 @@ class Buffers:
         dtypes: The dtypes of cast buffers before the cast, in which `state_dict` saves them.
     """
 
-    def __init__(self, slots: Mapping[str, Slot], goes_back: bool) -> None:
+    def __init__(self, slots: Mapping[str, ParamRef], goes_back: bool) -> None:
         self.dtypes: dict[str, torch.dtype] = {}
         self._slots = dict(slots)
         self._goes_back = goes_back

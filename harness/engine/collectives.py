@@ -17,8 +17,44 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from harness.engine.axes import Axes
-from harness.engine.pool import BufferPool
+from harness.engine.mesh import MeshInfo
+
+
+class BufferPool:
+    """Lend 1-D buffers whose values are undefined, and keep what is given back until `clear`.
+
+    A backward has one reduction in flight, so two buffers of the largest group's size serve all of it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a 1-D buffer of ``numel`` elements: one that is free and large enough, else a new one."""
+        if numel == 0:  # it would have no address to be known by
+            return torch.empty(0, dtype=dtype, device=device)
+        fitting = [b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel]
+        if fitting:
+            whole = min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not whole]
+        else:
+            whole = torch.empty(numel, dtype=dtype, device=device)
+        self._lent[whole.data_ptr()] = whole
+        return whole[:numel]
+
+    def take_like(self, other: Tensor) -> Tensor:
+        return self.take(other.numel(), other.dtype, other.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take back what `take` returned."""
+        if buffer.numel():
+            self._free.append(self._lent.pop(buffer.data_ptr()))
+
+    def clear(self) -> None:
+        """Give all free memory back, and forget what was lent and never returned."""
+        self._free, self._lent = [], {}
+
 
 T = TypeVar("T")
 
@@ -52,14 +88,14 @@ class Sum:
     divisor: float | None = None
     carried: Tensor | None = None
 
-    def divided_by(self, axes: Axes) -> float:
+    def divided_by(self, axes: MeshInfo) -> float:
         return axes.size if self.divisor is None else self.divisor
 
 
 MEAN = Sum()
 
 
-def start_gather(full: Tensor, shard: Tensor, axes: Axes) -> Finish:
+def start_gather(full: Tensor, shard: Tensor, axes: MeshInfo) -> Finish:
     """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order.
 
     Neither may be touched until the result, ``full``, is there.
@@ -71,7 +107,7 @@ def start_gather(full: Tensor, shard: Tensor, axes: Axes) -> Finish:
         return _start_gather(full, shard, axes.shard)
 
 
-def start_exchange(shard: Tensor, axes: Axes) -> Callable[[], tuple[Tensor, ...]]:
+def start_exchange(shard: Tensor, axes: MeshInfo) -> Callable[[], tuple[Tensor, ...]]:
     """Bring the 1-D ``shard`` (n) of each of the S shards here, each apart; ``shard`` itself is among them.
 
     It may not be touched until the result is there. Shards without elements are left out.
@@ -94,12 +130,14 @@ def start_exchange(shard: Tensor, axes: Axes) -> Callable[[], tuple[Tensor, ...]
     return lambda: arrived().view(axes.num_shards, -1).unbind()
 
 
-def gather(full: Tensor, shard: Tensor, axes: Axes) -> None:
+def gather(full: Tensor, shard: Tensor, axes: MeshInfo) -> None:
     """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order."""
     start_gather(full, shard, axes)()
 
 
-def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, sum_: Sum = MEAN) -> Finish:
+def start_mean(
+    full: Tensor, axes: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum = MEAN
+) -> Finish:
     """Start the mean over ranks of ``full`` (1-D, S * n); the result is this rank's shard (n) in ``dtype``.
 
     ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
@@ -113,14 +151,14 @@ def start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, s
         return _start_mean(full, axes, dtype, pool, sum_)
 
 
-def start_inside(full: Tensor, axes: Axes, pool: BufferPool, sum_: Sum) -> Finish:
+def start_inside(full: Tensor, axes: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
     """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of ``full``."""
     assert axes.shard is not None
     with record_function(REDUCE):
         return _start_reduce_scatter(full, axes.shard, sum_.divided_by(axes), full.dtype, pool)
 
 
-def _start_mean(full: Tensor, axes: Axes, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
+def _start_mean(full: Tensor, axes: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
     across, divisor = axes.replicate, sum_.divided_by(axes)
     if not full.numel() or axes.size == 1:
         return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)

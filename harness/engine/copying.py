@@ -4,10 +4,10 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from harness.engine.group import ShardGroup
-from harness.engine.hooks import Unit
-from harness.engine.parameters import Slot
-from harness.engine.shard import LocalShard
+from harness.engine.local_shard import LocalShard
+from harness.engine.param import ParamRef
+from harness.engine.param_group import ParamGroup
+from harness.engine.unit import Unit
 
 
 def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
@@ -19,24 +19,24 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     settings = replace(unit.settings, precision=deepcopy(unit.settings.precision, memo))
     copied = Unit(group, deepcopy(unit.buffers, memo), settings)
     # What is told to be gathered ahead belongs to the original.
-    copied.switches = replace(unit.switches, forward_prefetch=(), backward_prefetch=())
+    copied.options = replace(unit.options, forward_prefetch=(), backward_prefetch=())
     return copied
 
 
-def _copy_group(group: ShardGroup, memo: dict[int, Any]) -> ShardGroup:
+def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
     group.shard.reclaim()
-    entries = [
+    params = [
         replace(
-            entry,
-            parameter=deepcopy(entry.parameter, memo),
-            slots=tuple(_copy_slot(slot, memo) for slot in entry.slots),
+            param,
+            parameter=deepcopy(param.parameter, memo),
+            refs=tuple(_copy_ref(ref, memo) for ref in param.refs),
         )
-        for entry in group.shard.entries
+        for param in group.shard.params
     ]
     settings = replace(group.settings, precision=deepcopy(group.settings.precision, memo))
-    shard = LocalShard(entries, settings, flat=deepcopy(group.shard.flat, memo))
-    return ShardGroup(shard, group.gradients.like(shard))
+    shard = LocalShard(params, settings, flat=deepcopy(group.shard.flat, memo))
+    return ParamGroup(shard, group.gradients.like(shard))
 
 
-def _copy_slot(slot: Slot, memo: dict[int, Any]) -> Slot:
-    return Slot(deepcopy(slot.module, memo), slot.name)
+def _copy_ref(ref: ParamRef, memo: dict[int, Any]) -> ParamRef:
+    return ParamRef(deepcopy(ref.module, memo), ref.name)

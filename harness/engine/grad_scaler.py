@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from harness.engine import collectives
-from harness.engine.axes import ProcessGroups
-from harness.engine.hooks import Unit
+from harness.engine.mesh import ProcessGroups
+from harness.engine.unit import Unit
 
 _RANGE = torch.finfo(torch.float32)
 

@@ -4,9 +4,9 @@ from torch import nn
 
 from harness.engine import inspection
 from harness.engine.api import GroupInfo
-from harness.engine.composed import FSDPModule
-from harness.engine.hooks import Unit
-from harness.engine.names import clean_name
+from harness.engine.fsdp_module import FSDPModule
+from harness.engine.param import clean_name
+from harness.engine.unit import Unit
 from harness.engine.wrapper import FullyShardedDataParallel
 
 

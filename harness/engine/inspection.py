@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from harness.engine.api import GroupInfo
-from harness.engine.group import ShardGroup
-from harness.engine.hooks import Unit
-from harness.engine.names import joined
+from harness.engine.param import joined
+from harness.engine.param_group import ParamGroup
+from harness.engine.unit import Unit
 
 
 def describe(unit: Unit) -> str:
@@ -23,7 +23,7 @@ def describe(unit: Unit) -> str:
     )
 
 
-def info(name: str, group: ShardGroup, training: bool, names: Mapping[nn.Module, str]) -> GroupInfo:
+def info(name: str, group: ParamGroup, training: bool, names: Mapping[nn.Module, str]) -> GroupInfo:
     """Return a snapshot of the group of the unit that is called ``name`` in its model.
 
     ``names``: of the model's modules.
@@ -32,7 +32,7 @@ def info(name: str, group: ShardGroup, training: bool, names: Mapping[nn.Module,
     gradients = group.gradients.visible()
     return GroupInfo(
         name=name,
-        parameters=tuple(joined(names[e.slots[0].module], e.slots[0].name) for e in shard.entries),
+        parameters=tuple(joined(names[e.refs[0].module], e.refs[0].name) for e in shard.params),
         state=group.state,
         sharding_strategy=group.settings.strategy,
         original_dtype=shard.original_dtype,

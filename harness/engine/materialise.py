@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.engine.parameters import Slot, children_first
+from harness.engine.param import ParamRef, children_first
 
 ParamInit = Callable[[nn.Module], None]
 
@@ -73,13 +73,13 @@ class Materialiser:
         module.to_empty(device=self.device, recurse=False)
         reset()
 
-    def _on_meta(self, module: nn.Module) -> Iterator[Slot]:
+    def _on_meta(self, module: nn.Module) -> Iterator[ParamRef]:
         for slot in _slots(module):
             tensor = _tensor(slot)
             if tensor.is_meta and tensor not in self.ignored:
                 yield slot
 
-    def _slots_off_meta(self, module: nn.Module) -> list[Slot]:
+    def _slots_off_meta(self, module: nn.Module) -> list[ParamRef]:
         on_meta = set(self._on_meta(module))
         return [slot for slot in _slots(module) if slot not in on_meta]
 
@@ -104,7 +104,7 @@ class Materialiser:
 
 
 @contextmanager
-def _restored(slots: Iterable[Slot]) -> Iterator[None]:
+def _restored(slots: Iterable[ParamRef]) -> Iterator[None]:
     """Restore the tensors of `slots`, and their storage, at the end of the context.
 
     A `reset_parameters` may set what is not on meta, such as an ignored parameter that has values already.
@@ -116,27 +116,27 @@ def _restored(slots: Iterable[Slot]) -> Iterator[None]:
         _replace(slot, tensor)
 
 
-def _slots(module: nn.Module) -> Iterator[Slot]:
+def _slots(module: nn.Module) -> Iterator[ParamRef]:
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
-            yield Slot(module, name)
+            yield ParamRef(module, name)
 
 
-def _tensor(slot: Slot) -> Tensor:
+def _tensor(slot: ParamRef) -> Tensor:
     tensor = slot.read()
     assert isinstance(tensor, Tensor)
     return tensor
 
 
-def _replace(slot: Slot, tensor: Tensor) -> None:
-    # `Slot.put` would make it the module's last parameter, and the order must be the same on ranks that had
+def _replace(slot: ParamRef, tensor: Tensor) -> None:
+    # `ParamRef.put` would make it the module's last parameter, and the order must be the same on ranks that had
     # nothing on meta.
     setattr(slot.module, slot.name, tensor)
 
 
-def _tied(slots: Iterable[Slot]) -> list[list[Slot]]:
+def _tied(slots: Iterable[ParamRef]) -> list[list[ParamRef]]:
     """Return the slots of each tensor that has several."""
-    found: dict[Tensor, list[Slot]] = {}
+    found: dict[Tensor, list[ParamRef]] = {}
     for slot in slots:
         found.setdefault(_tensor(slot), []).append(slot)
     return [slots for slots in found.values() if len(slots) > 1]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engine.api import StateDictSettings, StateDictType
-from harness.engine.hooks import Unit
 from harness.engine.layout import Piece
-from harness.engine.names import FLAT, clean_name, joined
-from harness.engine.shard import LocalShard
+from harness.engine.local_shard import LocalShard
+from harness.engine.param import FLAT, clean_name, joined
 from harness.engine.state_dict import signature
+from harness.engine.unit import Unit
 
 State = dict[str, Any]
 """What an optimizer keeps for one parameter: tensors and other values by their names."""
@@ -185,13 +185,13 @@ def find_places(model: nn.Module, units: Iterable[tuple[str, Unit]]) -> Places:
         shard = unit.group.shard
         originals = tuple(
             Original(joined(prefix, entry.name), entry.shape, piece)
-            for entry, piece in zip(shard.entries, shard.pieces, strict=True)
+            for entry, piece in zip(shard.params, shard.pieces, strict=True)
         )
         shards.append((shard, originals))
         if not shard.settings.use_orig_params:
             places[shard.flat] = Place(joined(prefix, FLAT), shard.flat, originals, shard)
             continue
-        for entry, original in zip(shard.entries, originals, strict=True):
+        for entry, original in zip(shard.params, originals, strict=True):
             places[entry.parameter] = Place(original.name, entry.parameter, (original,), shard)
     for name, parameter in model.named_parameters():
         if parameter not in places:

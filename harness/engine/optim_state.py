@@ -10,8 +10,8 @@ from torch import Tensor
 
 from harness.engine import collectives
 from harness.engine.api import StateDictType
+from harness.engine.local_shard import LocalShard
 from harness.engine.optim_params import Laid, OptimizerView, Original, Place, State
-from harness.engine.shard import LocalShard
 from harness.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor
 
 SHARDS = "lockstep_shards"

@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness.engine import collectives
 from harness.engine.api import GroupState, ShardingStrategy, StateDictSettings, StateDictType
-from harness.engine.full import fill_with_nan
-from harness.engine.group import ShardGroup
-from harness.engine.hooks import Unit
-from harness.engine.names import FLAT, INNER, clean_name, joined
-from harness.engine.parameters import Slot
-from harness.engine.shard import LocalShard
-from harness.engine.shown_gradients import ShownGradients
+from harness.engine.gradients import VisibleGradients
+from harness.engine.local_shard import LocalShard
+from harness.engine.param import FLAT, INNER, ParamRef, clean_name, joined
+from harness.engine.param_group import ParamGroup
+from harness.engine.unit import Unit
+from harness.engine.unsharded import fill_with_nan
 
 _SIGNATURE = "lockstep_shard"
 """Under which key the version numbers of a local state dict's modules tell whose shard it is."""
@@ -34,7 +33,7 @@ SAME_SHARD = (
 def signature(shard: LocalShard) -> str:
     """Say of which parameters ``shard`` is which part, so that it is not taken for another."""
     index = shard.settings.axes.index
-    shapes = ", ".join(f"{e.name}{list(e.shape)}" for e in shard.entries)
+    shapes = ", ".join(f"{e.name}{list(e.shape)}" for e in shard.params)
     return f"shard {index} of {shard.layout.num_shards} of {shapes}"
 
 
@@ -108,7 +107,7 @@ class UnitState:
         if not self.is_local:
             group.dismiss(writeback=True)
             return
-        slot = Slot(self.wrapper, FLAT)
+        slot = ParamRef(self.wrapper, FLAT)
         loaded = slot.read()
         if isinstance(loaded, Tensor) and loaded is not group.shard.flat:  # exchanged by assign=True
             group.shard.flat.data.copy_(loaded.detach())
@@ -121,12 +120,12 @@ class UnitState:
             if group.state is GroupState.SUMMONED:
                 group.dismiss(writeback=False)
             elif self.is_local:
-                Slot(self.wrapper, FLAT).clear()
+                ParamRef(self.wrapper, FLAT).clear()
                 group.shard.show()
 
     def _refuse_when_busy(self) -> None:
         summoned = self.unit.group and self.unit.group.state is GroupState.SUMMONED
-        if self.unit.tree.busy or (
+        if self.unit.root_state.busy or (
             summoned and self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT
         ):
             refuse_when_busy([self.unit], "state_dict")
@@ -136,7 +135,7 @@ class UnitState:
         if not self.settings.rank0_only:
             return True
         # A unit without parameters of its own goes with the units around it.
-        groups = [unit.group for unit in (self.unit, *self.unit.tree.units) if unit.group]
+        groups = [unit.group for unit in (self.unit, *self.unit.root_state.units) if unit.group]
         return groups[0].settings.axes.is_first if groups else dist.get_rank() == 0
 
     def _shown(self) -> AbstractContextManager[None]:
@@ -192,7 +191,7 @@ class UnitState:
 
     def _take_local(
         self,
-        group: ShardGroup,
+        group: ParamGroup,
         state: dict[str, Any],
         prefix: str,
         metadata: dict[str, Any],
@@ -213,7 +212,7 @@ class UnitState:
         group.free()
         shard.reclaim()
         shard.hide()
-        Slot(self.wrapper, FLAT).put(shard.flat)
+        ParamRef(self.wrapper, FLAT).put(shard.flat)
 
     def _make_whole(self, state: dict[str, Any], prefix: str) -> None:
         """Replace `DTensor`s by full tensors, but for those that units below will load."""
@@ -230,14 +229,14 @@ def _showing(shard: LocalShard, values: Sequence[Tensor] | None) -> Iterator[Non
     """Let modules see ``values``, one per entry, in the place of the shard; nothing for None."""
     shard.hide()
     try:
-        for entry, value in zip(shard.entries, values or (), strict=values is not None):
+        for entry, value in zip(shard.params, values or (), strict=values is not None):
             entry.put(nn.Parameter(value, requires_grad=shard.is_trainable(entry)))
         yield
     finally:
         shard.show()
 
 
-def _full_of_own(group: ShardGroup) -> Tensor:
+def _full_of_own(group: ParamGroup) -> Tensor:
     """Return a full flat tensor (padded numel) with this rank's shard in its place, and NaN elsewhere.
 
     Enough to load into: a rank keeps its own part only, and that with its old values where nothing is loaded.
@@ -330,17 +329,17 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
 def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
     """Raise RuntimeError if a forward or backward is going on, or full parameters are summoned already."""
     for unit in units:
-        if unit.tree.busy:
+        if unit.root_state.busy:
             raise RuntimeError(f"{what} is illegal inside forward and backward; call it between steps.")
         if unit.group and unit.group.state is GroupState.SUMMONED:
             raise RuntimeError(f"{what} is illegal inside summon_full_params; leave that context first.")
 
 
-def _summon_group(group: ShardGroup, options: Summon, stack: ExitStack) -> None:
+def _summon_group(group: ParamGroup, options: Summon, stack: ExitStack) -> None:
     full = group.full_original()
     gradients = None
     if options.with_grads:
-        assert isinstance(group.gradients, ShownGradients)
+        assert isinstance(group.gradients, VisibleGradients)
         gradients = group.gradients.full()
     if options.rank0_only and not group.settings.axes.is_first:
         return

@@ -1,6 +1,6 @@
 """The wrapper front: `FullyShardedDataParallel`, with PyTorch's public names. Runs on ranks.
 
-It passes the arguments on to `construction`, `hooks`, `state_dict` and `grad_scaler`. Its base class, in
+It passes the arguments on to `init`, `unit`, `state_dict` and `grad_scaler`. Its base class, in
 `wrapper_state`, saves and loads state.
 """
 
@@ -14,21 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import arguments, axes, construction, copying, ignored, inspection
+from harness.engine import copying, init, inspection, mesh
 from harness.engine.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
-from harness.engine.axes import ProcessGroups
 from harness.engine.grad_scaler import clip_gradients
-from harness.engine.names import FLAT as _FLAT
-from harness.engine.names import INNER as _INNER
-from harness.engine.names import clean_name
-from harness.engine.parameters import Slot
+from harness.engine.mesh import ProcessGroups
+from harness.engine.param import FLAT as _FLAT
+from harness.engine.param import INNER as _INNER
+from harness.engine.param import ParamRef, clean_name
+from harness.engine.root import RootState
 from harness.engine.state_dict import Summon, refuse_when_busy, summoned
-from harness.engine.tree import Tree
 from harness.engine.wrapper_state import StateFront
 from harness.engine.wrapping import AutoWrap, MakeUnit, WrapFunction, WrapPolicy, as_policy
 
@@ -82,21 +81,21 @@ class FullyShardedDataParallel(StateFront):
         full_precision_in_eval: bool | None = None,
     ) -> None:
         super().__init__()
-        arguments.check_types(
+        init.check_types(
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
             mixed_precision=mixed_precision,
             backward_prefetch=backward_prefetch,
             param_init_fn=param_init_fn,
         )
-        arguments.check_module(module, FullyShardedDataParallel)
+        init.check_module(module, FullyShardedDataParallel)
         policy = None if auto_wrap_policy is None else as_policy(auto_wrap_policy)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        groups = axes.resolve(strategy, process_group, device_mesh)
+        groups = mesh.resolve(strategy, process_group, device_mesh)
         units = dict(_wrappers(module))
-        alone = ignored.resolve(ignored_modules, ignored_states, _is_wrapper)
-        arguments.warn_if_all_ignored(module, alone.modules)
-        plan = construction.Plan(
+        alone = init.resolve_ignored(ignored_modules, ignored_states, _is_wrapper)
+        init.warn_if_all_ignored(module, alone.modules)
+        plan = init.Plan(
             process_group=groups,
             strategy=strategy,
             mixed_precision=mixed_precision or MixedPrecision(),
@@ -104,19 +103,19 @@ class FullyShardedDataParallel(StateFront):
             use_orig_params=use_orig_params,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
-            device=construction.as_device(device_id, groups),
+            device=init.as_device(device_id, groups),
             sync_module_states=sync_module_states,
             ignored=alone.union(unit._ignored for unit in units.values()),
             param_init_fn=param_init_fn,
-            full_precision_in_eval=construction.full_precision_in_eval(full_precision_in_eval),
+            full_precision_in_eval=init.full_precision_in_eval(full_precision_in_eval),
         )
         if policy is not None:
             auto_wrap = AutoWrap(policy, plan.ignored.states, plan.mixed_precision, _below(plan))
             auto_wrap.wrap_below(module, units)
         self._finish(module, plan)
 
-    def _finish(self, module: nn.Module, plan: construction.Plan) -> None:
-        self._unit = construction.build_unit(module, plan, _is_wrapper)
+    def _finish(self, module: nn.Module, plan: init.Plan) -> None:
+        self._unit = init.build_unit(module, plan, _is_wrapper)
         self._ignored = plan.ignored
         self.add_module(_INNER, module)
         self._join(plan.use_orig_params)
@@ -125,8 +124,8 @@ class FullyShardedDataParallel(StateFront):
     def _join(self, use_orig_params: bool) -> None:
         """Show the flat parameter if the originals are not, and be the root of all units below."""
         if self._unit.group and not use_orig_params:
-            self._unit.group.shard.register_flat(Slot(self, _FLAT))
-        tree = Tree([wrapper._unit for _, wrapper in _wrappers(self)])
+            self._unit.group.shard.register_flat(ParamRef(self, _FLAT))
+        tree = RootState([wrapper._unit for _, wrapper in _wrappers(self)])
         for unit in tree.units:
             unit.join(tree)
 
@@ -180,7 +179,7 @@ class FullyShardedDataParallel(StateFront):
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(
-            f"{construction.unit_name(self.module)} can be neither pickled (torch.save) nor copied by "
+            f"{init.unit_name(self.module)} can be neither pickled (torch.save) nor copied by "
             "copy.copy, because it belongs to a running process group and owns its module's parameters; save "
             "its state_dict() and load that into a model wrapped anew, or use copy.deepcopy."
         )
@@ -202,7 +201,7 @@ class FullyShardedDataParallel(StateFront):
 
     def check_is_root(self) -> bool:
         """Tell whether no unit is above this one; a unit alone is a root."""
-        return self._unit.tree.root is self._unit
+        return self._unit.root_state.root is self._unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
@@ -224,7 +223,7 @@ class FullyShardedDataParallel(StateFront):
         The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient, and no
         optimizer may step: its parameters are shards.
         """
-        switches = [unit.switches for unit in self._require_root("no_sync").units]
+        switches = [unit.options for unit in self._require_root("no_sync").units]
         previous = [of_unit.sync for of_unit in switches]
         try:
             for of_unit in switches:
@@ -241,7 +240,7 @@ class FullyShardedDataParallel(StateFront):
         For the root unit only, after backward and before the optimizer's step.
         """
         tree = self._require_root("clip_grad_norm_")
-        sharded = {e.parameter for u in tree.units if u.group for e in u.group.shard.entries}
+        sharded = {e.parameter for u in tree.units if u.group for e in u.group.shard.params}
         sharded |= {u.group.shard.flat for u in tree.units if u.group}
         others = [parameter for parameter in self.parameters() if parameter not in sharded]
         return clip_gradients(tree.units, others, float(max_norm), float(norm_type))
@@ -273,13 +272,13 @@ class FullyShardedDataParallel(StateFront):
         self._unit.apply(fn, lambda: rest(fn, recurse))  # type: ignore[no-untyped-call]
         return self
 
-    def _require_root(self, what: str) -> Tree:
+    def _require_root(self, what: str) -> RootState:
         if not self.check_is_root():
             raise RuntimeError(
-                f"{what} is for the root unit only; {construction.unit_name(self.module)} is a unit below "
+                f"{what} is for the root unit only; {init.unit_name(self.module)} is a unit below "
                 "it. Call it on the root."
             )
-        return self._unit.tree
+        return self._unit.root_state
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
@@ -292,7 +291,7 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def _below(plan: construction.Plan) -> MakeUnit:
+def _below(plan: init.Plan) -> MakeUnit:
     """Return what makes units with the arguments of ``plan``."""
 
     def make(module: nn.Module, overrides: Mapping[str, Any], precise: bool) -> FullyShardedDataParallel:

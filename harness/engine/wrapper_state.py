@@ -17,10 +17,10 @@ from harness.engine.api import (
     StateDictType,
     settings_for,
 )
-from harness.engine.hooks import Unit
-from harness.engine.names import INNER, clean_name, registered_names
 from harness.engine.optim_params import OptimizerView, find_places, world_of
+from harness.engine.param import INNER, clean_name, registered_names
 from harness.engine.state_dict import UnitState, refuse_when_busy
+from harness.engine.unit import Unit
 
 
 class StateFront(nn.Module):

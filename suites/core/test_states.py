@@ -17,7 +17,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 ROOT, MIDDLE, INNER, LAST = "", "module.1", "module.1.0", "module.2"
 NUMEL = {ROOT: 76, MIDDLE: 272, INNER: 80, LAST: 68}
-AFTER_FORWARD = {"FULL_SHARD": "SHARDED", "SHARD_GRAD_OP": "KEPT", "NO_SHARD": "KEPT"}
+AFTER_FORWARD = {"FULL_SHARD": "SHARDED", "SHARD_GRAD_OP": "RETAINED", "NO_SHARD": "RETAINED"}
 
 
 class Watched(NestedWrappedModule):
@@ -58,7 +58,7 @@ def all_in(state):
 
 def gathered(rest, *names):
     """Return the states when groups of these names are gathered; ``rest`` has those of the others."""
-    return rest | dict.fromkeys(names, "GATHERED")
+    return rest | dict.fromkeys(names, "UNSHARDED")
 
 
 @EVERY_STRATEGY
@@ -120,10 +120,10 @@ def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
 
     bare.look = cast
     model(batch(world)).float().sum().backward()
-    under_way = {("SHARDED", 0), ("PREFETCHED", itemsize), ("GATHERED", 0)}
+    under_way = {("SHARDED", 0), ("PREFETCHED", itemsize), ("UNSHARDED", 0)}
     assert bare.seen["backward module.2"] == bare.seen["backward module.1.1"] == under_way
     for moment in ("backward module.0", "forward module.2"):
-        assert bare.seen[moment] == {("SHARDED", 0), ("GATHERED", 0)}
+        assert bare.seen[moment] == {("SHARDED", 0), ("UNSHARDED", 0)}
     assert cast() == {("SHARDED", 0)}
 
 

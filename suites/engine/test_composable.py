@@ -368,7 +368,7 @@ def test_a_model_may_be_cast_after_a_forward_that_left_its_parameters_split(worl
     model = fully_shard(layers(world), reshard_after_forward=2)
     x = torch.ones(2, 4, device=world.device)
     before = model(x)
-    assert [group.state.name for group in engine.groups(model)] == ["SPLIT"]
+    assert [group.state.name for group in engine.groups(model)] == ["SHARDED_POST_FORWARD"]
     # fp32 against fp64: off by roundings of fp32, 6e-8 of sums near 1.
     torch.testing.assert_close(model.double()(x.double()), before.double(), rtol=1e-6, atol=1e-6)
 
@@ -384,7 +384,7 @@ def test_methods_of_one_module_do_not_stand_for_the_other_modules_of_its_group(w
 
     def forward(x):
         hidden = first.also(x)
-        assert [group.state.name for group in engine.groups(model) if group.name == "0"] == ["GATHERED"]
+        assert [group.state.name for group in engine.groups(model) if group.name == "0"] == ["UNSHARDED"]
         return second(hidden)
 
     outer = nn.Module()

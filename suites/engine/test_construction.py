@@ -242,9 +242,9 @@ def test_a_model_can_be_printed_in_every_state(world, strategy, use_orig_params)
     loss.backward()
     with summon(model):
         seen.append(str(model))
-    after = "SHARDED" if strategy is FULL else "KEPT"
+    after = "SHARDED" if strategy is FULL else "RETAINED"
     states = [text.splitlines()[1].split(", ")[1] for text in seen]
-    assert states == ["SHARDED", "GATHERED", after, after, "SUMMONED"]
+    assert states == ["SHARDED", "UNSHARDED", after, after, "SUMMONED"]
 
 
 def test_a_model_can_be_printed_without_its_group_and_before_it_is_whole():

@@ -137,4 +137,4 @@ def test_a_parameter_that_a_traceback_holds_can_be_printed(world):
         model(batch(world))
     weight = caught.traceback[-1].frame.f_locals["weight"]
     assert "requires_grad=True" in repr(weight)
-    assert [group.state.name for group in groups(model)] == ["KEPT"]
+    assert [group.state.name for group in groups(model)] == ["RETAINED"]

@@ -19,5 +19,5 @@ def test_a_report_of_an_exception_in_backward_does_not_read_memory_that_is_gone(
     with pytest.raises(NotImplementedError) as caught:
         outer(torch.ones(2, 4, device=world.device)).sum().backward(create_graph=True)
     report = str(request.node.repr_failure(caught))  # where it reads such memory, it ends the rank
-    assert "\nfull = FullParameters(dtypes=" in report  # it shows what functions were given
+    assert "\nfull = UnshardedParams(dtypes=" in report  # it shows what functions were given
     assert "E           NotImplementedError: backward with create_graph=True is not built" in report

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from harness.engine.layout import FlatLayout, RowLayout
-from harness.engine.wire import pack, unpack
+from harness.engine.layout import FlatLayout, RowLayout, copy_in, copy_out
 
 SHAPES = {
     "one_element": ((1,),),
@@ -56,7 +55,7 @@ def test_pieces_of_one_shard_lie_inside_it_without_overlap(shapes, num_shards):
 def test_what_is_packed_lies_in_the_pieces_and_padding_is_zero(shapes, num_shards):
     layout, values = RowLayout(shapes, num_shards), values_of(shapes)
     wire = torch.full((layout.padded_numel,), float("nan"))
-    pack(values, wire, layout)
+    copy_in(values, wire, layout)
     expected = torch.zeros(num_shards, layout.shard_numel)
     for (index, value), shard in itertools.product(enumerate(values), range(num_shards)):
         piece = layout.piece(index, shard)
@@ -68,8 +67,8 @@ def test_what_is_packed_lies_in_the_pieces_and_padding_is_zero(shapes, num_shard
 def test_what_was_packed_unpacks_to_full_parameters(shapes, num_shards):
     layout, values = RowLayout(shapes, num_shards), values_of(shapes)
     wire, full = torch.empty(2, layout.padded_numel)
-    pack(values, wire, layout)
-    unpack(wire.view(num_shards, layout.shard_numel), full, layout)
+    copy_in(values, wire, layout)
+    copy_out(wire.view(num_shards, layout.shard_numel), full, layout)
     for value, start, numel in zip(values, layout.starts, layout.numels, strict=True):
         assert torch.equal(full[start : start + numel].view(value.shape), value)
 
@@ -78,7 +77,7 @@ def test_what_was_packed_unpacks_to_full_parameters(shapes, num_shards):
 def test_a_missing_value_is_packed_as_zeros_and_another_dtype_is_cast(layout):
     layout = layout(((3, 2), (5,)), 2)
     wire = torch.full((layout.padded_numel,), float("nan"), dtype=torch.bfloat16)
-    pack([None, torch.full((5,), 1 + 2**-10)], wire, layout)
+    copy_in([None, torch.full((5,), 1 + 2**-10)], wire, layout)
     assert wire.sum() == 5
     assert set(wire.tolist()) == {0.0, 1.0}
 

@@ -14,7 +14,7 @@ from harness.engine import (
     ModuleWrapPolicy,
     groups,
 )
-from harness.engine.pool import BufferPool
+from harness.engine.collectives import BufferPool
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -78,25 +78,25 @@ def batch(world):
     return torch.ones(2, 4, device=world.device)
 
 
-# S: sharded, P: prefetched, G: gathered, K: kept
+# S: sharded, P: prefetched, U: unsharded
 
 
 @pytest.mark.parametrize(
     ("forward_prefetch", "second"),
-    [(False, ["GSSS", "SGSS", "SSGS", "SSSG"]), (True, ["GPSS", "SGPS", "SSGP", "SSSG"])],
+    [(False, ["USSS", "SUSS", "SSUS", "SSSU"]), (True, ["UPSS", "SUPS", "SSUP", "SSSU"])],
 )
 def test_forward_gathers_one_group_ahead_once_it_has_seen_the_order(world, forward_prefetch, second):
     model = sharded(world, forward_prefetch=forward_prefetch)
-    assert states_in_forward(model, world) == ["GSSS", "SGSS", "SSGS", "SSSG"]
+    assert states_in_forward(model, world) == ["USSS", "SUSS", "SSUS", "SSSU"]
     assert states_in_forward(model, world) == second
 
 
 @pytest.mark.parametrize(
     ("prefetch", "expected"),
     [
-        (None, [("SSSS", "SSSG"), ("SSSS", "SSGS"), ("SSSS", "SGSS"), ("SSSS", "GSSS")]),
-        (PRE, [("SSSS", "SSPG"), ("SSPS", "SPGS"), ("SPSS", "PGSS"), ("PSSS", "GSSS")]),
-        (POST, [("SSSS", "SSSG"), ("SSPS", "SSGS"), ("SPSS", "SGSS"), ("PSSS", "GSSS")]),
+        (None, [("SSSS", "SSSU"), ("SSSS", "SSUS"), ("SSSS", "SUSS"), ("SSSS", "USSS")]),
+        (PRE, [("SSSS", "SSPU"), ("SSPS", "SPUS"), ("SPSS", "PUSS"), ("PSSS", "USSS")]),
+        (POST, [("SSSS", "SSSU"), ("SSPS", "SSUS"), ("SPSS", "SUSS"), ("PSSS", "USSS")]),
     ],
 )
 def test_backward_gathers_one_group_ahead_before_or_after_computing(world, prefetch, expected):

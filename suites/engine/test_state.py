@@ -20,7 +20,7 @@ from harness.engine import (
     StateDictType,
     collectives,
 )
-from harness.engine.group import ShardGroup
+from harness.engine.param_group import ParamGroup
 from harness.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -278,7 +278,7 @@ def test_loading_what_each_rank_has_communicates_nothing(world, engine, kind):
 )
 def test_saving_holds_one_full_group_at_a_time(world, engine, monkeypatch, kind, config):
     model = shard(engine, world)
-    gather, fulls, alive = ShardGroup.full_original, [], []
+    gather, fulls, alive = ParamGroup.full_original, [], []
 
     def counted(group):
         # Views keep the tensor that they show alive.
@@ -287,7 +287,7 @@ def test_saving_holds_one_full_group_at_a_time(world, engine, monkeypatch, kind,
         fulls.append(weakref.ref(full.untyped_storage()))
         return full
 
-    monkeypatch.setattr(ShardGroup, "full_original", counted)
+    monkeypatch.setattr(ParamGroup, "full_original", counted)
     # gloo's threads let go of the tensors of a gather that is done when they come to it.
     monkeypatch.setattr(collectives, "gather", lambda full, shard, group: full.zero_())
     saved(model, kind, config)

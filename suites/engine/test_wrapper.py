@@ -87,7 +87,9 @@ def test_groups_show_names_and_sizes(world):
     assert (group.local_bytes, group.gathered_bytes, group.gradient_dtype) == (8, 0, None)
 
 
-@pytest.mark.parametrize(("strategy", "after"), [(FULL, "SHARDED"), (GRAD_OP, "KEPT"), (NONE, "KEPT")])
+@pytest.mark.parametrize(
+    ("strategy", "after"), [(FULL, "SHARDED"), (GRAD_OP, "RETAINED"), (NONE, "RETAINED")]
+)
 def test_groups_are_gathered_inside_forward_and_wait_for_backward_as_the_strategy_says(
     world, strategy, after
 ):
@@ -96,7 +98,7 @@ def test_groups_are_gathered_inside_forward_and_wait_for_backward_as_the_strateg
     model.module.module[1].register_forward_hook(lambda *_: seen.extend(states(model)))
     shapes = [p.shape for p in model.parameters()]
     loss = model(batch(world)).sum()
-    assert (seen, states(model)) == (["GATHERED"], [after])
+    assert (seen, states(model)) == (["UNSHARDED"], [after])
     assert [p.shape for p in model.parameters()] == shapes
     loss.backward()
     assert states(model) == ["SHARDED"]

@@ -129,7 +129,7 @@ class Subject:
     @property
     def kept(self):
         """The state of a group after its forward."""
-        return "SHARDED" if self.spec.strategy == "FULL_SHARD" else "KEPT"
+        return "SHARDED" if self.spec.strategy == "FULL_SHARD" else "RETAINED"
 
     def group_of(self, layer):
         """Return the group's name: the layer that is no unit is the root's."""
@@ -164,7 +164,7 @@ class Subject:
         dtypes = self.dtypes
         assert [group.name for group in groups] == ["", *self.spec.units]
         for group in groups:
-            state = "GATHERED" if group.name in gathered else rest
+            state = "UNSHARDED" if group.name in gathered else rest
             assert (group.state.name, group.low_precision_bytes) == (state, 0), group.name
             assert (group.original_dtype, group.flat_dtype) == (dtypes.original, dtypes.original)
             assert (group.compute_dtype, group.reduce_dtype) == (dtypes.param, dtypes.wire)

@@ -217,9 +217,9 @@ def _state_of(handle: Any) -> GroupState:
     if handle.uses_sharded_strategy and _gathered_bytes(handle) == 0:
         return GroupState.SHARDED
     if doing in ("FORWARD", "BACKWARD_PRE"):
-        return GroupState.GATHERED
+        return GroupState.UNSHARDED
     if doing == "SUMMON_FULL_PARAMS":
         return GroupState.SUMMONED
     if handle._prefetched:
         return GroupState.PREFETCHED
-    return GroupState.KEPT if handle.uses_sharded_strategy else GroupState.SHARDED
+    return GroupState.RETAINED if handle.uses_sharded_strategy else GroupState.SHARDED

@@ -129,8 +129,8 @@ def _state_of(group: Any) -> GroupState:
         case "SHARDED", _:
             return GroupState.SHARDED if group._all_gather_result is None else GroupState.PREFETCHED
         case "SHARDED_POST_FORWARD", _:
-            return GroupState.SPLIT
+            return GroupState.SHARDED_POST_FORWARD
         case _, "IDLE":
-            return GroupState.KEPT
+            return GroupState.RETAINED
         case _:
-            return GroupState.GATHERED
+            return GroupState.UNSHARDED

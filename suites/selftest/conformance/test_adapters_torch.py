@@ -82,7 +82,7 @@ def test_groups_show_what_is_gathered_when(world, name):
         ("", ("0.weight",)),
         *((f"{n}", (f"{n}.weight",)) for n in (1, 2, 3)),
     ]
-    assert [(g.state.name, g.gathered_bytes > 0) for g in seen][:2] == [("GATHERED", True)] * 2
+    assert [(g.state.name, g.gathered_bytes > 0) for g in seen][:2] == [("UNSHARDED", True)] * 2
     assert [g.state.name for g in seen][3] == "SHARDED"
     for group in engine.groups(model):
         dtypes = (group.original_dtype, group.compute_dtype, group.reduce_dtype, group.gradient_dtype)

@@ -1,6 +1,6 @@
 """What the units below one root share: whether a step is going on, gathers ahead, the reduction under way.
 
-Runs on ranks. `engine.hooks` has the units, which call in here; the end of a backward is seen here.
+Runs on ranks. `engine.unit` has the units, which call in here; the end of a backward is seen here.
 """
 
 from __future__ import annotations
@@ -15,17 +15,91 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from harness.engine.axes import neighbours
-from harness.engine.full import FullParameters
-from harness.engine.group import ShardGroup
-from harness.engine.pool import BufferPool
-from harness.engine.prefetch import Prefetcher
+from harness.engine.api import BackwardPrefetch
+from harness.engine.collectives import BufferPool
+from harness.engine.config import Dtypes
+from harness.engine.mesh import neighbours
+from harness.engine.param_group import ParamGroup
+from harness.engine.unsharded import UnshardedParams
+
+_Expected = tuple[ParamGroup, Dtypes | None]
+"""A group, and for backward the dtypes of the forward that it belongs to; None means those of the time."""
+
+
+class Prefetcher:
+    """Start gathers ahead of the units of one root: one at a time, so that two are in flight at most.
+
+    A forward is expected to run units in the order of the forward before, a backward in the reverse of the
+    order in which they ended their last forward. All ranks run the same units, so all guess the same. A guess
+    that is wrong gathers something that is freed unused at the end of the forward or backward.
+    """
+
+    def __init__(self, forward: bool, backward: BackwardPrefetch | None) -> None:
+        self._forward = forward
+        self._backward = backward
+        self._entered: list[_Expected] = []
+        self._ended: list[_Expected] = []
+        self._expected: list[_Expected] = []
+        self._position = 0
+        """How far the current forward or backward has come in ``_expected``."""
+
+    def begin_forward(self) -> None:
+        self._expected, self._position = self._entered, 0
+        self._entered, self._ended = [], []
+
+    def in_forward(self, group: ParamGroup, told: Sequence[ParamGroup] = ()) -> None:
+        """Gather what is ``told``, or guess, as ``group``, on its own way already, begins its forward."""
+        self._entered.append((group, None))
+        expected = self._advance(group)
+        if told:
+            _prefetch(told)
+        elif expected and self._forward:
+            self._prefetch_next()
+
+    def after_forward(self, group: ParamGroup) -> None:
+        """``group`` ended a forward that a backward can come to."""
+        self._ended.append((group, group.full.dtypes if group.full else None))
+
+    def begin_backward(self) -> None:
+        self._expected, self._position = self._ended[::-1], 0
+
+    def before_gradients(self, group: ParamGroup, told: Sequence[ParamGroup] = ()) -> None:
+        """Do the same as backward comes to ``group``, before it computes gradients."""
+        expected = self._advance(group)
+        if told:
+            _prefetch(told)
+        elif expected and self._backward is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch_next()
+
+    def after_gradients(self) -> None:
+        """The gradients of the group that backward came to last are there."""
+        if self._backward is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_next()
+
+    def _advance(self, group: ParamGroup) -> bool:
+        """Go past ``group``; tell whether it was expected at all."""
+        for position in range(self._position, len(self._expected)):
+            if self._expected[position][0] is group:
+                self._position = position + 1
+                return True
+        return False
+
+    def _prefetch_next(self) -> None:
+        if self._position < len(self._expected):
+            group, dtypes = self._expected[self._position]
+            group.prefetch(dtypes)
+
+
+def _prefetch(groups: Sequence[ParamGroup]) -> None:
+    for group in groups:
+        group.prefetch()
+
 
 if TYPE_CHECKING:
-    from harness.engine.hooks import Unit
+    from harness.engine.unit import Unit
 
 
-class Tree:
+class RootState:
     """What the units below one root share."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -34,7 +108,7 @@ class Tree:
         self.prefetcher = Prefetcher(asked.forward_prefetch, asked.backward_prefetch)
         self._pool = BufferPool()
         self._neighbours: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._reducing: ShardGroup | None = None
+        self._reducing: ParamGroup | None = None
         self._forwards = 0
         self.backward = -1
         """The outermost backward that goes through the tree, as `backward_id` numbers it; -1 for none."""
@@ -72,10 +146,10 @@ class Tree:
     def outdate(self, stepped: Collection[Tensor]) -> None:
         """Gather groups that hold any of ``stepped`` anew for the next forward, whatever was kept for it."""
         for unit in self.units:
-            if unit.group and any(entry.parameter in stepped for entry in unit.group.shard.entries):
+            if unit.group and any(param.parameter in stepped for param in unit.group.shard.params):
                 unit.group.outdate()
 
-    def neighbours(self, group: ShardGroup, count: int) -> dist.ProcessGroup:
+    def neighbours(self, group: ParamGroup, count: int) -> dist.ProcessGroup:
         """Return the process group of the ``count`` ranks that split the parameters of ``group``."""
         ranks = neighbours(group.settings.axes, count)
         if ranks not in self._neighbours:
@@ -83,7 +157,7 @@ class Tree:
             self._neighbours[ranks] = dist.new_group(ranks, use_local_synchronization=True)
         return self._neighbours[ranks]
 
-    def collect(self, group: ShardGroup, full: FullParameters, sync: bool) -> None:
+    def collect(self, group: ParamGroup, full: UnshardedParams, sync: bool) -> None:
         """Take the gradients that ``full`` of ``group`` has; with ``sync`` start to average them.
 
         One group is on its way at a time, while the gradients of the next are computed.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.engine import collectives, parameters
+from harness.engine import collectives
 from harness.engine.api import ShardingStrategy
-from harness.engine.axes import Axes
+from harness.engine.config import Dtypes, Precision
 from harness.engine.layout import FlatLayout, Layout
-from harness.engine.parameters import Entry, Slot
-from harness.engine.precision import Dtypes, Precision
+from harness.engine.mesh import MeshInfo
+from harness.engine.param import Param, ParamRef, check, invalidate, mark_sharded, set_data
 
 
 @dataclass(frozen=True)
@@ -27,53 +27,53 @@ class GroupSettings:
     strategy: ShardingStrategy
     precision: Precision
     use_orig_params: bool
-    axes: Axes
+    axes: MeshInfo
     offload_device: torch.device | None
     poison: bool
     layout: type[Layout] = FlatLayout
     registers_full: bool = False
 
 
-def layout_of(entries: Sequence[Entry], settings: GroupSettings) -> Layout:
-    return settings.layout(tuple(tuple(entry.shape) for entry in entries), settings.axes.num_shards)
+def layout_of(params: Sequence[Param], settings: GroupSettings) -> Layout:
+    return settings.layout(tuple(tuple(param.shape) for param in params), settings.axes.num_shards)
 
 
-def cut(entries: Sequence[Entry], settings: GroupSettings) -> Tensor:
+def cut(params: Sequence[Param], settings: GroupSettings) -> Tensor:
     """Return this rank's shard of the parameters' values as a new 1-D tensor."""
-    layout = layout_of(entries, settings)
-    shard = entries[0].parameter.detach().new_zeros(layout.shard_numel)
-    for i, entry in enumerate(entries):
+    layout = layout_of(params, settings)
+    shard = params[0].parameter.detach().new_zeros(layout.shard_numel)
+    for i, param in enumerate(params):
         piece = layout.piece(i, settings.axes.index)
-        values = entry.parameter.detach().reshape(-1)
+        values = param.parameter.detach().reshape(-1)
         shard[piece.shard_start : piece.shard_stop] = values[piece.start : piece.stop]
     return shard.cpu() if settings.offload_device else shard
 
 
 class LocalShard:
-    """Hold ``flat``, the 1-D local shard: the one lasting copy of what this rank owns of ``entries``.
+    """Hold ``flat``, the 1-D local shard: the one lasting copy of what this rank owns of ``params``.
 
-    It is cut from the entries' parameters unless it is given.
+    It is cut from the params' parameters unless it is given.
 
     The visible parameters are the originals, each showing its piece of ``flat`` (``use_orig_params``), or
     ``flat`` itself.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], settings: GroupSettings, flat: nn.Parameter | None = None
+        self, params: Sequence[Param], settings: GroupSettings, flat: nn.Parameter | None = None
     ) -> None:
-        self.entries = tuple(entries)
+        self.params = tuple(params)
         self.settings = settings
-        self.layout = layout_of(entries, settings)
-        self.pieces = tuple(self.layout.piece(i, settings.axes.index) for i in range(len(entries)))
+        self.layout = layout_of(params, settings)
+        self.pieces = tuple(self.layout.piece(i, settings.axes.index) for i in range(len(params)))
         if flat is None:
-            parameters.check(entries, settings.unit, uniform_requires_grad=not settings.use_orig_params)
-            trainable = any(entry.parameter.requires_grad for entry in entries)
-            flat = nn.Parameter(cut(entries, settings), requires_grad=trainable)
+            check(params, settings.unit, uniform_requires_grad=not settings.use_orig_params)
+            trainable = any(param.parameter.requires_grad for param in params)
+            flat = nn.Parameter(cut(params, settings), requires_grad=trainable)
         self.flat = flat
-        self._flat_slot: Slot | None = None
+        self._flat_ref: ParamRef | None = None
         self._views: tuple[Tensor, ...] = ()
         self._viewed: tuple[int, torch.dtype] | None = None
-        parameters.claim(entries, settings.unit)
+        mark_sharded(params, settings.unit)
         self._bind()
 
     @property
@@ -99,38 +99,38 @@ class LocalShard:
     def versions(self) -> tuple[int, ...]:
         """What changes whenever somebody changes the shard in place through what the user sees."""
         # An operation on a DTensor is counted by the DTensor, one on its local tensor by that.
-        return tuple(entry.parameter._version + entry.piece._version for entry in self.entries)
+        return tuple(param.parameter._version + param.piece._version for param in self.params)
 
-    def is_trainable(self, entry: Entry) -> bool:
-        return entry.parameter.requires_grad if self.settings.use_orig_params else self.flat.requires_grad
+    def is_trainable(self, param: Param) -> bool:
+        return param.parameter.requires_grad if self.settings.use_orig_params else self.flat.requires_grad
 
-    def register_flat(self, slot: Slot) -> None:
-        """Let the user see ``flat`` as a parameter at ``slot`` whenever the shard is shown."""
-        replaced = (entry.parameter for entry in self.entries)
-        parameters.retire(replaced, f"parameters of {self.settings.unit} as they were before sharding")
-        self._flat_slot = slot
-        slot.put(self.flat)
+    def register_flat(self, ref: ParamRef) -> None:
+        """Let the user see ``flat`` as a parameter at ``ref`` whenever the shard is shown."""
+        replaced = (param.parameter for param in self.params)
+        invalidate(replaced, f"parameters of {self.settings.unit} as they were before sharding")
+        self._flat_ref = ref
+        ref.put(self.flat)
 
     def show(self) -> None:
         """Let modules see the shard: as their parameters, or as plain tensors beside ``flat``."""
-        if self._flat_slot:
-            self._flat_slot.put(self.flat)
+        if self._flat_ref:
+            self._flat_ref.put(self.flat)
         if self.settings.use_orig_params:
-            for entry in self.entries:
-                entry.put(entry.parameter)
+            for param in self.params:
+                param.put(param.parameter)
         else:
-            for entry, view in self.views():
-                entry.put(view)
+            for param, view in self.views():
+                param.put(view)
 
     def hide(self) -> None:
         """Take the parameters, and ``flat``, out of their modules."""
-        if self._flat_slot:
-            self._flat_slot.clear()
-        for entry in self.entries:
-            entry.clear()
+        if self._flat_ref:
+            self._flat_ref.clear()
+        for param in self.params:
+            param.clear()
 
-    def views(self) -> Iterator[tuple[Entry, Tensor]]:
-        """Return each entry with its piece of the shard, in the shape that the layout gives it."""
+    def views(self) -> Iterator[tuple[Param, Tensor]]:
+        """Return each param with its piece of the shard, in the shape that the layout gives it."""
         if self._viewed != (self.flat.data_ptr(), self.flat.dtype):
             index = self.settings.axes.index
             self._views = tuple(
@@ -138,7 +138,7 @@ class LocalShard:
                 for i, piece in enumerate(self.pieces)
             )
             self._viewed = (self.flat.data_ptr(), self.flat.dtype)
-        return zip(self.entries, self._views, strict=True)
+        return zip(self.params, self._views, strict=True)
 
     def gather(self, shard: Tensor) -> Tensor:
         """Return every rank's 1-D ``shard`` end to end, as a new tensor on the group's device."""
@@ -150,7 +150,7 @@ class LocalShard:
         return full
 
     def in_full(self, full: Tensor) -> list[Tensor]:
-        """Return views of the 1-D ``full`` (padded numel), one per entry, in the entry's shape."""
+        """Return views of the 1-D ``full`` (padded numel), one per param, in the param's shape."""
         layout = self.layout
         return [
             full[start : start + numel].view(shape)
@@ -163,7 +163,7 @@ class LocalShard:
             raise ValueError(
                 f"{self.settings.unit}: a conversion must keep the shape {tuple(self.flat.shape)}."
             )
-        parameters.set_data(self.flat, flat)
+        set_data(self.flat, flat)
         self._bind()
 
     def reclaim(self) -> None:
@@ -175,63 +175,63 @@ class LocalShard:
             )
         if not self.settings.use_orig_params:
             return
-        for index in range(len(self.entries)):
+        for index in range(len(self.params)):
             self._read_again(index)
         self._leave_meta()
-        for index, (entry, view) in enumerate(self.views()):
-            if any(slot.read() is not entry.parameter for slot in entry.slots):
+        for index, (param, view) in enumerate(self.views()):
+            if any(ref.read() is not param.parameter for ref in param.refs):
                 raise RuntimeError(
-                    f"{self.settings.unit}: parameter {entry.name!r} was exchanged for another object after "
+                    f"{self.settings.unit}: parameter {param.name!r} was exchanged for another object after "
                     "wrapping; copy the values into it instead (into a wrapper's under summon_full_params)."
                 )
-            piece = entry.piece
+            piece = param.piece
             if piece.data_ptr() != view.data_ptr() and not view.is_meta:
                 self._take(index, piece, view)
-                entry.hold(view)
+                param.hold(view)
 
     def write_back(self) -> None:
         """Keep what this rank owns of the full parameters that modules hold now."""
-        for index, (entry, view) in enumerate(self.views()):
-            value = entry.slots[0].read()
-            if not isinstance(value, Tensor) or value.shape != entry.shape:
+        for index, (param, view) in enumerate(self.views()):
+            value = param.refs[0].read()
+            if not isinstance(value, Tensor) or value.shape != param.shape:
                 raise ValueError(
-                    f"{self.settings.unit}: parameter {entry.name!r} must keep its shape "
-                    f"{tuple(entry.shape)} inside summon_full_params."
+                    f"{self.settings.unit}: parameter {param.name!r} must keep its shape "
+                    f"{tuple(param.shape)} inside summon_full_params."
                 )
             self._take(index, value.detach(), view)
 
     def _leave_meta(self) -> None:
         """Make memory for a shard on meta, when `load_state_dict` with ``assign=True`` gave all of it."""
-        device = self.entries[0].piece.device
-        if self.flat.is_meta and not any(entry.piece.is_meta for entry in self.entries):
-            parameters.set_data(self.flat, torch.zeros_like(self.flat, device=device))
+        device = self.params[0].piece.device
+        if self.flat.is_meta and not any(param.piece.is_meta for param in self.params):
+            set_data(self.flat, torch.zeros_like(self.flat, device=device))
 
     def _read_again(self, index: int) -> None:
-        """Take the parameter that the module of entry number ``index`` has now, if it fits."""
-        entry = self.entries[index]
-        found = entry.slots[0].read()
-        if found is not entry.parameter and (exchanged := entry.exchanged(found)):
-            twins = [entry.exchanged(slot.read()) for slot in entry.slots]
+        """Take the parameter that the module of param number ``index`` has now, if it fits."""
+        param = self.params[index]
+        found = param.refs[0].read()
+        if found is not param.parameter and (exchanged := param.exchanged(found)):
+            twins = [param.exchanged(ref.read()) for ref in param.refs]
             # `load_state_dict` gives every name of a tied parameter an object of its own over one memory.
             if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
                 exchanged.put(exchanged.parameter)
-            self.entries = (*self.entries[:index], exchanged, *self.entries[index + 1 :])
+            self.params = (*self.params[:index], exchanged, *self.params[index + 1 :])
 
     def _bind(self) -> None:
         """Let the original parameters show ``flat``, which is new; visible or not, they hold nothing else."""
-        for entry, view in self.views():
-            entry.hold(view)
+        for param, view in self.views():
+            param.hold(view)
         self.show()
 
     def _take(self, index: int, value: Tensor, view: Tensor) -> None:
         """Copy ``value``, a full parameter or this rank's piece of it, into the shard's ``view``."""
-        entry, piece = self.entries[index], self.pieces[index]
-        if value.shape == entry.shape:
+        param, piece = self.params[index], self.pieces[index]
+        if value.shape == param.shape:
             view.view(-1).copy_(value.reshape(-1)[piece.start : piece.stop])
         elif value.shape == view.shape:
             view.copy_(value)
         else:
             raise ValueError(
-                f"{self.settings.unit}: parameter {entry.name!r} was given the shape {tuple(value.shape)}; "
-                f"expected {tuple(entry.shape)} in full or {tuple(view.shape)} for this rank's shard."
+                f"{self.settings.unit}: parameter {param.name!r} was given the shape {tuple(value.shape)}; "
+                f"expected {tuple(param.shape)} in full or {tuple(view.shape)} for this rank's shard."
             )

@@ -17,7 +17,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class Axes:
+class MeshInfo:
     """The two axes of a mesh that one group lies on, as process groups; None where the user gave none.
 
     ``sharding``: each rank of it holds a piece of its own. ``replicating``: all ranks of it hold the same
@@ -28,11 +28,11 @@ class Axes:
     replicating: dist.ProcessGroup | None
 
     @staticmethod
-    def of(strategy: ShardingStrategy, groups: ProcessGroups) -> Axes:
+    def of(strategy: ShardingStrategy, groups: ProcessGroups) -> MeshInfo:
         """Return the axes that ``strategy`` makes of ``groups``."""
         if isinstance(groups, tuple):
-            return Axes(*groups)
-        return Axes(None, groups) if strategy is ShardingStrategy.NO_SHARD else Axes(groups, None)
+            return MeshInfo(*groups)
+        return MeshInfo(None, groups) if strategy is ShardingStrategy.NO_SHARD else MeshInfo(groups, None)
 
     @property
     def shard(self) -> dist.ProcessGroup | None:
@@ -143,7 +143,7 @@ def _by_host() -> ProcessGroups:
     return _mine(hosts.tolist()), _mine(hosts.T.tolist())
 
 
-def check_neighbours(axes: Axes, count: int) -> None:
+def check_neighbours(axes: MeshInfo, count: int) -> None:
     """Raise ValueError unless the shard axis can be divided into groups of ``count``."""
     size = axes.num_shards
     if not isinstance(count, int) or not 1 < count < size or size % count:
@@ -153,7 +153,7 @@ def check_neighbours(axes: Axes, count: int) -> None:
         )
 
 
-def neighbours(axes: Axes, count: int) -> tuple[int, ...]:
+def neighbours(axes: MeshInfo, count: int) -> tuple[int, ...]:
     """Return the ``count`` consecutive ranks of the shard axis that this rank is one of."""
     first = axes.index // count * count
     return tuple(dist.get_process_group_ranks(axes.process_group)[first : first + count])

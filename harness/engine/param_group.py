@@ -1,12 +1,12 @@
 """A group: parameters that are sharded, gathered, freed and reduced together. Runs on ranks.
 
-    SHARDED --gather--> GATHERED --free--> SHARDED                        in a forward, in a backward
-    SHARDED --prefetch--> PREFETCHED --gather--> GATHERED                 ahead of either
-                        GATHERED --keep--> KEPT --gather--> GATHERED      from a forward to its backward
-                        GATHERED --split--> SPLIT --gather--> GATHERED    likewise
+    SHARDED --gather--> UNSHARDED --free--> SHARDED                        in a forward, in a backward
+    SHARDED --prefetch--> PREFETCHED --gather--> UNSHARDED                 ahead of either
+                        UNSHARDED --keep--> RETAINED --gather--> UNSHARDED      from a forward to its backward
+                        UNSHARDED --split--> SHARDED_POST_FORWARD --gather--> UNSHARDED    likewise
     SHARDED --summon--> SUMMONED --dismiss--> SHARDED                     between steps, for the user
 
-The group does not know when to act; `engine.hooks` does. It has full parameters of one kind of `Dtypes` at a
+The group does not know when to act; `engine.unit` does. It has full parameters of one kind of `Dtypes` at a
 time: to gather others gives them up. Autograd ends with one forward before it comes to another of the same
 unit, so that a backward of two forwards in different dtypes gathers for one after the other.
 """
@@ -19,20 +19,19 @@ from torch import Tensor, nn
 
 from harness.engine import collectives
 from harness.engine.api import GroupState
-from harness.engine.axes import Axes
-from harness.engine.full import FullParameters, fill_with_nan, lay_out
-from harness.engine.functional import outside_transforms
+from harness.engine.config import Dtypes
 from harness.engine.gradients import Gradients
-from harness.engine.parameters import attach_gradient, retire
-from harness.engine.precision import Dtypes
-from harness.engine.shard import LocalShard
-from harness.engine.wire import pack, unpack
+from harness.engine.layout import copy_in, copy_out
+from harness.engine.local_shard import LocalShard
+from harness.engine.mesh import MeshInfo
+from harness.engine.param import attach_gradient, invalidate
+from harness.engine.unsharded import UnshardedParams, fill_with_nan, lay_out, outside_transforms
 
-_CUT = (GroupState.SHARDED, GroupState.SPLIT)
-_FULL = (GroupState.PREFETCHED, GroupState.GATHERED, GroupState.KEPT, GroupState.SPLIT)
+_CUT = (GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD)
+_FULL = (GroupState.PREFETCHED, GroupState.UNSHARDED, GroupState.RETAINED, GroupState.SHARDED_POST_FORWARD)
 
 
-class ShardGroup:
+class ParamGroup:
     """Make full parameters from the local shard and give them up again."""
 
     def __init__(self, shard: LocalShard, gradients: Gradients) -> None:
@@ -40,25 +39,25 @@ class ShardGroup:
         self.gradients = gradients
         self.settings = shard.settings
         self.state = GroupState.SHARDED
-        self.full: FullParameters | None = None
+        self.full: UnshardedParams | None = None
         """What was gathered last."""
-        self._variants: dict[Dtypes, FullParameters] = {}
+        self._variants: dict[Dtypes, UnshardedParams] = {}
         self._arrive: Callable[[], Tensor | tuple[Tensor, ...]] | None = None
         """Waits for a gather; a tuple is what has to be unpacked."""
         self._lasts: Sequence[object] | None = None
         """What `shard.versions` were when full parameters were told to outlast `discard`."""
-        self._part: tuple[Tensor, Axes] | None = None
+        self._part: tuple[Tensor, MeshInfo] | None = None
         """This rank's part of full parameters that are split, and the ranks that have all of them."""
         self._sent: Tensor | None = None
         """The copy of the local shard that the last gather sent, if it had to be cast or moved for it."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The full parameters that modules compute with, one per entry; empty before the first gather."""
+        """The full parameters that modules compute with, one per param; empty before the first gather."""
         return self.full.leaves if self.full else ()
 
     @property
-    def variants(self) -> tuple[FullParameters, ...]:
+    def variants(self) -> tuple[UnshardedParams, ...]:
         """All full parameters that were ever gathered, and are computed with again when their dtypes hold."""
         return tuple(self._variants.values())
 
@@ -75,7 +74,7 @@ class ShardGroup:
 
     @property
     def all_trainable(self) -> bool:
-        return all(map(self.shard.is_trainable, self.shard.entries))
+        return all(map(self.shard.is_trainable, self.shard.params))
 
     @outside_transforms
     def prefetch(self, dtypes: Dtypes | None = None) -> None:
@@ -94,23 +93,23 @@ class ShardGroup:
         dtypes = dtypes or self.shard.dtypes
         if self.full and self.full.dtypes != dtypes:
             self.free()
-        if self.state is GroupState.GATHERED:
+        if self.state is GroupState.UNSHARDED:
             return
         if self.state in _CUT:
             self._start_gather(dtypes)
         self._finish_gather()
-        for entry, leaf in zip(self.shard.entries, self.leaves, strict=True):
-            if leaf.requires_grad != (trainable := self.shard.is_trainable(entry)):
+        for param, leaf in zip(self.shard.params, self.leaves, strict=True):
+            if leaf.requires_grad != (trainable := self.shard.is_trainable(param)):
                 leaf.requires_grad_(trainable)
-            entry.put(leaf)
-        self.state = GroupState.GATHERED
+            param.put(leaf)
+        self.state = GroupState.UNSHARDED
 
     @outside_transforms
     def keep(self) -> None:
         """Show modules their shards again, but keep the full parameters for backward."""
-        if self.state is GroupState.GATHERED:
+        if self.state is GroupState.UNSHARDED:
             self.shard.show()
-            self.state = GroupState.KEPT
+            self.state = GroupState.RETAINED
 
     def last(self) -> None:
         """Let full parameters, there or on their way, outlast `discard` until somebody changes the shard."""
@@ -122,18 +121,18 @@ class ShardGroup:
 
         The ranks of ``among``, which are neighbours on the shard axis, have all of them.
         """
-        if self.state is GroupState.GATHERED and self.full:
+        if self.state is GroupState.UNSHARDED and self.full:
             shards = torch.empty_like(self.full.buffer)
             with torch.no_grad():
-                pack(self.leaves, shards, self.shard.layout)
+                copy_in(self.leaves, shards, self.shard.layout)
             part = shards.view(dist.get_world_size(among), -1)[dist.get_rank(among)].clone()
             self.free()
-            self._part = (part, Axes(among, None))
-            self.state = GroupState.SPLIT
+            self._part = (part, MeshInfo(among, None))
+            self.state = GroupState.SHARDED_POST_FORWARD
 
     def outdate(self) -> None:
         """Let full parameters that were to last be given up: somebody has changed the shard."""
-        if self._lasts is not None and self.state is not GroupState.GATHERED:
+        if self._lasts is not None and self.state is not GroupState.UNSHARDED:
             self.free()
         self._lasts = None
 
@@ -176,10 +175,10 @@ class ShardGroup:
     def summon(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
         """Register full original parameters that lie in ``full``, with ``gradients`` if given."""
         self.shard.hide()
-        for i, (entry, view) in enumerate(zip(self.shard.entries, self.shard.in_full(full), strict=True)):
-            summoned = nn.Parameter(view, requires_grad=self.shard.is_trainable(entry))
+        for i, (param, view) in enumerate(zip(self.shard.params, self.shard.in_full(full), strict=True)):
+            summoned = nn.Parameter(view, requires_grad=self.shard.is_trainable(param))
             attach_gradient(summoned, gradients[i] if gradients else None)
-            entry.put(summoned)
+            param.put(summoned)
         self.state = GroupState.SUMMONED
 
     def dismiss(self, writeback: bool) -> None:
@@ -193,7 +192,7 @@ class ShardGroup:
 
     def hide(self) -> None:
         """Take the parameters out of their modules until ``convert``."""
-        if self.state in (GroupState.GATHERED, GroupState.SUMMONED):
+        if self.state in (GroupState.UNSHARDED, GroupState.SUMMONED):
             raise RuntimeError(
                 f"{self.settings.unit}: cannot convert while {self.state.name.lower()}; "
                 "convert between steps, outside forward, backward and summon_full_params."
@@ -209,7 +208,7 @@ class ShardGroup:
         self.shard.replace(fn(self.shard.flat.data))
         self.gradients.restore(converted)
 
-    def variant(self, dtypes: Dtypes) -> FullParameters:
+    def variant(self, dtypes: Dtypes) -> UnshardedParams:
         """Return full parameters for ``dtypes``; made anew, without memory, if the shard was exchanged."""
         shard, flat = self.shard, self.shard.flat.data
         borrowed = shard.whole and (dtypes.compute, shard.device) == (flat.dtype, flat.device)
@@ -219,11 +218,13 @@ class ShardGroup:
             return full
         with torch.inference_mode(False):  # see full.lay_out
             buffer = flat if borrowed else self._empty(dtypes)
-        trainable = map(shard.is_trainable, shard.entries) if self.settings.registers_full else None
+        trainable = map(shard.is_trainable, shard.params) if self.settings.registers_full else None
         leaves = lay_out(buffer, shard.layout, trainable)
         if trainable:
-            retire(leaves, f"full parameters of {self.settings.unit}")
-        full = self._variants[dtypes] = FullParameters(buffer, leaves, dtypes, borrowed, self.settings.poison)
+            invalidate(leaves, f"full parameters of {self.settings.unit}")
+        full = self._variants[dtypes] = UnshardedParams(
+            buffer, leaves, dtypes, borrowed, self.settings.poison
+        )
         full.free()
         return full
 
@@ -264,7 +265,7 @@ class ShardGroup:
                 self.full.allocate()
                 numel = self.shard.layout.shard_numel
                 shards = [shard for part in arrived for shard in part.view(-1, numel).unbind()]
-                unpack(shards, self.full.buffer, self.shard.layout)
+                copy_out(shards, self.full.buffer, self.shard.layout)
             self._forget_gather()
 
     def _drop_gather(self) -> None:

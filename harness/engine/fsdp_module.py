@@ -10,20 +10,20 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from harness.engine import steps
+from harness.engine import optimizer_hooks
 from harness.engine.copying import copy_unit
-from harness.engine.dtensor_entry import DTensorEntry
-from harness.engine.group import ShardGroup
-from harness.engine.held_gradients import HeldGradients
-from harness.engine.hooks import Unit
+from harness.engine.gradients import AccumulatedGradients
+from harness.engine.param import DTensorParam
+from harness.engine.param_group import ParamGroup
+from harness.engine.root import RootState
 from harness.engine.state_dict import refuse_when_busy
-from harness.engine.tree import Tree
+from harness.engine.unit import Unit
 
 
 class UnshardHandle:
     """What `FSDPModule.unshard` returns at once with ``async_op``."""
 
-    def __init__(self, group: ShardGroup | None) -> None:
+    def __init__(self, group: ParamGroup | None) -> None:
         self._group = group
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class FSDPModule(nn.Module):
         forgets them.
         """
         for unit in self._units(recurse):
-            unit.switches.sync = requires_gradient_sync
+            unit.options.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether gradients reduced inside a replica wait, out of sight, or are also reduced across.
@@ -96,7 +96,7 @@ class FSDPModule(nn.Module):
         meanwhile. Changes through ``.data`` or by ``torch._foreach_*`` leave no trace: call `reshard` after.
         """
         for unit in self._units(recurse):
-            unit.switches.frees_after_backward = reshard_after_backward
+            unit.options.frees_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by ``factor``, instead of by the number of ranks."""
@@ -111,7 +111,7 @@ class FSDPModule(nn.Module):
         A forward or backward that raises does so by itself. Gradients that the user sees stay.
         """
         refuse_when_busy([self._composed_unit], "reset_iter_state")
-        for unit in self._composed_unit.tree.units:
+        for unit in self._composed_unit.root_state.units:
             if unit.group:
                 unit.group.free()
                 unit.group.discard()
@@ -122,16 +122,16 @@ class FSDPModule(nn.Module):
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
-            unit.switches.frees_after_forward = reshard_after_forward
-            unit.switches.split_among = None
+            unit.options.frees_after_forward = reshard_after_forward
+            unit.options.split_among = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
-        self._composed_unit.switches.forward_prefetch = _groups_of(modules)
+        self._composed_unit.options.forward_prefetch = _groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather the groups of ``modules`` before these gradients, in place of the guessed next."""
-        self._composed_unit.switches.backward_prefetch = _groups_of(modules)
+        self._composed_unit.options.backward_prefetch = _groups_of(modules)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
         rest = super()._apply
@@ -157,9 +157,9 @@ class FSDPModule(nn.Module):
         self.reshard()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        for entry in unit.group.shard.entries if unit.group else ():
-            assert isinstance(entry, DTensorEntry)
-            memo.setdefault(id(entry.parameter), entry.copy().parameter)
+        for param in unit.group.shard.params if unit.group else ():
+            assert isinstance(param, DTensorParam)
+            memo.setdefault(id(param.parameter), param.copy().parameter)
         own = ("_composed_unit", "_composed_modules")
         vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
         copies = deepcopy(modules, memo)
@@ -217,10 +217,10 @@ def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
         module._composed_unit = unit
         module._composed_modules = tuple(modules)
     unit.num_modules = len(modules)
-    tree = Tree([unit, *(below for below in units_of(modules) if below is not unit)])
+    tree = RootState([unit, *(below for below in units_of(modules) if below is not unit)])
     for below in tree.units:
         below.join(tree)
-    steps.watch(tree)
+    optimizer_hooks.watch(tree)
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
@@ -229,14 +229,14 @@ def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
     return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, FSDPModule)))
 
 
-def _gradients(unit: Unit) -> HeldGradients | None:
+def _gradients(unit: Unit) -> AccumulatedGradients | None:
     if unit.group is None:
         return None
-    assert isinstance(unit.group.gradients, HeldGradients)
+    assert isinstance(unit.group.gradients, AccumulatedGradients)
     return unit.group.gradients
 
 
-def _groups_of(modules: Iterable[FSDPModule]) -> list[ShardGroup]:
+def _groups_of(modules: Iterable[FSDPModule]) -> list[ParamGroup]:
     modules = list(modules)
     for module in modules:
         if not isinstance(module, FSDPModule):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.engine import construction, ignored
+from harness.engine import init
 from harness.engine.api import (
     BackwardPrefetch,
     CPUOffloadPolicy,
@@ -25,17 +25,26 @@ from harness.engine.api import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from harness.engine.axes import Axes, check_neighbours
 from harness.engine.casting import Buffers
-from harness.engine.composed import FSDPModule, adopt, class_of
-from harness.engine.dtensor_entry import DTensorEntry, Placing
-from harness.engine.group import ShardGroup
-from harness.engine.held_gradients import HeldGradients
-from harness.engine.hooks import Unit, UnitSettings
+from harness.engine.config import Precision
+from harness.engine.fsdp_module import FSDPModule, adopt, class_of
+from harness.engine.gradients import AccumulatedGradients
 from harness.engine.layout import RowLayout
-from harness.engine.parameters import Entry, check, claim, collect, own_modules, refuse_claimed, retire
-from harness.engine.precision import Precision
-from harness.engine.shard import GroupSettings, LocalShard, cut, layout_of
+from harness.engine.local_shard import GroupSettings, LocalShard, cut, layout_of
+from harness.engine.mesh import MeshInfo, check_neighbours
+from harness.engine.param import (
+    DTensorParam,
+    DTensorPlacement,
+    Param,
+    check,
+    collect,
+    invalidate,
+    mark_sharded,
+    own_modules,
+    refuse_sharded,
+)
+from harness.engine.param_group import ParamGroup
+from harness.engine.unit import Unit, UnitSettings
 from harness.engine.wrapping import has_forward
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
@@ -70,11 +79,11 @@ def fully_shard(
     asked = Asked(
         front="fully_shard",
         strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
-        axes=Axes(mesh.get_group(1), mesh.get_group(0)) if hybrid else Axes(mesh.get_group(), None),
-        placing=Placing(mesh, (Replicate(), Shard(0)) if hybrid else (Shard(0),)),
+        axes=MeshInfo(mesh.get_group(1), mesh.get_group(0)) if hybrid else MeshInfo(mesh.get_group(), None),
+        placing=DTensorPlacement(mesh, (Replicate(), Shard(0)) if hybrid else (Shard(0),)),
         policy=mp_policy,
         offload=_offloads(offload_policy),
-        ignored=ignored.parameters("fully_shard", ignored_params),
+        ignored=init.ignored_parameters("fully_shard", ignored_params),
         placement=shard_placement_fn,
     )
     freed = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
@@ -82,8 +91,8 @@ def fully_shard(
     if split_among is not None:
         check_neighbours(asked.axes, split_among)
     unit = _compose(module, asked, "FSDP")
-    unit.switches.split_among = split_among
-    unit.switches.frees_after_forward = freed if split_among is None else True
+    unit.options.split_among = split_among
+    unit.options.frees_after_forward = freed if split_among is None else True
     return module
 
 
@@ -104,11 +113,11 @@ def replicate(
     asked = Asked(
         front="replicate",
         strategy=ShardingStrategy.NO_SHARD,
-        axes=Axes(None, mesh.get_group()),
-        placing=Placing(mesh, (Replicate(),)),
+        axes=MeshInfo(None, mesh.get_group()),
+        placing=DTensorPlacement(mesh, (Replicate(),)),
         policy=mp_policy,
         offload=_offloads(offload_policy),
-        ignored=ignored.parameters("replicate", ignored_params),
+        ignored=init.ignored_parameters("replicate", ignored_params),
     )
     _compose(module, asked, "Replicate")
     return module
@@ -120,8 +129,8 @@ class Asked:
 
     front: str
     strategy: ShardingStrategy
-    axes: Axes
-    placing: Placing
+    axes: MeshInfo
+    placing: DTensorPlacement
     policy: MixedPrecisionPolicy
     offload: bool
     ignored: Collection[nn.Parameter]
@@ -175,17 +184,15 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
             module, lambda m: isinstance(m, FSDPModule), prefix=f"{index}" if len(modules) > 1 else ""
         )
     ]
-    entries = collect(owned, asked.ignored)
-    refuse_claimed(owned, entries, name)
-    check(entries, name, uniform_requires_grad=False)
-    _refuse_placements(entries, asked, name)
+    params = collect(owned, asked.ignored)
+    refuse_sharded(owned, params, name)
+    check(params, name, uniform_requires_grad=False)
+    _refuse_placements(params, asked, name)
     device = _device(asked)
-    construction.refuse_disagreement(
-        [name, asked.strategy.name, *map(construction.describe, entries)], asked.axes, device
-    )
+    init.refuse_disagreement([name, asked.strategy.name, *map(init.describe, params)], asked.axes, device)
     _move(owned, asked, device)
     precision = Precision(asked.mixed_precision, modules[0], full_in_eval=False)
-    group = _group(entries, _group_settings(asked, name, precision, device), asked.placing)
+    group = _group(params, _group_settings(asked, name, precision, device), asked.placing)
     return Unit(group, Buffers({}, goes_back=False), _unit_settings(asked, precision, device))
 
 
@@ -209,27 +216,27 @@ def _group_settings(asked: Asked, name: str, precision: Precision, device: torch
         use_orig_params=True,
         axes=asked.axes,
         offload_device=device if asked.offload else None,
-        poison=construction.poisons(),
+        poison=init.poisons(),
         layout=RowLayout,
         registers_full=True,
     )
 
 
-def _group(entries: Sequence[Entry], settings: GroupSettings, placing: Placing) -> ShardGroup | None:
-    if not entries:
+def _group(params: Sequence[Param], settings: GroupSettings, placing: DTensorPlacement) -> ParamGroup | None:
+    if not params:
         return None
     name = settings.unit
-    claim(entries, name)  # the plain parameters: another group that sees one can say whose it is
-    retire((entry.parameter for entry in entries), f"parameters of {name} as they were before sharding")
-    flat = nn.Parameter(cut(entries, settings), any(entry.parameter.requires_grad for entry in entries))
-    layout, index = layout_of(entries, settings), settings.axes.index
+    mark_sharded(params, name)  # the plain parameters: another group that sees one can say whose it is
+    invalidate((param.parameter for param in params), f"parameters of {name} as they were before sharding")
+    flat = nn.Parameter(cut(params, settings), any(param.parameter.requires_grad for param in params))
+    layout, index = layout_of(params, settings), settings.axes.index
     shown = []
-    for i, entry in enumerate(entries):
+    for i, param in enumerate(params):
         piece = layout.piece(i, index)
         view = flat.data[piece.shard_start : piece.shard_stop].view(layout.piece_shape(i, index))
-        shown.append(DTensorEntry.of(entry, view, placing))
+        shown.append(DTensorParam.of(param, view, placing))
     shard = LocalShard(shown, settings, flat)
-    return ShardGroup(shard, HeldGradients(shard))
+    return ParamGroup(shard, AccumulatedGradients(shard))
 
 
 def _refuse_modules(modules: Sequence[object], name: str) -> None:
@@ -248,17 +255,17 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
             )
 
 
-def _refuse_placements(entries: Sequence[Entry], asked: Asked, name: str) -> None:
-    for entry in entries:
-        if asked.axes.shard and not entry.shape:
+def _refuse_placements(params: Sequence[Param], asked: Asked, name: str) -> None:
+    for param in params:
+        if asked.axes.shard and not param.shape:
             raise ValueError(
-                f"{name}: parameter {entry.name!r} is 0-dim and cannot be cut; give it the shape (1,), or "
+                f"{name}: parameter {param.name!r} is 0-dim and cannot be cut; give it the shape (1,), or "
                 "pass it in ignored_params."
             )
-        wanted = asked.placement(entry.parameter) if asked.placement else None
+        wanted = asked.placement(param.parameter) if asked.placement else None
         if wanted is not None and wanted != Shard(0):
             raise NotImplementedError(
-                f"{name}: shard_placement_fn wants {wanted!r} for parameter {entry.name!r}; only Shard(0) is "
+                f"{name}: shard_placement_fn wants {wanted!r} for parameter {param.name!r}; only Shard(0) is "
                 "built."
             )
 
@@ -269,7 +276,7 @@ def _mesh(mesh: DeviceMesh | None, front: str, most: int) -> DeviceMesh:
     if mesh is None:
         world = dist.group.WORLD
         assert world is not None
-        return DeviceMesh.from_group(world, construction.device_of((), world).type)
+        return DeviceMesh.from_group(world, init.device_of((), world).type)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{front}: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim > most:

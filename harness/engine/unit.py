@@ -14,22 +14,40 @@ After an exception `abort_forward`, `abort_backward` and `start` lead back to be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from harness.engine.api import BackwardPrefetch, ShardingStrategy
-from harness.engine.awaited import weakly
 from harness.engine.casting import Buffers, cast_floating, map_tensors, tensors
-from harness.engine.full import FullParameters
-from harness.engine.group import ShardGroup
-from harness.engine.precision import Precision
-from harness.engine.switches import Switches
-from harness.engine.tree import Tree, backward_id
+from harness.engine.config import Precision
+from harness.engine.param_group import ParamGroup
+from harness.engine.root import RootState, backward_id
+from harness.engine.unsharded import UnshardedParams, weakly
+
+if TYPE_CHECKING:
+    from harness.engine.param_group import ParamGroup
+
+
+@dataclass
+class UnitOptions:
+    """``sync``: backward reduces gradients. ``frees_after_forward``: full parameters are given up after it;
+    None means below the root only. ``frees_after_backward``: likewise; without, the next forward finds them.
+    ``forward_prefetch``, ``backward_prefetch``: the groups to gather while this unit computes, instead of
+    what is guessed. ``split_among``: how many neighbouring ranks hold full parameters between them from
+    forward to backward, where these are given up; None is all.
+    """
+
+    sync: bool = True
+    frees_after_forward: bool | None = True
+    frees_after_backward: bool = True
+    split_among: int | None = None
+    forward_prefetch: Sequence[ParamGroup] = ()
+    backward_prefetch: Sequence[ParamGroup] = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +71,13 @@ class UnitSettings:
 class Unit:
     """Drive the group of one module; None if the module has no parameters of its own."""
 
-    def __init__(self, group: ShardGroup | None, buffers: Buffers, settings: UnitSettings) -> None:
+    def __init__(self, group: ParamGroup | None, buffers: Buffers, settings: UnitSettings) -> None:
         self.group = group
         self.settings = settings
-        self.switches = Switches(frees_after_forward=settings.strategy.frees_after_forward)
+        self.options = UnitOptions(frees_after_forward=settings.strategy.frees_after_forward)
         self.num_modules = 1
         """How many modules share the group: it is given up when all have had their forwards."""
-        self.tree = Tree([self])
+        self.root_state = RootState([self])
         self.buffers = buffers
         self._ran: set[nn.Module] = set()
         self._recomputed = False
@@ -67,7 +85,7 @@ class Unit:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what ``forward`` of ``module``, the unit's or one of them, makes of the arguments."""
-        tree, call = self.tree, object()
+        tree, call = self.root_state, object()
         tree.enter_forward()
         try:
             args, kwargs = self.before_forward(args, kwargs, call)
@@ -91,9 +109,9 @@ class Unit:
         """Let modules see buffers in the dtype of now and in the place of computation."""
         self.buffers.prepare(self.settings.precision.now.buffer_dtype, self.settings.device)
 
-    def join(self, tree: Tree) -> None:
+    def join(self, tree: RootState) -> None:
         """Belong to ``tree`` from now on."""
-        self.tree = tree
+        self.root_state = tree
 
     def apply(self, fn: Callable[[Tensor], Tensor], apply_to_rest: Callable[[], object]) -> None:
         """Convert the group with ``fn``, a cast or a move, while its parameters are out of the modules.
@@ -113,11 +131,11 @@ class Unit:
         """Gather, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._prepare((args, kwargs))
         self.prepare_buffers()  # again: a mode may have changed since the step began
-        self._recomputed = self.tree.in_backward
+        self._recomputed = self.root_state.in_backward
         if self.group:
             self.group.prefetch()
             if not self._recomputed:
-                self.tree.prefetcher.in_forward(self.group, self.switches.forward_prefetch)
+                self.root_state.prefetcher.in_forward(self.group, self.options.forward_prefetch)
             self.group.gather()
             if torch.is_grad_enabled():
                 args, kwargs = self._watch(self.group, (args, kwargs), call)
@@ -128,15 +146,15 @@ class Unit:
         if torch.is_grad_enabled():
             output = _without_leaves(output)
         graded = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
-        if graded and (self.group or self.tree.root is self):
+        if graded and (self.group or self.root_state.root is self):
             full = self.group.full if self.group else None
             register_multi_grad_hook(graded, lambda _: self._before_backward(full, call), mode="any")
-            if self.group and not self.tree.in_backward:
-                self.tree.prefetcher.after_forward(self.group)
+            if self.group and not self.root_state.in_backward:
+                self.root_state.prefetcher.after_forward(self.group)
         self._ran.add(module)
         complete = len(self._ran) >= self.num_modules
         # What is recomputed in backward is needed there next.
-        if self.group and complete and not self.tree.in_backward:
+        if self.group and complete and not self.root_state.in_backward:
             self._give_up(self.group, hooked=bool(graded))
             self._ran.clear()
         dtype = self._outer_dtype or self.settings.output_dtype
@@ -148,7 +166,7 @@ class Unit:
         Full parameters stay until the next forward: frames of the traceback hold them, and whoever prints
         these (pytest does) would read memory that is gone.
         """
-        if self.group and not self.tree.in_backward:
+        if self.group and not self.root_state.in_backward:
             self.group.keep()
 
     def abort_backward(self) -> None:
@@ -166,9 +184,9 @@ class Unit:
             return
         for full in self.group.variants:
             if any(leaf.grad is not None for leaf in full.leaves):
-                self.tree.collect(self.group, full, self.switches.sync)
-        if self.switches.sync and self.group.gradients.unreduced:
-            self.tree.collect(self.group, self.group.variant(self.group.shard.dtypes), sync=True)
+                self.root_state.collect(self.group, full, self.options.sync)
+        if self.options.sync and self.group.gradients.unreduced:
+            self.root_state.collect(self.group, self.group.variant(self.group.shard.dtypes), sync=True)
         self._give_up_after_backward(self.group)
 
     def end_forward(self, failed: bool) -> None:
@@ -181,7 +199,7 @@ class Unit:
                 self._give_up(self.group, hooked=False)
 
     def _prepare(self, arguments: Any) -> Any:
-        mixed, is_root = self.settings.precision.now, self.tree.root is self
+        mixed, is_root = self.settings.precision.now, self.root_state.root is self
         if is_root and (device := self.settings.device):
             arguments = map_tensors(lambda t: t.to(device), arguments)
         self._outer_dtype = None
@@ -194,23 +212,23 @@ class Unit:
 
     def _stands_out(self) -> bool:
         """Tell whether the unit has full precision amid units without, as told or in eval of it alone."""
-        own, outer = self.settings.precision, self.tree.root.settings.precision
+        own, outer = self.settings.precision, self.root_state.root.settings.precision
         in_eval_alone = own.is_suspended and not outer.is_suspended and self.group is not None
         return self.settings.keeps_precision or in_eval_alone
 
-    def _give_up(self, group: ShardGroup, hooked: bool) -> None:
+    def _give_up(self, group: ParamGroup, hooked: bool) -> None:
         """After forward: keep what a backward will use, if it could not be told to gather it again."""
         needs_backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in group.leaves)
-        frees = self.switches.frees_after_forward
-        frees = self.tree.root is not self if frees is None else frees
+        frees = self.options.frees_after_forward
+        frees = self.root_state.root is not self if frees is None else frees
         if (hooked and not frees) or (needs_backward and not hooked):
             group.keep()
-        elif hooked and self.switches.split_among:
-            group.split(self.tree.neighbours(group, self.switches.split_among))
+        elif hooked and self.options.split_among:
+            group.split(self.root_state.neighbours(group, self.options.split_among))
         else:
             group.free()
 
-    def _watch(self, group: ShardGroup, arguments: Any, call: object) -> Any:
+    def _watch(self, group: ParamGroup, arguments: Any, call: object) -> Any:
         """Return ``arguments``; see to it that gradients of leaves are noticed, and what goes out through
         the arguments, until when frozen parameters are read."""
         full = group.full
@@ -226,14 +244,14 @@ class Unit:
             register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full, call), mode="all")
         return arguments
 
-    def _before_backward(self, full: FullParameters | None, call: object) -> None:
+    def _before_backward(self, full: UnshardedParams | None, call: object) -> None:
         """Gather what the graph of a forward with ``full`` reads."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "backward with create_graph=True is not built: second derivatives would read parameters "
                 "that are freed by then."
             )
-        self.tree.enter_backward()
+        self.root_state.enter_backward()
         if self.group and full:
             if full not in self.group.variants:
                 raise RuntimeError(
@@ -242,22 +260,22 @@ class Unit:
                 )
             full.awaited.begin(call)
             self.group.prefetch(full.dtypes)
-            self.tree.prefetcher.before_gradients(self.group, self.switches.backward_prefetch)
+            self.root_state.prefetcher.before_gradients(self.group, self.options.backward_prefetch)
             self.group.gather(full.dtypes)
 
-    def _on_gradient(self, full: FullParameters) -> None:
+    def _on_gradient(self, full: UnshardedParams) -> None:
         """Reduce when the last leaf of ``full`` that this backward reaches has its gradient."""
-        self.tree.enter_backward()
+        self.root_state.enter_backward()
         backward = backward_id()
         if full.awaited.note(backward) and self.group:
             done = full.awaited.inputs_done or self._is_done(full, backward)
             if done:
                 self._free(self.group, full)  # before memory for the reduction is taken
-            self.tree.collect(self.group, full, self.switches.sync)
+            self.root_state.collect(self.group, full, self.options.sync)
             if done:
-                self.tree.prefetcher.after_gradients()
+                self.root_state.prefetcher.after_gradients()
 
-    def _is_done(self, full: FullParameters, backward: int) -> bool:
+    def _is_done(self, full: UnshardedParams, backward: int) -> bool:
         """Tell whether nothing will read the full parameters again, now that ``backward`` gave all gradients.
 
         A parameter without one may be read still: a frozen one, or one that a reentrant checkpoint hides from
@@ -265,20 +283,20 @@ class Unit:
         unit was recomputed for it: then it will be again, and gathers.
         """
         everywhere = all(leaf.grad is not None for leaf in full.leaves)
-        return everywhere and (backward == self.tree.backward or self._recomputed)
+        return everywhere and (backward == self.root_state.backward or self._recomputed)
 
-    def _on_inputs_done(self, group: ShardGroup, full: FullParameters, call: object) -> None:
+    def _on_inputs_done(self, group: ParamGroup, full: UnshardedParams, call: object) -> None:
         full.awaited.end(call)
         if full.awaited.inputs_done and full.awaited.left(backward_id()) == 0:
             self._free(group, full)
 
-    def _free(self, group: ShardGroup, full: FullParameters) -> None:
+    def _free(self, group: ParamGroup, full: UnshardedParams) -> None:
         """Give up ``full``, if ``group`` has not done so for other dtypes already."""
         if group.full is full:
             self._give_up_after_backward(group)
 
-    def _give_up_after_backward(self, group: ShardGroup) -> None:
-        if self.switches.frees_after_backward:
+    def _give_up_after_backward(self, group: ParamGroup) -> None:
+        if self.options.frees_after_backward:
             group.free()
         else:
             group.keep()
