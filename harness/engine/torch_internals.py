@@ -9,6 +9,6 @@ __all__ = ["BATCH_NORM", "pytree"]
 # pytree: `tree_is_leaf`, `tree_flatten(is_leaf=)`, `tree_unflatten` and `tree_map`. If it moves:
 # torch.utils.pytree, or optree, which has the same functions.
 
-# The base class of BatchNorm1d to 3d, of SyncBatchNorm and of the lazy ones; torch's own FSDP
-# uses it for the same purpose. If it moves: the class that nn.BatchNorm1d and nn.SyncBatchNorm have in common below nn.Module.
+# The base class of BatchNorm1d to 3d, of SyncBatchNorm and of the lazy ones; torch's own FSDP uses it for the
+# same purpose. If it moves: the class that nn.BatchNorm1d and nn.SyncBatchNorm have in common below nn.Module.
 BATCH_NORM: type[nn.Module] = _BatchNorm
