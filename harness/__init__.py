@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.lazy import from_homes
+from harness._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
@@ -38,4 +38,4 @@ __all__ = [
     "RunSubtests",
 ]
 
-__getattr__ = from_homes(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _HOMES)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import pytest
 
 from harness.exceptions import PeerFailed
-from harness.protocol import VICTIM_OF_A_POINT, Vote
+from harness.protocol import VICTIM_OF_A_CASE, Vote
 
 
 class Lockstep(Protocol):
@@ -154,20 +154,20 @@ class RunSubtests:
 def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
     """Raise PeerFailed unless every rank was at the same point and fared alike."""
     __tracebackhide__ = True
-    if any(vote.outcome != outcome or vote.point != votes[0].point for vote in votes):
+    if any(vote.outcome != outcome or vote.case != votes[0].case for vote in votes):
         raise PeerFailed(_tell(votes))
 
 
 def _tell(votes: tuple[Vote, ...]) -> str:
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
     if ended:
-        return f"{VICTIM_OF_A_POINT}rank {', '.join(ended)} had ended the test by then"
-    if len({vote.point for vote in votes}) > 1:
-        where = "; ".join(f"rank {rank} at [{vote.point}]" for rank, vote in enumerate(votes))
+        return f"{VICTIM_OF_A_CASE}rank {', '.join(ended)} had ended the test by then"
+    if len({vote.case for vote in votes}) > 1:
+        where = "; ".join(f"rank {rank} at [{vote.case}]" for rank, vote in enumerate(votes))
         return f"ranks disagree on which subtest comes next: {where}"
     if any(vote.outcome == "failed" for vote in votes):
         culprits = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "failed"]
-        return f"{VICTIM_OF_A_POINT}rank {', '.join(culprits)}"
+        return f"{VICTIM_OF_A_CASE}rank {', '.join(culprits)}"
     return "ranks disagree: " + "; ".join(f"rank {rank} {_word(vote)}" for rank, vote in enumerate(votes))
 
 

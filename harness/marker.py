@@ -69,3 +69,10 @@ def check_backend(backend: str | None) -> None:
     """Raise MarkError unless `backend` is None or one that worlds can use."""
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise MarkError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
+
+
+def is_xfail_call(report: pytest.TestReport) -> bool:
+    """Whether a phase ended by `pytest.xfail()`. Reports have no mark of it but the exception's name."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    name = str(crash.message).partition(":")[0] if crash is not None else ""
+    return hasattr(report, "wasxfail") and name.split(".")[-1] == "XFailed"

@@ -109,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
-    from harness.controller.hooks import Controller
+    from harness.controller.plugin import Controller
     from harness.controller.requests import check_options
     from harness.reporting.annotations import Annotations, wanted
 

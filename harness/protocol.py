@@ -12,18 +12,18 @@ from typing import Any, Literal
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
-VICTIM_OF_A_POINT = "this point failed elsewhere: "
+VICTIM_OF_A_CASE = "this point failed elsewhere: "
 """How a rank's subtest failure begins when the rank itself had no quarrel with the point."""
 
-DEFAULT_GROUP = "the default group"
-"""What messages call the default process group; others go by torch's names."""
-
-# What a rank says of a connection that another rank closed: never the cause, if there is another failure.
 BROKEN_CONNECTION = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
     r"|NCCL.*(aborted|remote process exited|socket)",
     re.DOTALL | re.IGNORECASE,
 )
+"""Matches what a collective raises on a rank when another rank has closed its connection, or has ended."""
+
+DEFAULT_GROUP = "the default group"
+"""What messages call the default process group; others go by torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,10 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunningExample:
-    """An example: the same one has the same choices in any world that runs the same test."""
+    """The example of a property test that a rank is in.
+
+    The same example has the same choices in any world that runs the same test.
+    """
 
     run: int
     """Which property of the test it belongs to, from 1."""
@@ -125,29 +128,29 @@ class RunningExample:
     """Whether the arguments were drawn; choices that a body draws itself come after."""
 
     def is_same(self, other: RunningExample) -> bool:
-        """Whether this is the other at the same moment. Examples without choices are told by their number."""
+        """Whether this is the other at the same moment. Examples without choices are compared by number."""
         same = (self.run, self.choices, self.is_in_body) == (other.run, other.choices, other.is_in_body)
         return same and (bool(self.choices) or self.number == other.number)
 
 
 @dataclass(frozen=True, slots=True)
 class CrashedExample:
-    """An example that has cost a world: a rank died in it, or never came out of it."""
+    """An example that ended its world: a rank died or hung in it."""
 
     example: RunningExample
     how: str
-    """What became of which rank."""
+    """Which rank, and what happened to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What ranks must know alike to search for a failing example alike."""
+    """What all ranks need equally to search for a failing example in step."""
 
     entropy: int = 0
-    """What Hypothesis draws its seeds from."""
+    """Seed of Hypothesis's own seeds."""
     crashed: tuple[CrashedExample, ...] = ()
-    """The examples that have cost a world each, as this test was run in it."""
-    goes_on: bool = True
+    """The examples that ended a world each in earlier runs of this test."""
+    continues: bool = True
     """Whether to look for a smaller example once the last of these has come up."""
 
 
@@ -170,7 +173,7 @@ class Vote:
     `outcome` is passed, failed, skipped, ended (the whole test), or met (the others, after a failed point).
     """
 
-    point: str
+    case: str
     outcome: str
     reason: str = ""
     more: Any = None
@@ -190,15 +193,15 @@ class Agreed:
 class Probe:
     """Say what you are doing (`Doing`), or just that you get on (`Moves`) if that is so."""
 
-    thoroughly: bool = False
+    full: bool = False
     """Whether to say it in any case."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sever:
+class AbortGroup:
     """Break the default group's connections: what waits in a collective of this subtest shall fail."""
 
-    point: str
+    case: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ class Interrupt:
     """Break off what runs, as a Ctrl-C would; then tear down what is up, leave."""
 
 
-ToRank = RunItem | Agreed | Probe | Sever | Close | Interrupt
+ToRank = RunItem | Agreed | Probe | AbortGroup | Close | Interrupt
 
 
 # Rank -> controller
@@ -223,7 +226,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class StartFailed:
     """The rank could not come up; `text` says why."""
 
     text: str
@@ -237,7 +240,7 @@ class Collecting:
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class ItemStarted:
     """The rank has collected what it had to, and the item's own time begins."""
 
 
@@ -246,7 +249,7 @@ class Reported:
     """One report of a phase or a subtest, serialised by `pytest_report_to_serializable`."""
 
     data: dict[str, Any]
-    doing: Doing | None = None
+    status: RankStatus | None = None
     """What the rank was doing, where the report tells of a failure."""
 
 
@@ -291,7 +294,7 @@ does not answer, as it holds the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class RankStatus:
     """What a rank does at the moment."""
 
     stacks: str
@@ -305,12 +308,12 @@ class Doing:
     before: dict[str, int] = field(default_factory=dict)
     """By group, how many collectives it had seen when the test began, where that is known."""
     state: State = "runs"
-    point: str = ""
+    case: str = ""
     """The subtest it is in, if it is in one of `run_subtests`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class Progress:
     """The rank's main thread has moved since it was last asked."""
 
 
@@ -335,11 +338,21 @@ class Finished:
     """How many collectives the default group has seen; unequal numbers mean ranks out of step."""
     groups: int
     """How many process groups were ever made, which names the next one."""
-    doing: Doing | None = None
+    status: RankStatus | None = None
     """The collectives of the test, under ``--check-collectives``."""
 
 
-# A rank's messages cross the wire in tuples: what it has to say of a passing test goes out in one.
+# A rank's messages cross the wire in tuples: all messages of a passing test go out in one write.
 FromRank = (
-    Ready | Broken | Collecting | Began | Reported | Warned | Voted | Doing | Moves | Debugger | Finished
+    Ready
+    | StartFailed
+    | Collecting
+    | ItemStarted
+    | Reported
+    | Warned
+    | Voted
+    | RankStatus
+    | Progress
+    | Debugger
+    | Finished
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.lazy import from_homes
+from harness._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from harness.conformance.adapters.replicated import Replicas
@@ -52,4 +52,4 @@ __all__ = [
     "require",
 ]
 
-__getattr__ = from_homes(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _HOMES)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from harness.launch.terminal import Terminal
 from harness.protocol import WorldKey
-from harness.terminal import Terminal
 from harness.world.world import World
 
 

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from harness.exceptions import LaunchError
-from harness.launch.claim import Need
-from harness.launch.ledger import LEASE, TURN, Entry, Ledger
+from harness.launch.lease_store import LEASE, TURN, LeaseStore, Requirement, StoredLease
 
 TURN_LASTS = 2.0
 """Seconds a world is kept warm though others wait: a new one costs thirty times a test, and more on GPUs."""
-ASKED_BACK_AFTER = 0.5
+RECALL_AFTER = 0.5
 """Seconds without a test after which whoever waits may ask for a warm world's lease."""
 LOOK_EVERY = 0.03
 """Seconds between looks of a controller that waits."""
@@ -34,18 +33,18 @@ class Lease:
     stuck elsewhere, blocks nobody.
     """
 
-    def __init__(self, ledger: Ledger, need: Need, name: str, keeper: int) -> None:
+    def __init__(self, store: LeaseStore, need: Requirement, name: str, keeper: int) -> None:
         self.name = name
         self.need = need
-        self._claim = need.claim
-        self._ledger = ledger
+        self._claim = need.request
+        self._store = store
         self._keeper: int | None = keeper
         self._turn_ends = 0.0
 
     @property
     def path(self) -> str:
         """The path of its entry in the ledger, without suffix."""
-        return f"{self._ledger.directory}/{self.name}"
+        return f"{self._store.directory}/{self.name}"
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -55,9 +54,9 @@ class Lease:
     def grant(self, gpus: tuple[str, ...]) -> None:
         """Let the turn in line be a lease, of these GPUs. Only for who is alone with the ledger."""
         assert self._keeper is not None
-        self._claim = replace(self.need.claim, gpus=gpus)
-        self._ledger.write(self._keeper, self._claim)
-        self._ledger.grant(self.name)
+        self._claim = replace(self.need.request, gpus=gpus)
+        self._store.write(self._keeper, self._claim)
+        self._store.grant(self.name)
 
     def leave_to_ranks(self) -> None:
         """Let go of it: all ranks stand ready, and hold it themselves."""
@@ -66,18 +65,18 @@ class Lease:
 
     def rest(self) -> bool:
         """Note that no test uses the world now; False if its turn is over, and others wait for it."""
-        if time.monotonic() >= self._turn_ends and any(map(self._claim.competes, self._ledger.waiting())):
+        if time.monotonic() >= self._turn_ends and any(map(self._claim.competes, self._store.waiting())):
             return False
-        return self._ledger.put_down(self.name)
+        return self._store.put_down(self.name)
 
     def resume(self) -> bool:
         """Use the world for a test again; False if its ranks were asked to end while it was idle."""
-        return self._ledger.take_up(self.name)
+        return self._store.take_up(self.name)
 
     def end(self) -> None:
         """Take it out of the ledger; if a rank takes its time to die, leave that to whoever reads it next."""
         self._let_go()
-        self._ledger.strike_if_dead(self.name)
+        self._store.strike_if_dead(self.name)
 
     def _let_go(self) -> None:
         if self._keeper is not None:
@@ -94,12 +93,12 @@ class Leases:
         tell: called with a sentence where that takes long.
     """
 
-    def __init__(self, ledger: Ledger, patience: float, tell: Callable[[str], None]) -> None:
-        self._ledger = ledger
+    def __init__(self, store: LeaseStore, patience: float, tell: Callable[[str], None]) -> None:
+        self._store = store
         self._patience = patience
         self._tell = tell
 
-    def take(self, need: Need, make_room: Callable[[], None]) -> Lease:
+    def take(self, need: Requirement, make_room: Callable[[], None]) -> Lease:
         """Return a lease; wait for it if need be, after `make_room` has ended all worlds of this controller.
 
         Raises:
@@ -108,12 +107,12 @@ class Leases:
         try:
             return self._take(need, make_room)
         except OSError as error:  # somebody has removed it, or its disk is full
-            raise LaunchError(f"cannot keep leases in {self._ledger.directory}: {error}") from error
+            raise LaunchError(f"cannot keep leases in {self._store.directory}: {error}") from error
 
-    def _take(self, need: Need, make_room: Callable[[], None]) -> Lease:
+    def _take(self, need: Requirement, make_room: Callable[[], None]) -> Lease:
         begun = time.monotonic()
-        with self._ledger.alone():
-            lease = Lease(self._ledger, need, *self._ledger.add(need.claim))
+        with self._store.locked():
+            lease = Lease(self._store, need, *self._store.add(need.request))
         try:
             if self._in_the_way_of(lease) is not None:
                 make_room()
@@ -138,35 +137,37 @@ class Leases:
                 say_at = now + 60.0
             time.sleep(LOOK_EVERY)
 
-    def _in_the_way_of(self, lease: Lease) -> list[Entry] | None:
+    def _in_the_way_of(self, lease: Lease) -> list[StoredLease] | None:
         """Grant the lease (None) if its turn has come and nothing is missing; else return what it awaits."""
-        claim = lease.need.claim
-        with self._ledger.alone():
-            entries = self._ledger.read()
-            ahead = [e for e in entries if e.kind == TURN and e.name < lease.name and claim.competes(e.claim)]
+        request = lease.need.request
+        with self._store.locked():
+            entries = self._store.read()
+            ahead = [
+                e for e in entries if e.kind == TURN and e.name < lease.name and request.competes(e.request)
+            ]
             held = [e for e in entries if e.kind == LEASE]
-            gpus = None if ahead else lease.need.choose(e.claim for e in held)
+            gpus = None if ahead else lease.need.choose(e.request for e in held)
             if gpus is not None:
                 lease.grant(gpus)
                 return None
             if not ahead:
-                self._ask_back(lease.need, held)
-            return [e for e in held if claim.competes(e.claim)] + ahead
+                self._recall(lease.need, held)
+            return [e for e in held if request.competes(e.request)] + ahead
 
-    def _ask_back(self, need: Need, held: list[Entry]) -> None:
+    def _recall(self, need: Requirement, held: list[StoredLease]) -> None:
         """Ask for leases of worlds that no test uses, the longest idle first, until there will be enough."""
-        left = [entry for entry in held if not entry.asked]
-        latest = time.time() - ASKED_BACK_AFTER
+        left = [entry for entry in held if not entry.recalled]
+        latest = time.time() - RECALL_AFTER
         idle = [entry for entry in left if entry.idle_since is not None and entry.idle_since < latest]
         for entry in sorted(idle, key=lambda entry: entry.idle_since or 0.0):
-            if need.choose(e.claim for e in left) is not None:
+            if need.choose(e.request for e in left) is not None:
                 return
-            if need.claim.competes(entry.claim) and self._ledger.ask_back(entry.name):
+            if need.request.competes(entry.request) and self._store.recall(entry.name):
                 left.remove(entry)
 
 
-def _describe(entries: list[Entry]) -> str:
-    held = [str(entry.claim) for entry in entries if entry.kind == LEASE]
-    ahead = [str(entry.claim) for entry in entries if entry.kind == TURN]
+def _describe(entries: list[StoredLease]) -> str:
+    held = [str(entry.request) for entry in entries if entry.kind == LEASE]
+    ahead = [str(entry.request) for entry in entries if entry.kind == TURN]
     words = [f"held by {', '.join(held)}"] if held else []
     return "; ".join([*words, *([f"before it in line: {', '.join(ahead)}"] if ahead else [])])

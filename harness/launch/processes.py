@@ -14,33 +14,79 @@ import sys
 import tempfile
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from harness.descendants import children_of, end, with_descendants
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.launch.limits import check_open_files, explain
-from harness.launch.served import ServedProcess
+from harness.launch.process_tree import children_of, end, with_descendants
+from harness.launch.terminal import Terminal
 from harness.protocol import RankSpec
-from harness.terminal import Terminal
 
 START_METHODS = ("forkserver", "spawn")
 MOST_OF_TMPDIR = 70
 """Characters. A socket's path has at most 107, of which multiprocessing's own names take 32."""
+UNKNOWN = 255
+"""What multiprocessing takes for the exit code when the server is gone, and nobody can tell it."""
+
+
+class ChildProcess:
+    """A process as its grandparent sees it: the part of `multiprocessing.Process` that a world uses.
+
+    multiprocessing learns of its end from the server, and takes the end of the server for that of every
+    process it has forked. The kernel knows better where it has descriptors of processes (Linux since 5.3).
+    """
+
+    def __init__(self, process: BaseProcess, has_server: Callable[[], bool]) -> None:
+        self._process = process
+        self._has_server = has_server
+        self._descriptor: int | None = None
+        self.pid = process.pid
+        self.sentinel = process.sentinel
+        if hasattr(os, "pidfd_open") and process.pid is not None:
+            try:
+                self._descriptor = self.sentinel = os.pidfd_open(process.pid)
+            except OSError:  # it has ended already: then the server knows its exit code
+                return
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def is_alive(self) -> bool:
+        return not wait([self.sentinel], 0)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait `timeout` seconds at most for its end, and for the server to tell its exit code."""
+        if wait([self.sentinel], timeout):
+            self._process.join(1.0)
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code; None while it lives, and where only a server that is gone could tell."""
+        if self.is_alive():
+            return None
+        code = self._process.exitcode
+        return None if code == UNKNOWN and not self._has_server() else code
+
+    def kill(self) -> None:
+        if self._descriptor is None:
+            self._process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, and has been waited for
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
     """A started rank: its process and the controller's end of the wire."""
 
-    process: BaseProcess | ServedProcess
+    process: BaseProcess | ChildProcess
     wire: Connection
 
     def kill(self) -> None:
@@ -153,7 +199,7 @@ class ProcessLauncher:
         return started
 
     def _start_one(self, spec: RankSpec) -> RankProcess:
-        from harness.launch.entry import become_rank
+        from harness.launch.bootstrap import become_rank
 
         terminal = self._terminal if self._terminal and self._terminal.rank == spec.rank else None
         ours, theirs = self._context.Pipe()
@@ -170,7 +216,7 @@ class ProcessLauncher:
         theirs.close()
         if not self._forks:
             return RankProcess(process, ours)
-        return RankProcess(ServedProcess(process, _is_running(_running_server()._forkserver_pid)), ours)
+        return RankProcess(ChildProcess(process, _is_running(_running_server()._forkserver_pid)), ours)
 
     def _await_server(self, deadline: float) -> None:
         """Wait until the server has imported everything; then look, once, at what it says of that."""

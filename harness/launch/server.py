@@ -20,8 +20,8 @@ import threading
 import warnings
 from pathlib import Path
 
-from harness.descendants import adopt_orphans, children_of, end
 from harness.launch.limits import explain
+from harness.launch.process_tree import adopt_orphans, children_of, end
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,7 +31,7 @@ LOOK_EVERY = 0.2
 RANKS_NEED = (
     *("torch", "torch.distributed", "torch.utils._device"),
     *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
-    *("harness.rank", "harness.plugin", "harness.launch.entry", "harness.lockstep", "harness.recorders"),
+    *("harness.rank", "harness.plugin", "harness.launch.bootstrap", "harness.lockstep", "harness.recorders"),
 )
 """Modules that every rank, or nearly every one, would import itself."""
 

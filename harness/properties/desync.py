@@ -33,10 +33,10 @@ class LeftAlone(OutOfStep):
 
 def tell_places(votes: Sequence[Vote]) -> str:
     """Say where each rank is, as they are not at the same example."""
-    ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended" or vote.point == END]
+    ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended" or vote.case == END]
     if ended:
         return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(ended)} {LEFT}"
-    where = "; ".join(f"rank {rank} at [{vote.point}]" for rank, vote in enumerate(votes))
+    where = "; ".join(f"rank {rank} at [{vote.case}]" for rank, vote in enumerate(votes))
     return f"ranks disagree on what comes next: {where}"
 
 
@@ -50,7 +50,7 @@ def tell_runs(point: str, facts: Sequence[Mapping[str, str]]) -> str:
 def tell_outcomes(votes: Sequence[Vote]) -> str:
     """Say how each rank fared with an example that some did not accept."""
     words = "; ".join(f"rank {rank} {_word(vote)}" for rank, vote in enumerate(votes))
-    return f"ranks disagree in {votes[0].point}: {words}.{_DECIDE}"
+    return f"ranks disagree in {votes[0].case}: {words}.{_DECIDE}"
 
 
 def tell_draws(point: str, drawn: Sequence[Sequence[Drawn]]) -> str:

@@ -55,7 +55,7 @@ def _untraced() -> Iterator[None]:
 
 def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
     """Whether another rank has ended the property, as only an error of its own can make it do."""
-    return mine.point != desync.END and any(vote.point == desync.END for vote in votes)
+    return mine.case != desync.END and any(vote.case == desync.END for vote in votes)
 
 
 class Examples:
@@ -81,7 +81,7 @@ class Examples:
         self.seed = None
         self._run = self._count = self._total = 0
         self._began = time.monotonic()
-        self._search_goes_on = search.goes_on
+        self._search_goes_on = search.continues
         self._hung = 0.0
         self.clock.advance(0.0)
         self.crash_guard.begin_item(search.crashed)
@@ -152,7 +152,7 @@ class Examples:
         votes = self._rank.agree(vote, sever_after)
         if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
             raise LeftAlone(desync.tell_places(votes))
-        if any(other.point != vote.point for other in votes):
+        if any(other.case != vote.case for other in votes):
             raise OutOfStep(desync.tell_places(votes))
         return votes
 
@@ -178,7 +178,7 @@ class Examples:
             raise OutOfStep(desync.tell_outcomes(votes))
         first = (culprits or failed)[0]
         if len({each.choices for each in told}) > 1:
-            self._take_over(attempt, votes[0].point, first)
+            self._take_over(attempt, votes[0].case, first)
         attempt.share(told)
         error = attempt.error if votes[self.rank].outcome == "failed" else None
         if error is None:
@@ -201,7 +201,7 @@ class Examples:
 
     def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[ExampleResult]) -> None:
         __tracebackhide__ = True
-        point = votes[0].point
+        point = votes[0].case
         if len({each.choices for each in told}) > 1:
             drawn = self.ask_all(f"the draws of {point}", attempt.recorder.describe())
             raise OutOfStep(desync.tell_draws(point, drawn))

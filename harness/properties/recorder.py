@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis.database import choices_to_bytes
 from hypothesis.internal.conjecture.data import ConjectureData, DataObserver, Status
 
-from harness.cut import cut
+from harness.output import truncate
 from harness.properties.crashed import CrashGuard
 from harness.properties.messages import Drawn, RunningExampleFile
 
@@ -99,4 +99,4 @@ def _describe(event: Any, names: list[str]) -> Drawn:
     low, high = constraints.get("min_value"), constraints.get("max_value")
     bounds = f" of {low} to {high}" if kind == "integer" and low is not None and high is not None else ""
     where = names[place] if place < len(names) else ""
-    return Drawn(f"{cut(repr(value), MOST_OF_A_VALUE)} ({kind}{bounds})", where)
+    return Drawn(f"{truncate(repr(value), MOST_OF_A_VALUE)} ({kind}{bounds})", where)

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness.descendants import children_of, is_running, with_descendants
-from harness.places import is_installed
+from harness.launch.process_tree import children_of, is_running, with_descendants
+from harness.tracebacks import is_installed
 
 _SEGMENTS = "/dev/shm"
 _MOST_OF_COMMAND = 120

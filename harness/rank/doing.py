@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 import harness.properties
-from harness.dumps import Stack
-from harness.places import is_installed
-from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
+from harness.protocol import DEFAULT_GROUP, Issued, RankStatus, State
+from harness.tracebacks import Stack, is_installed
 
 WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256
@@ -36,7 +35,7 @@ def describe_rank(
     joined: int,
     state: State,
     point: str = "",
-) -> Doing:
+) -> RankStatus:
     """Describe all threads of this process but the one that asks, the main thread first.
 
     Args:
@@ -58,7 +57,7 @@ def describe_rank(
     where, call = _users_line(main)
     if state == "runs" and main and _is_pytests(main[0].filename):
         state = "reports"
-    return Doing("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, point)
+    return RankStatus("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, point)
 
 
 def progress() -> object:

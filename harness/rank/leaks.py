@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import pytest
 
-from harness.descendants import POLL_EVERY, adopt_orphans, end
 from harness.exceptions import RankLeakWarning
+from harness.launch.process_tree import POLL_EVERY, adopt_orphans, end
 from harness.rank.belongings import Belongings, reap
 
 Policy = Literal["warn", "error", "off"]

@@ -6,8 +6,7 @@ import contextlib
 
 import pytest
 
-from harness.cut import KEEP_ALL, MOST_OF_A_TEXT, cut
-from harness.output_directory import OutputDirectory
+from harness.output import KEEP_ALL, MAX_TEXT, OutputDirectory, truncate
 
 
 class TestOutput:
@@ -55,7 +54,7 @@ class TestOutput:
                 remedy = f"all of it is in {self._directory.add(nodeid, self._rank, kind, text)}"
             except OSError as error:
                 text += f"\n(could not be kept: {error})"
-        return cut(text, MOST_OF_A_TEXT, remedy)
+        return truncate(text, MAX_TEXT, remedy)
 
 
 def _kind(title: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.cut import MOST_OF_A_MESSAGE, cut, cut_lines
+from harness.output import MAX_MESSAGE, truncate, truncate_lines
 
 _AS_THEY_ARE = frozenset({bool, int, float, type(None)})
 _CRASH = {"path", "lineno", "message"}
@@ -18,20 +18,20 @@ def plain(value: Any) -> Any:
     """
     kind = type(value)  # most values are simple, and this runs for each of every report
     if kind is str:
-        return cut(value)
+        return truncate(value)
     if kind in _AS_THEY_ARE:
         return value
     if isinstance(value, dict):
         return _plain_dict(value)
     if isinstance(value, list | tuple):
         return _plain_list(value)
-    return cut(str(value))
+    return truncate(str(value))
 
 
 def _plain_dict(value: dict[Any, Any]) -> dict[str, Any]:
     found = {str(name): plain(item) for name, item in value.items()}
     if found.keys() == _CRASH:
-        found["message"] = cut(str(found["message"]), MOST_OF_A_MESSAGE)
+        found["message"] = truncate(str(found["message"]), MAX_MESSAGE)
     return found
 
 
@@ -39,5 +39,5 @@ def _plain_list(value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ..
     if isinstance(value, tuple):
         return tuple(map(plain, value))
     if value and all(type(item) is str for item in value):
-        return cut_lines([cut(line, MOST_OF_A_MESSAGE) for line in value])
+        return truncate_lines([truncate(line, MAX_MESSAGE) for line in value])
     return list(map(plain, value))

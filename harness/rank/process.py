@@ -18,21 +18,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness.launch.limits import explain
+from harness.launch.terminal import SentTerminal
 from harness.properties.messages import GroupState
 from harness.protocol import (
+    AbortGroup,
     Agreed,
-    Broken,
     Close,
-    Doing,
     Finished,
     FromRank,
     Interrupt,
-    Moves,
     Probe,
+    Progress,
     RankSpec,
+    RankStatus,
     Ready,
     RunItem,
-    Sever,
+    StartFailed,
     State,
     ToRank,
     Vote,
@@ -48,7 +49,6 @@ from harness.rank.session import RankSession, seed_everything
 from harness.rank.stacks import Stacks
 from harness.rank.state import count_collectives, count_groups
 from harness.rank.view import RankWorld
-from harness.terminal import SentTerminal
 
 if TYPE_CHECKING:
     from harness.rank.lease import RankLease
@@ -103,10 +103,10 @@ class Rank:
             status = pytest.main(list(self.spec.session.args), plugins=[session])
         except BaseException as error:
             if not session.started:  # sys.exit in a conftest: the process would end without a word
-                self.send(Broken(f"it raised before it ran a test\n{describe_raised(error)}"))
+                self.send(StartFailed(f"it raised before it ran a test\n{describe_raised(error)}"))
             raise
         if not session.started:
-            self.send(Broken(f"pytest ended with status {int(status)} before it ran a test"))
+            self.send(StartFailed(f"pytest ended with status {int(status)} before it ran a test"))
         self.group.leave()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(ValueError):  # a test has closed it
@@ -124,7 +124,7 @@ class Rank:
         try:
             self.group.join()
         except Exception as error:  # torch raises its own kinds; what they say is what counts
-            self.send(Broken(f"it could not join its process group: {explain(error)}"))
+            self.send(StartFailed(f"it could not join its process group: {explain(error)}"))
             os._exit(1)
 
     def ready(self) -> None:
@@ -156,7 +156,7 @@ class Rank:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=LOOK_EVERY)
-            if self._lease.is_asked_back():
+            if self._lease.is_recalled():
                 return Close()
 
     def agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
@@ -202,10 +202,10 @@ class Rank:
         self._state, self._point = "idle", ""
         self.send(message)
 
-    def collectives(self) -> Doing:
+    def collectives(self) -> RankStatus:
         """Say which collectives this rank has begun in this test, and no more."""
         issued, before = issued_since(self._item_began, self.group.joined)
-        return Doing("", "", "", issued, before, self._state, self._point)
+        return RankStatus("", "", "", issued, before, self._state, self._point)
 
     def sever(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
@@ -241,9 +241,9 @@ class Rank:
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:
-                case Probe(thoroughly):
-                    self._answer(main, thoroughly)
-                case Sever(point):
+                case Probe(full):
+                    self._answer(main, full)
+                case AbortGroup(point):
                     with self._severing:
                         if point == self._severable:
                             self.group.sever()
@@ -257,25 +257,25 @@ class Rank:
                 case Agreed() | Close():
                     self._inbox.put(message)
 
-    def _answer(self, main: int, thoroughly: bool) -> None:
+    def _answer(self, main: int, full: bool) -> None:
         """Say what the main thread is doing, or only that it has run since the last time."""
         try:
-            answer = self._say(main, thoroughly)
+            answer = self._say(main, full)
         except Exception:  # of what torch does not document; the thread that says it is needed on
-            answer = Doing(traceback.format_exc(), "a place it cannot tell", state=self._state)
+            answer = RankStatus(traceback.format_exc(), "a place it cannot tell", state=self._state)
         self.send(answer)
 
-    def _say(self, main: int, thoroughly: bool) -> Doing | Moves:
+    def _say(self, main: int, full: bool) -> RankStatus | Progress:
         before, self._progress = self._progress, progress()
-        if thoroughly:
+        if full:
             return self._describe(main)
         if self._state != "runs":
             return self.collectives()
         if before == self._progress and not others_run_users_code(self._stacks.take(), main):
             return self._describe(main)
-        return Moves()
+        return Progress()
 
-    def _describe(self, main: int) -> Doing:
+    def _describe(self, main: int) -> RankStatus:
         base = self.spec.session.cwd
         stacks = self._stacks.take()
         began, joined = self._item_began, self.group.joined

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.reports import pytest_report_to_serializable
 
-from harness.cut import MOST_OF_A_MESSAGE, cut
+from harness.marker import is_xfail_call
+from harness.output import MAX_MESSAGE, truncate
 from harness.protocol import Reported, Warned
 from harness.rank.output import TestOutput
 from harness.rank.plain import plain
 from harness.rank.raised import describe_raised
 from harness.rank.xml_notes import XmlNotes
-from harness.xfail import is_xfail_call
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -93,7 +93,7 @@ class RankReporter:
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         if when == "runtest":  # those of start and collection are the controller's too
             category = warning_message.category
-            text, filename = cut(str(warning_message.message), MOST_OF_A_MESSAGE), warning_message.filename
+            text, filename = truncate(str(warning_message.message), MAX_MESSAGE), warning_message.filename
             self._rank.post(
                 Warned(category.__module__, category.__qualname__, text, filename, warning_message.lineno)
             )

@@ -14,7 +14,7 @@ import torch
 
 from harness.lockstep import RunSubtests
 from harness.properties.plugin import Properties
-from harness.protocol import RANK_PLUGIN, Began, Close, Collecting, Finished, RunItem
+from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, RunItem
 from harness.rank import debugger
 from harness.rank.baseline import Baseline
 from harness.rank.capture import tee_where_captured_in_memory
@@ -152,7 +152,7 @@ class RankSession:
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None:
             self._baseline.adopt(before)
-            self._rank.send(Began())
+            self._rank.send(ItemStarted())
         return found if order.next_item else [*found, None]
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import threading
 
-from harness.dumps import Stack, parse
+from harness.tracebacks import Stack, parse
 
 
 class Stacks:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from _pytest._code.code import ExceptionChainRepr
 
-from harness.cut import cut
+from harness.output import truncate
 
-MOST_OF_A_MESSAGE = 4000
+MAX_MESSAGE = 4000
 """Characters. GitHub shows the beginning of a longer one."""
 SAME_WORK = "pytest_github_actions_annotate_failures"
 """A plugin that writes annotations too; where it is loaded, this one keeps silent."""
@@ -86,7 +86,7 @@ def _lines_of(report: Any) -> list[tuple[str, int]]:
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    return cut(report.longreprtext if crash is None else crash.message, MOST_OF_A_MESSAGE)
+    return truncate(report.longreprtext if crash is None else crash.message, MAX_MESSAGE)
 
 
 def _checkout(path: Path) -> Path:

@@ -24,7 +24,7 @@ def explain(
     head = [sentence] if sentence else []
     head += _head(first, len(ranks), others)
     in_groups = {problem.rank for group in (first, *others) for problem in group}
-    points = {rank.fate.doing.point for rank in ranks if isinstance(rank.fate, Stuck)} - {""}
+    points = {rank.fate.status.case for rank in ranks if isinstance(rank.fate, Stuck)} - {""}
     if points and not max(points).startswith(EXAMPLE):
         head.append(f"subtests after [{max(points)}] did not run")
     for rank in ranks:

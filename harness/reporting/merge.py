@@ -66,7 +66,7 @@ def merge(
 
 def _rerun_of_all(rerun: str, outcome: ItemOutcome, selected: list[str]) -> str:
     """Let the command run only the point that a rank was stuck in, else those that the user chose."""
-    points = {rank.fate.doing.point for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    points = {rank.fate.status.case for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
     points = {point for point in points if not point.startswith(EXAMPLE)}
     if len(points) == 1:
         return _with_point(rerun, points.pop())

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import pytest
 from _pytest._code.code import ReprFileLocation
 
-from harness.dumps import users_line
 from harness.properties.messages import VICTIM_OF_AN_EXAMPLE
-from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_POINT, Finished
+from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Finished
 from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports, lines, messages, skip_location
+from harness.tracebacks import user_line
 from harness.world.diagnosis import place_of
 from harness.world.outcome import Died, Stuck
 
@@ -45,7 +45,7 @@ class Problem:
         if self.report is None:
             return False
         return any(
-            VICTIM_OF_A_POINT in message
+            VICTIM_OF_A_CASE in message
             or VICTIM_OF_AN_EXAMPLE in message
             or BROKEN_CONNECTION.search(message)
             for message in messages(self.report)
@@ -114,7 +114,7 @@ def death_of(context: Context, rank: int, died: Died) -> Problem:
     base = str(context.config.invocation_params.dir)
     if died.importing:
         why += f" while it imported {_name_of(context, died.importing)}"
-    where = users_line(died.output, base)
+    where = user_line(died.output, base)
     title = f"{why}, at {where}" if where else why
     return Problem(rank, died.at, title, output=died.output, crash=_crash(context, where, why))
 
@@ -139,13 +139,13 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
     """A rank that was ended while it ran is to blame if nothing else explains it, or if it failed before."""
     explained = any(not problem.is_victim() for problem in _all(found))
     stuck = [rank.fate for rank in ranks if isinstance(rank.fate, Stuck)]
-    waits_alone = all(fate.doing.state == "votes" for fate in stuck)
+    waits_alone = all(fate.status.state == "votes" for fate in stuck)
     for rank in ranks:
-        if isinstance(rank.fate, Stuck) and rank.fate.doing.state == "votes" and not waits_alone:
+        if isinstance(rank.fate, Stuck) and rank.fate.status.state == "votes" and not waits_alone:
             continue  # it has done its part
         failed_before = any(report.failed for report in rank.phases.values())
         if isinstance(rank.fate, Stuck) and (failed_before or not explained):
-            title = f"{_when_ended(context, rank.fate)}, in {place_of(rank.fate.doing)}"
+            title = f"{_when_ended(context, rank.fate)}, in {place_of(rank.fate.status)}"
             found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
 
 
@@ -221,10 +221,10 @@ def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Pha
 
 
 def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
-    crash = _crash(context, stuck.doing.where, title)
+    crash = _crash(context, stuck.status.where, title)
     blamed = context.diagnosis is not None and rank in context.diagnosis.blame
     at = 0.0 if blamed else stuck.at
-    return Problem(rank, at, title, text=stuck.doing.stacks, output=stuck.output, crash=crash)
+    return Problem(rank, at, title, text=stuck.status.stacks, output=stuck.output, crash=crash)
 
 
 def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:

@@ -14,11 +14,11 @@ from typing import Literal
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
+from harness.marker import is_xfail_call
 from harness.properties.messages import NOTES, SEED, STATISTICS
 from harness.protocol import Finished
 from harness.world.diagnosis import Diagnosis, place_of
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
-from harness.xfail import is_xfail_call
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")
@@ -64,7 +64,7 @@ class RankReports:
         if isinstance(self.fate, Died):
             return self.fate.how
         if isinstance(self.fate, Stuck):
-            return f"was in {place_of(self.fate.doing)}"
+            return f"was in {place_of(self.fate.status)}"
         if skip := self.skip():
             return f"skipped ({skip[1]})"
         if xfail := self.xfail_call():

@@ -11,7 +11,7 @@ import pytest
 from _pytest._code.code import ExceptionChainRepr
 from _pytest.junitxml import bin_xml_escape, xml_key
 
-from harness.cut import cut
+from harness.output import truncate
 from harness.reporting.problems import Problem
 from harness.reporting.rank_reports import Context, RankReports
 
@@ -33,7 +33,7 @@ def properties_of_failure(
     )
     return [
         ("rank", ", ".join(map(str, sorted({cause.rank for cause in causes})))),
-        ("cause", cut(next(iter(message.splitlines()), causes[0].title), MOST_OF_A_CAUSE)),
+        ("cause", truncate(next(iter(message.splitlines()), causes[0].title), MOST_OF_A_CAUSE)),
         ("rerun", context.rerun),
     ]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from harness.properties.messages import EXAMPLE
-from harness.protocol import DEFAULT_GROUP, Doing, Issued
+from harness.protocol import DEFAULT_GROUP, Issued, RankStatus
 
 # In these every rank hands in as many elements as the others.
 _EQUAL_SIZES = frozenset(
@@ -39,7 +39,7 @@ class Diagnosis:
     """Whether no rank can get on by itself any more."""
 
 
-def diagnose(doing: Mapping[int, Doing], size: int) -> Diagnosis | None:
+def diagnose(doing: Mapping[int, RankStatus], size: int) -> Diagnosis | None:
     """Return what is wrong between the ranks, None if nothing can be told.
 
     Args:
@@ -51,7 +51,7 @@ def diagnose(doing: Mapping[int, Doing], size: int) -> Diagnosis | None:
     return ranks.mismatch() or ranks.standstill()
 
 
-def find_mismatch(doing: Mapping[int, Doing], size: int, *, unnoticed: bool = False) -> Diagnosis | None:
+def find_mismatch(doing: Mapping[int, RankStatus], size: int, *, unnoticed: bool = False) -> Diagnosis | None:
     """Return in which collective ranks have not done the same, None if there is none.
 
     Args:
@@ -61,7 +61,7 @@ def find_mismatch(doing: Mapping[int, Doing], size: int, *, unnoticed: bool = Fa
     return _Ranks(_renumber(doing), size).mismatch(unnoticed=unnoticed)
 
 
-def in_flight(doing: Doing) -> Issued | None:
+def in_flight(doing: RankStatus) -> Issued | None:
     """Return the oldest collective of a rank that has not ended, with its number in the test."""
     (renumbered,) = _renumber({0: doing}).values()
     return next((issued for issued in renumbered.issued if issued.in_flight), None)
@@ -79,11 +79,11 @@ def describe(issued: Issued) -> str:
     return f"{text} of group {issued.group}{members}"
 
 
-def place_of(doing: Doing) -> str:
+def place_of(doing: RankStatus) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
     if doing.state == "votes":
-        return f"a wait for the others after [{doing.point}]"
-    point = f" [{doing.point}]" if doing.point else ""
+        return f"a wait for the others after [{doing.case}]"
+    point = f" [{doing.case}]" if doing.case else ""
     issued = in_flight(doing)
     call = describe(issued) if issued is not None else doing.call
     return f"{call}{' at ' if call else ''}{doing.where}{point}"
@@ -92,7 +92,7 @@ def place_of(doing: Doing) -> str:
 class _Ranks:
     """What all ranks of a world are doing, compared."""
 
-    def __init__(self, doing: Mapping[int, Doing], size: int) -> None:
+    def __init__(self, doing: Mapping[int, RankStatus], size: int) -> None:
         self._doing = doing
         self._size = size
         self._issued: dict[int, dict[_Key, Issued]] = {
@@ -170,7 +170,7 @@ class _Ranks:
             return None
         waits = "waits" if len(voters) == 1 else "wait"
         where = "; ".join(f"rank {rank} is at {self._doing[rank].where}" for rank in late)
-        point = self._doing[voters[0]].point
+        point = self._doing[voters[0]].case
         sentence = f"{_names(voters)} {waits} at the end of [{point}] for {_names(late)}: {where}"
         return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
@@ -213,8 +213,8 @@ class _Ranks:
             case "idle":
                 return f"rank {rank} never reached: it has ended the test"
             case "votes":
-                what = "" if doing.point.startswith(EXAMPLE) else "the subtest "
-                return f"rank {rank} never reached: it has ended {what}[{doing.point}]"
+                what = "" if doing.case.startswith(EXAMPLE) else "the subtest "
+                return f"rank {rank} never reached: it has ended {what}[{doing.case}]"
             case "stopped":
                 return f"rank {rank} did not reach: it is stopped"
             case "silent":
@@ -247,7 +247,7 @@ def _names(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _renumber(doing: Mapping[int, Doing]) -> dict[int, Doing]:
+def _renumber(doing: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
     """Count the collectives of each group from the test's beginning, where any rank knows when that was.
 
     All ranks had seen equally many then, or they would not have been given the test.

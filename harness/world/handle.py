@@ -18,12 +18,20 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from harness.dumps import shorten, users_line
 from harness.launch.processes import RankProcess
 from harness.properties.messages import read_running_example
-from harness.protocol import DebuggerState, Doing, FromRank, Probe, RankSpec, RunItem, RunningExample, ToRank
-from harness.world.outcome import Died
-from harness.world.output import RankOutput
+from harness.protocol import (
+    DebuggerState,
+    FromRank,
+    Probe,
+    RankSpec,
+    RankStatus,
+    RunItem,
+    RunningExample,
+    ToRank,
+)
+from harness.tracebacks import shorten, user_line
+from harness.world.outcome import Died, RankOutput
 
 MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""
@@ -124,14 +132,16 @@ class RankHandle:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return ""
 
-    def describe_silent(self) -> Doing:
+    def describe_silent(self) -> RankStatus:
         """Describe a rank that does not answer; its faulthandler needs no GIL to write stacks."""
         if self._status() in ("T", "t"):
-            return Doing("(its process is stopped)", "a place unknown, for it is stopped", state="stopped")
+            return RankStatus(
+                "(its process is stopped)", "a place unknown, for it is stopped", state="stopped"
+            )
         if text := self._dump():
-            where = users_line(text, self._spec.session.cwd)
-            return Doing(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")
-        return Doing("(it does not answer)", "a blocking system call", state="silent")
+            where = user_line(text, self._spec.session.cwd)
+            return RankStatus(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")
+        return RankStatus("(it does not answer)", "a blocking system call", state="silent")
 
     def _dump(self) -> str:
         path = Path(self._spec.stacks_path)
@@ -206,20 +216,20 @@ def packed(message: ToRank) -> bytes:
     return bytes(ForkingPickler.dumps(message))
 
 
-def ask(handles: Collection[RankHandle]) -> dict[int, Doing]:
+def ask(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
     """Return what ranks that have not died are doing; what else they say meanwhile is lost."""
-    answers: dict[int, Doing] = {}
+    answers: dict[int, RankStatus] = {}
     for handle in handles:
-        handle.send(Probe(thoroughly=True))
+        handle.send(Probe(full=True))
     until = time.monotonic() + ANSWER_WITHIN
     while (silent := _silent(handles, answers)) and time.monotonic() < until:
         for rank, message in receive(silent, until - time.monotonic()):
-            if isinstance(message, Doing):
+            if isinstance(message, RankStatus):
                 answers[rank] = message
     return answers | {handle.rank: handle.describe_silent() for handle in silent}
 
 
-def _silent(handles: Collection[RankHandle], answers: dict[int, Doing]) -> list[RankHandle]:
+def _silent(handles: Collection[RankHandle], answers: dict[int, RankStatus]) -> list[RankHandle]:
     return [handle for handle in handles if handle.rank not in answers and handle.died is None]
 
 

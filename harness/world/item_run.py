@@ -14,20 +14,20 @@ from harness.exceptions import WorldError
 from harness.properties.messages import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
+    AbortGroup,
     Agreed,
-    Began,
-    Broken,
     Collecting,
     Debugger,
-    Doing,
     Finished,
     FromRank,
-    Moves,
+    ItemStarted,
     Probe,
+    Progress,
+    RankStatus,
     Ready,
     Reported,
     RunItem,
-    Sever,
+    StartFailed,
     Vote,
     Voted,
     Warned,
@@ -67,7 +67,7 @@ class ItemRun:
         self._grace = self._last_grace = float("inf")
         self._collecting: dict[int, str] = {}
         self._outcomes = [RankOutcome(handle.rank) for handle in handles]
-        self._answers: dict[int, Doing] = {}
+        self._answers: dict[int, RankStatus] = {}
         self._next_probe = self._begun + PROBE_EVERY
         self._unanswered: set[int] = set()
         self._suspicion: Diagnosis | None = None
@@ -144,7 +144,7 @@ class ItemRun:
         match message:
             case Reported(data, doing):
                 outcome.reports.append(data)
-                outcome.doing = outcome.doing or doing
+                outcome.status = outcome.status or doing
             case Warned():
                 outcome.warnings.append(message)
             case Voted(vote):
@@ -154,26 +154,26 @@ class ItemRun:
                 if isinstance(message, Died):
                     message = replace(message, importing=self._collecting.get(rank, ""))
                 else:
-                    outcome.doing = outcome.doing or message.doing
+                    outcome.status = outcome.status or message.status
                 outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
                 self._count_votes()
             case Collecting(path):
                 self._collecting[rank] = path
                 self._deadline = time.monotonic() + max(self._timeout, COLLECT_WITHIN)
-            case Began():
+            case ItemStarted():
                 self._collecting.pop(rank, None)
                 if not self._collecting:
                     self._deadline = time.monotonic() + self._timeout
-            case Doing():
+            case RankStatus():
                 self._unanswered.discard(rank)
                 self._answers[rank] = message
             case Debugger(state):
                 self._handles[rank].debugger = state
-            case Moves():
+            case Progress():
                 self._unanswered.discard(rank)
             case Ready():
                 pass
-            case Broken(text):
+            case StartFailed(text):
                 raise WorldError(f"rank {rank} left its session: {text}\n{self._handles[rank].log()}")
             case _:
                 assert_never(message)
@@ -195,7 +195,7 @@ class ItemRun:
 
     def _without_rescue(self, vote: Vote) -> Vote:
         """Let a point fail that stood still, though the test has caught what it was freed by."""
-        rescued = vote.point == self._severed and vote.outcome == "passed"
+        rescued = vote.case == self._severed and vote.outcome == "passed"
         return replace(vote, outcome="failed") if rescued else vote
 
     # Standstill
@@ -222,7 +222,7 @@ class ItemRun:
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
-        points = {self._answers[rank].point for rank in pending if rank in self._answers}
+        points = {self._answers[rank].case for rank in pending if rank in self._answers}
         if len(points) > 1 and all(point.startswith(EXAMPLE) for point in points):
             return  # no rank is in an example before all have ended the one before: one is on its way
         point = points.pop() if len(points) == 1 else ""
@@ -233,16 +233,16 @@ class ItemRun:
         self._diagnoses[point] = found
         self._severed = point
         for rank in pending:
-            self._handles[rank].send(Sever(point))
+            self._handles[rank].send(AbortGroup(point))
 
     def _give_up(self, ranks: set[int]) -> None:
         phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank
         self._end(ranks, self._ask(ranks), phases)
 
-    def _end(self, ranks: set[int], answers: dict[int, Doing], phases: dict[int, int]) -> None:
+    def _end(self, ranks: set[int], answers: dict[int, RankStatus], phases: dict[int, int]) -> None:
         for rank in ranks & self._pending():
             outcome = self._outcomes[rank]
-            outcome.doing = outcome.doing or answers[rank]
+            outcome.status = outcome.status or answers[rank]
             handle = self._handles[rank]
             printed = handle.log(), handle.output().captured()
             importing = self._collecting.get(rank, "")
@@ -265,11 +265,11 @@ class ItemRun:
         if not writing:
             self._end(late - clearing, answers, phases)
 
-    def _ask(self, ranks: set[int]) -> dict[int, Doing]:
+    def _ask(self, ranks: set[int]) -> dict[int, RankStatus]:
         """Ask ranks what they are doing; return the answers of those that have not died meanwhile."""
         self._answers.clear()
         for rank in ranks:
-            self._handles[rank].send(Probe(thoroughly=True))
+            self._handles[rank].send(Probe(full=True))
         until = time.monotonic() + ANSWER_WITHIN
         while (silent := self._silent(ranks)) and time.monotonic() < until:
             self._listen(until - time.monotonic())
@@ -284,7 +284,7 @@ class ItemRun:
         """What was wrong between ranks that were ended or that failed, as far as it can be told."""
         if self._diagnosis is not None:
             return self._diagnosis
-        told = {outcome.rank: outcome.doing for outcome in self._outcomes if outcome.doing is not None}
+        told = {outcome.rank: outcome.status for outcome in self._outcomes if outcome.status is not None}
         if not told:
             return None
         stuck = [outcome for outcome in self._outcomes if isinstance(outcome.fate, Stuck)]

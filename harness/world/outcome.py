@@ -5,14 +5,21 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from harness.protocol import Doing, Finished, Vote, Warned
+from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
+from harness.protocol import Finished, RankStatus, Vote, Warned
+from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
-from harness.world.output import Sections
+
+Sections = tuple[tuple[str, str], ...]
+"""Pairs of a stream's name, "stdout" or "stderr", and a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class Died:
 class Stuck:
     """The rank was still running when its time was over, or when it could not get on, and was ended."""
 
-    doing: Doing
+    status: RankStatus
     at: float
     phases_over: int = 0
     output: str = ""
@@ -67,7 +74,7 @@ class RankOutcome:
     warnings: list[Warned] = field(default_factory=list)
     fate: Fate | None = None
     vote: Vote | None = None
-    doing: Doing | None = None
+    status: RankStatus | None = None
     """What it was doing when it failed, or when it was ended."""
     left_in_flight: str | None = None
     """A collective of the default group that the rank had begun and others had not, at the item's end."""
@@ -112,3 +119,61 @@ class ItemOutcome:
 def _tells_of_failure(report: dict[str, Any]) -> bool:
     """Whether a test raised; one that was expected to leaves its world no better."""
     return report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutput:
+    """What one rank printed in the phase that it is in, and what it wrote outside of pytest's capture.
+
+    pytest empties the files it captures in after each phase. Output that a test's own `capsys` holds is in
+    the rank's memory and not here.
+    """
+
+    directory: Path
+    """The directory of the files that pytest captures in, as `harness.rank.capture` names them."""
+    log: Path
+    start: int
+    """Where in the log the test begins, in bytes."""
+
+    def captured(self, most: int = MAX_TEXT) -> Sections:
+        """Return what there is of stdout and stderr, each cut to `most` bytes."""
+        texts = ((stream, self._text(stream, most)) for stream in ("stdout", "stderr"))
+        return tuple((stream, text) for stream, text in texts if text)
+
+    def read(self, most: int = MAX_TEXT) -> str:
+        """Return all there is, each part cut to `most` bytes: stdout, stderr, the log."""
+        texts = [*(text for _, text in self.captured(most)), self.logged(most)]
+        return "\n".join(text.strip("\n") for text in texts if text)
+
+    def logged(self, most: int = MAX_TEXT) -> str:
+        """Return what was written outside of pytest's capture since the test began."""
+        text = read_truncated(self.log, self.start, remedy=KEEP_ALL)
+        text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
+        return truncate(shorten(text), most, KEEP_ALL)
+
+    def append_to(self, folder: Path, rank: int) -> None:
+        """Append all of it to files `rank-<rank>.stdout`, `.stderr` and, of the log, `.output` in a folder.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        for stream in ("stdout", "stderr"):
+            for path in self._files(stream):
+                _append(path, 0, folder / f"rank-{rank}.{stream}")
+        if self.log.exists():
+            _append(self.log, self.start, folder / f"rank-{rank}.output")
+
+    def _text(self, stream: str, most: int) -> str:
+        # More than one where a subtest, or capfd, captures inside the capture of the test.
+        return "".join(read_truncated(path, most=most, remedy=KEEP_ALL) for path in self._files(stream))
+
+    def _files(self, stream: str) -> list[Path]:
+        return sorted(self.directory.glob(f"*.{stream}"))
+
+
+def _append(path: Path, start: int, to: Path) -> None:
+    if path.stat().st_size > start:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as source, to.open("ab") as target:
+            source.seek(start)
+            shutil.copyfileobj(source, target)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from harness.exceptions import WorldError
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
-from harness.output_directory import OutputDirectory
+from harness.output import OutputDirectory
 from harness.protocol import (
-    Broken,
     Close,
     Finished,
     Interrupt,
@@ -25,6 +24,7 @@ from harness.protocol import (
     RunItem,
     RunningExample,
     SessionSpec,
+    StartFailed,
     Warned,
     WorldKey,
 )
@@ -101,7 +101,7 @@ class World:
                 match message:
                     case Ready():
                         waiting.discard(rank)
-                    case Broken(text):
+                    case StartFailed(text):
                         raise WorldError(f"rank {rank} did not start: {text}\n{self._handles[rank].log()}")
                     case Died():
                         raise WorldError(f"rank {rank} {message.how} while it started\n{message.output}")

@@ -75,7 +75,7 @@ def test_the_import_graph_has_no_cycle() -> None:
 CONTROLLERS_SIDE = [
     "harness",
     "harness.plugin",
-    "harness.controller.hooks",
+    "harness.controller.plugin",
     "harness.conformance.plugin",
     "harness.__main__",
 ]

@@ -14,7 +14,7 @@ from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.conjecture.data import ConjectureData
 
-from harness.controller.lost_examples import LostExamples
+from harness.controller.crashed_examples import CrashSearch
 from harness.properties.attempt import Attempt
 from harness.properties.constants import SharedConstants
 from harness.properties.crashed import CrashGuard
@@ -23,9 +23,9 @@ from harness.properties.messages import RunningExampleFile, read_running_example
 from harness.properties.plugin import Properties
 from harness.protocol import (
     CrashedExample,
-    Doing,
     Finished,
     RankSpec,
+    RankStatus,
     RunItem,
     RunningExample,
     Search,
@@ -43,7 +43,7 @@ ORDER = RunItem("id", "path", None, "tmp")
 
 
 def _stuck(state: str) -> Stuck:
-    return Stuck(Doing("", "a line", state=state), 0.0)  # type: ignore[arg-type]
+    return Stuck(RankStatus("", "a line", state=state), 0.0)  # type: ignore[arg-type]
 
 
 def _outcome(*fates: Fate, seconds: float = 1.0, blame: Iterable[int] = ()) -> ItemOutcome:
@@ -88,8 +88,8 @@ def test_an_example_is_known_again_by_its_choices_and_without_any_by_its_number(
 
 
 def _lost_by(outcome: ItemOutcome, *running: RunningExample | None) -> tuple[CrashedExample, ...]:
-    lost = LostExamples()
-    return lost.order(ORDER).search.crashed if lost.note(outcome, running) else ()
+    lost = CrashSearch()
+    return lost.order(ORDER).search.crashed if lost.add(outcome, running) else ()
 
 
 def test_a_rank_that_died_is_blamed_for_its_example() -> None:
@@ -122,23 +122,23 @@ def test_no_example_is_blamed_for_what_happens_outside_of_it(
 
 
 def test_an_example_that_is_lost_twice_ends_the_search() -> None:
-    lost = LostExamples()
-    assert lost.note(_outcome(DIED), [_example(b"a")])
-    assert not lost.note(_outcome(DIED), [_example(b"a")])
+    lost = CrashSearch()
+    assert lost.add(_outcome(DIED), [_example(b"a")])
+    assert not lost.add(_outcome(DIED), [_example(b"a")])
 
 
 def test_after_a_loss_that_took_too_long_the_test_runs_once_more_without_a_search() -> None:
-    lost = LostExamples()
-    assert lost.note(_outcome(DIED, seconds=31.0), [_example(b"a")])
-    assert not lost.order(ORDER).search.goes_on
-    assert not lost.note(_outcome(DIED), [_example(b"b")])
+    lost = CrashSearch()
+    assert lost.add(_outcome(DIED, seconds=31.0), [_example(b"a")])
+    assert not lost.order(ORDER).search.continues
+    assert not lost.add(_outcome(DIED), [_example(b"b")])
 
 
 def test_a_quick_loss_leaves_time_to_search_on() -> None:
-    lost = LostExamples()
-    assert lost.note(_outcome(DIED), [_example(b"a")])
+    lost = CrashSearch()
+    assert lost.add(_outcome(DIED), [_example(b"a")])
     order = lost.order(RunItem("id", "path", None, "tmp", Search(entropy=5)))
-    assert (order.search.goes_on, order.search.entropy) == (True, 5)
+    assert (order.search.continues, order.search.entropy) == (True, 5)
 
 
 # What ranks read

@@ -11,8 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from harness.cut import cut, cut_lines, read_cut
-from harness.output_directory import OutputDirectory
+from harness.output import OutputDirectory, read_truncated, truncate, truncate_lines
 
 FAULTS = """
     import logging, os, signal, sys, time
@@ -295,9 +294,9 @@ def test_a_folder_that_cannot_be_filled_is_refused_before_anything_runs(
 @pytest.mark.parametrize("length", [0, 99, 100, 101, 1000, 10**6])
 def test_a_cut_text_is_never_longer_than_allowed_and_says_what_is_missing(length: int) -> None:
     text = "x" * length
-    short = cut(text, 100, "look elsewhere")
+    short = truncate(text, 100, "look elsewhere")
     assert len(short) <= 100
-    assert cut(short, 100) == short
+    assert truncate(short, 100) == short
     if length > 100:
         head, note, tail = short.splitlines()
         assert note == f"[... {length - len(head) - len(tail):,} characters left out; look elsewhere ...]"
@@ -307,13 +306,13 @@ def test_a_cut_text_is_never_longer_than_allowed_and_says_what_is_missing(length
 
 def test_lines_are_cut_to_the_first_and_the_last_ones() -> None:
     lines = [f"{n:09}" for n in range(1000)]
-    assert cut_lines(lines, 9000) == lines
-    assert cut_lines(lines, 90) == [*lines[:5], "[... 990 lines left out ...]", *lines[-5:]]
+    assert truncate_lines(lines, 9000) == lines
+    assert truncate_lines(lines, 90) == [*lines[:5], "[... 990 lines left out ...]", *lines[-5:]]
 
 
 def test_a_file_is_cut_from_where_reading_begins(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before" + b"\xff" + b"a\n" * 500)
-    assert read_cut(path, start=len(b"before\xff") + 990, most=100) == "a\n" * 5
-    assert read_cut(path, most=100).splitlines()[0] == "before\N{REPLACEMENT CHARACTER}a"
-    assert read_cut(tmp_path / "nothing") == ""
+    assert read_truncated(path, start=len(b"before\xff") + 990, most=100) == "a\n" * 5
+    assert read_truncated(path, most=100).splitlines()[0] == "before\N{REPLACEMENT CHARACTER}a"
+    assert read_truncated(tmp_path / "nothing") == ""

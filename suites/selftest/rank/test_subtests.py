@@ -85,7 +85,7 @@ def test_the_product_runs_with_the_last_setting_fastest(subtests: pytest.Subtest
     run({"a": [1, 2], "b": ["x", "y"]}, lambda *args, **kwargs: seen.append((args, kwargs)), 0, c=3)
     points = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
     assert seen == [((0,), {"a": a, "b": b, "c": 3}) for a, b in points]
-    assert [vote.point for vote in rank.votes] == [f"a={a}, b={b}" for a, b in points]
+    assert [vote.case for vote in rank.votes] == [f"a={a}, b={b}" for a, b in points]
     assert rank.seeded == 4
 
 

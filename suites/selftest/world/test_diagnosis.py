@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.protocol import DEFAULT_GROUP, Doing, Issued, State
+from harness.protocol import DEFAULT_GROUP, Issued, RankStatus, State
 from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
 
 PLACE = "test_a.py:7 in test_a"
@@ -17,11 +17,11 @@ def issued(op: str, number: int, shape: tuple[int, ...] = (3,), **changes: Any) 
     return Issued(op=op, number=number, **(usual | changes))
 
 
-def doing(*collectives: Issued, state: State = "runs", where: str = PLACE, **rest: Any) -> Doing:
-    return Doing("", where, issued=collectives, state=state, **rest)
+def doing(*collectives: Issued, state: State = "runs", where: str = PLACE, **rest: Any) -> RankStatus:
+    return RankStatus("", where, issued=collectives, state=state, **rest)
 
 
-def told(*ranks: Doing) -> Diagnosis:
+def told(*ranks: RankStatus) -> Diagnosis:
     found = diagnose(dict(enumerate(ranks)), len(ranks))
     assert found is not None
     return found
@@ -102,7 +102,7 @@ def test_a_mismatch_that_all_ranks_have_left_behind_is_told_on_request_only() ->
     ("absent", "place", "is_hopeless"),
     [
         (doing(state="idle"), "never reached: it has ended the test", True),
-        (doing(state="votes", point="n=2"), "never reached: it has ended the subtest [n=2]", True),
+        (doing(state="votes", case="n=2"), "never reached: it has ended the subtest [n=2]", True),
         (doing(state="stopped"), "did not reach: it is stopped", True),
         (doing(state="silent", where="a.py:1"), "did not reach: it does not answer, at a.py:1", False),
         (doing(call="recv"), "never reached: it is in recv at test_a.py:7 in test_a", False),
@@ -110,14 +110,14 @@ def test_a_mismatch_that_all_ranks_have_left_behind_is_told_on_request_only() ->
     ],
 )
 def test_a_rank_that_keeps_others_waiting_is_named_with_where_it_is(
-    absent: Doing, place: str, is_hopeless: bool
+    absent: RankStatus, place: str, is_hopeless: bool
 ) -> None:
     waiting = doing(issued("all_reduce", 1, in_flight=False), issued("all_reduce", 2))
     absent = doing(
         issued("all_reduce", 1, in_flight=False),
         state=absent.state,
         where=absent.where,
-        point=absent.point,
+        case=absent.case,
         call=absent.call,
     )
     found = told(waiting, absent, waiting)

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from harness.exceptions import WorldError
-from harness.launch.processes import RankProcess
-from harness.launch.served import ServedProcess
+from harness.launch.processes import ChildProcess, RankProcess
 from harness.protocol import Probe, RankSpec, RunItem, Search, SessionSpec, WorldKey
 from harness.world import handle as module
 from harness.world.handle import RankHandle
@@ -40,7 +39,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank
 def test_a_rank_that_does_not_read_does_not_hold_up_who_writes(ends: tuple[RankHandle, Connection]) -> None:
     handle, theirs = ends
     for _ in range(5_000):  # a few hundred fill the wire
-        handle.send(Probe(thoroughly=True))
+        handle.send(Probe(full=True))
     assert isinstance(theirs.recv(), Probe)
 
 
@@ -66,7 +65,7 @@ def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connect
 def test_a_process_that_has_just_ended_can_be_killed() -> None:
     process = subprocess.Popen(["sleep", "60"])
     stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
-    served = ServedProcess(stand_in, lambda: True)
+    served = ChildProcess(stand_in, lambda: True)
     process.kill()
     process.wait()
     served.kill()

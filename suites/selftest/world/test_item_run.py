@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.protocol import Collecting, Doing, Finished, Probe, Reported, Sever
+from harness.protocol import AbortGroup, Collecting, Finished, Probe, RankStatus, Reported
 from harness.world import item_run
 from harness.world.handle import RankHandle
 from harness.world.item_run import ItemRun
@@ -46,7 +46,7 @@ class SilentRank(RankHandle):
         return False
 
     def describe_silent(self) -> Any:
-        return Doing("", "nowhere", state="silent")
+        return RankStatus("", "nowhere", state="silent")
 
     def phases_over(self) -> int:
         return 0
@@ -64,7 +64,7 @@ class FreedRank(SilentRank):
     def __init__(self) -> None:
         ours, self.theirs = multiprocessing.Pipe()
         super().__init__(ours)
-        self.answers = iter([Doing("", "a line", state="stopped", point="a=1")] * 3)
+        self.answers = iter([RankStatus("", "a line", state="stopped", case="a=1")] * 3)
 
     def send(self, message: Any) -> None:
         super().send(message)
@@ -76,7 +76,7 @@ def test_an_answer_from_before_a_rank_was_freed_does_not_end_its_test(monkeypatc
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     rank = FreedRank()
     outcome = ItemRun([rank], 10).run(ORDER)
-    assert rank.sent.count(Sever("a=1")) == 1
+    assert rank.sent.count(AbortGroup("a=1")) == 1
     assert outcome.finished() == [Finished(True, 0, 0)]
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: A
     ours, _theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
     ItemRun([rank], 0.5).run(ORDER)
-    assert rank.sent == [Probe(), Probe(thoroughly=True)]
+    assert rank.sent == [Probe(), Probe(full=True)]
 
 
 def test_the_tear_down_of_a_rank_that_has_failed_is_waited_for_without_haste() -> None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 CONFTEST = """
 import json, os, pathlib, pytest
-import harness.world.world, harness.world.worlds
+import harness.world.world, harness.world.pool
 
 harness.world.world.CLOSE_WITHIN = 0.1
-harness.world.worlds.MOST_WARM = 2  # few worlds then crowd one out
+harness.world.pool.MOST_WARM = 2  # few worlds then crowd one out
 
 def pytest_configure():
     if os.environ.get("RANK") == "1" and os.environ["WORLD_SIZE"] == "4":

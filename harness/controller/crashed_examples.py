@@ -1,6 +1,6 @@
-"""Examples of property tests that kill or hang their ranks: the search goes on in fresh worlds.
+"""Examples of property tests in which ranks die or hang: the search goes on in fresh worlds.
 
-The test is run again with a list of the examples that cost a world so far; the engines come to the same
+The test is run again with a list of the examples that ended a world so far; the engines come to the same
 examples, and fail those of the list without running them. So Hypothesis itself finds the smallest.
 
 Runs in the controller; must not import torch.
@@ -18,29 +18,29 @@ from harness.world.diagnosis import place_of
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 SEARCH_WITHIN = 30.0
-"""Seconds, from the first lost world on, in which smaller examples are looked for."""
-MOST_LOST = 200
-"""Worlds that one test may cost."""
+"""Seconds, from the first crash on, in which smaller examples are looked for."""
+MAX_CRASHES = 200
+"""Worlds that the search of one test may end."""
 
 
 @dataclass(frozen=True, slots=True)
-class LostWorld:
-    """An example that has cost a world, and what was said of the test in that world."""
+class Crash:
+    """An example that ended a world, and the outcome of the test in that world."""
 
-    lost: CrashedExample
+    crashed: CrashedExample
     outcome: ItemOutcome
 
 
-class LostExamples:
-    """What one test has cost so far."""
+class CrashSearch:
+    """The crashes of one test so far, and whether to run it again in search of a smaller example."""
 
     def __init__(self) -> None:
-        self._worlds: list[LostWorld] = []
+        self._crashes: list[Crash] = []
         self._began = 0.0
         self._was_last = False
 
-    def note(self, outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> bool:
-        """Note what an example has cost; return whether to run the test again, in another world.
+    def add(self, outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> bool:
+        """Add the crash of this run, if it is one; return whether to run the test again, in another world.
 
         Args:
             running: the example that each rank was in at the end.
@@ -48,44 +48,45 @@ class LostExamples:
         found = _find(outcome, running)
         if found is None:
             return False
-        known = any(found.lost.example.is_same(world.lost.example) for world in self._worlds)
+        known = any(found.crashed.example.is_same(crash.crashed.example) for crash in self._crashes)
         self._began = self._began or time.monotonic()
-        self._worlds.append(found)
+        self._crashes.append(found)
         return not known and not self._was_last
 
     def order(self, order: RunItem) -> RunItem:
         """Return the order that runs the test again."""
-        lost = tuple(world.lost for world in self._worlds)
-        self._was_last = not self._searches_on()
-        return replace(order, search=replace(order.search, crashed=lost, goes_on=not self._was_last))
+        crashed = tuple(crash.crashed for crash in self._crashes)
+        self._was_last = not self._has_time()
+        return replace(order, search=replace(order.search, crashed=crashed, continues=not self._was_last))
 
-    def _searches_on(self) -> bool:
-        """Whether there is time for one more loss like the last one."""
+    def _has_time(self) -> bool:
+        """Whether there is time for one more crash like the last one."""
         spent = time.monotonic() - self._began
-        return spent + self._worlds[-1].outcome.seconds < SEARCH_WITHIN and len(self._worlds) < MOST_LOST
+        within = spent + self._crashes[-1].outcome.seconds < SEARCH_WITHIN
+        return within and len(self._crashes) < MAX_CRASHES
 
-    def told_of(self, outcome: ItemOutcome) -> ItemOutcome:
-        """Return what to tell of the test: its last run, or the one that the example found there has cost."""
+    def to_report(self, outcome: ItemOutcome) -> ItemOutcome:
+        """Return the outcome to report: the test's last run, or the crash of the example it ended with."""
         reports = [report for rank in outcome.ranks for report in rank.reports]
         number = next((report[CRASHED] for report in reports if CRASHED in report), None)
-        return outcome if number is None else self._worlds[number].outcome
+        return outcome if number is None else self._crashes[number].outcome
 
 
-def _find(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> LostWorld | None:
+def _find(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> Crash | None:
     culprit = _culprit(outcome, running)
     example = None if culprit is None else running[culprit.rank]
     if culprit is None or example is None:
         return None
-    return LostWorld(CrashedExample(example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
+    return Crash(CrashedExample(example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
 
 
 def _culprit(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> RankOutcome | None:
-    """Return the rank that was lost in an example: by its death, or else by standing still."""
+    """Return the rank that crashed in an example: that died, or else that stood still."""
     dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died)]
     if dead:
         return next((rank for rank in dead if running[rank.rank] is not None), None)
     if any(rank.has_failed() or isinstance(rank.fate, Finished) for rank in outcome.ranks):
-        return None  # a rank has ended the test by itself; what others do then is no example's fault
+        return None  # a rank has ended the test on its own; what others do then is no example's fault
     stuck = [rank for rank in outcome.ranks if running[rank.rank] is not None]
     blame = outcome.diagnosis.blame if outcome.diagnosis is not None else frozenset()
     return min(
@@ -94,10 +95,10 @@ def _culprit(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> 
 
 
 def _has_ended_example(rank: RankOutcome) -> bool:
-    return isinstance(rank.fate, Stuck) and rank.fate.doing.state == "votes"
+    return isinstance(rank.fate, Stuck) and rank.fate.status.state == "votes"
 
 
 def _how(rank: RankOutcome) -> str:
     if isinstance(rank.fate, Died):
         return rank.fate.how
-    return f"hung in {place_of(rank.fate.doing)}" if isinstance(rank.fate, Stuck) else "was lost"
+    return f"hung in {place_of(rank.fate.status)}" if isinstance(rank.fate, Stuck) else "was lost"

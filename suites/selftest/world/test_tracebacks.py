@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness import dumps
+from harness import tracebacks
 
 PYTESTS = """\
   File "/venv/lib/python3/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call
@@ -41,20 +41,20 @@ Thread 0x0001 (most recent call first):
     ],
 )
 def test_the_line_is_of_the_thread_that_crashed_else_of_the_main_one(dump: str, line: str) -> None:
-    assert dumps.users_line(dump, "/project") == line
+    assert tracebacks.user_line(dump, "/project") == line
 
 
 def test_a_stack_is_shown_up_to_the_users_outermost_line() -> None:
-    shown = dumps.shorten(f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n")
+    shown = tracebacks.shorten(f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n")
     assert shown == f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n".replace(PYTESTS, "").replace(
         '  File "<string>", line 1 in <module>\n', ""
     )
 
 
 def test_a_stack_without_a_line_of_the_users_is_shown_up_to_pytests_first() -> None:
-    assert dumps.shorten(PYTESTS) == PYTESTS.splitlines(keepends=True)[0]
+    assert tracebacks.shorten(PYTESTS) == PYTESTS.splitlines(keepends=True)[0]
 
 
 def test_a_thread_of_python_alone_is_shown_whole() -> None:
     stack = '  File "<frozen runpy>", line 8 in _run\n  File "<string>", line 1 in <module>\n'
-    assert dumps.shorten(stack) == stack
+    assert tracebacks.shorten(stack) == stack

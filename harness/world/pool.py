@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from harness.controller.interruption import Interrupted
+import pytest
+
 from harness.exceptions import WorldError
 from harness.protocol import WorldKey
 from harness.world.world import World
@@ -18,7 +20,31 @@ MOST_WARM = 4
 """Warm worlds kept at once. A run over more sizes and backends than that starts some anew."""
 
 
-class Worlds:
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """What ran on ranks when the run was broken off."""
+
+    world: str | None
+    """Name of the world that ran a test, if one did."""
+    ranks: dict[int, str]
+    """What each of its ranks was doing, in one line."""
+    complaints: list[str]
+    """Which ranks did not tear down in time, or failed to."""
+
+    def write(self, reporter: pytest.TerminalReporter, nodeid: str) -> None:
+        """Tell it, with the test's node id, below the failures."""
+        if not (self.ranks or self.complaints):
+            return
+        reporter.section("broken off on ranks", sep="-", yellow=True)
+        if self.ranks:
+            reporter.line(f"{nodeid} was running:")
+        for rank, doing in sorted(self.ranks.items()):
+            reporter.line(f"  rank {rank}: {doing}")
+        for complaint in self.complaints:
+            reporter.line(f"  {complaint.splitlines()[0]}")
+
+
+class WorldPool:
     """Warm worlds by key, reused from test to test.
 
     Args:

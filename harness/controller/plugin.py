@@ -8,27 +8,35 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import secrets
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging
-from harness.controller.interruption import BREAKS_OFF, TEAR_DOWN_WITHIN, Interrupted, Termination
-from harness.controller.lost_examples import LostExamples
 from harness.controller.requests import Refusal, Request, request_of
 from harness.controller.rerun import rerun_line
-from harness.controller.starting import WorldStarter, basetemp_of, measures
+from harness.controller.world_starter import WorldStarter, basetemp_of, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, is_of_torch
 from harness.protocol import RunItem, RunningExample, Search, Warned, WorldKey
 from harness.reporting.merge import merge
 from harness.world.outcome import ItemOutcome
+from harness.world.pool import Interrupted, WorldPool
 from harness.world.world import World
-from harness.world.worlds import Worlds
+
+TEAR_DOWN_WITHIN = 5.0
+"""Seconds that ranks get to tear down when the run is broken off; what still runs then is ended."""
+
+BREAKS_OFF = (KeyboardInterrupt, pytest.exit.Exception)
 
 _request_key = pytest.StashKey[Request | Refusal]()
 
@@ -42,7 +50,7 @@ class Controller:
         self._positions: dict[pytest.Item, int] = {}
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
-        self._worlds = Worlds(self._start_world, self._complain)
+        self._worlds = WorldPool(self._start_world, self._complain)
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
         self._preload = tuple(config.getini("ranks_preload"))
@@ -121,16 +129,16 @@ class Controller:
         self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
     ) -> list[pytest.TestReport]:
         order = self._order(item, request, nextitem)
-        lost = LostExamples()
+        search = CrashSearch()
         try:
             outcome, running = self._run_in_world(item, request, order)
-            while lost.note(outcome, running):
-                outcome, running = self._run_in_world(item, request, lost.order(order))
+            while search.add(outcome, running):
+                outcome, running = self._run_in_world(item, request, search.order(order))
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return _refuse(item, Refusal("failed", str(error)))
         self._pass_on_warnings(item, outcome)
         return merge(
-            lost.told_of(outcome), item, rerun_line(item), self._config.getoption("world_seed"), outcome
+            search.to_report(outcome), item, rerun_line(item), self._config.getoption("world_seed"), outcome
         )
 
     def _run_in_world(
@@ -271,3 +279,31 @@ def _to_message(warned: Warned) -> warnings.WarningMessage:
     if not (isinstance(category, type) and issubclass(category, Warning)):
         category, text = UserWarning, f"{warned.category}: {text}"
     return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
+
+
+class Termination:
+    """Lets SIGTERM, which CI systems send, break off the run as Ctrl-C does, from `heed` to `restore`."""
+
+    def __init__(self) -> None:
+        self._heeds = False
+
+    def heed(self) -> None:
+        """Handle the signal, unless somebody else does already."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            controller = os.getpid()
+
+            def break_off(number: int, frame: FrameType | None) -> None:
+                if os.getpid() != controller:  # a test's fork: it dies of it, as it would without us
+                    signal.signal(number, signal.SIG_DFL)
+                    os.kill(os.getpid(), number)
+                pytest.exit("SIGTERM", returncode=pytest.ExitCode.INTERRUPTED)
+
+            signal.signal(signal.SIGTERM, break_off)
+            self._heeds = True
+
+    def restore(self) -> None:
+        """Let the signal do what it did before."""
+        if self._heeds:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._heeds = False

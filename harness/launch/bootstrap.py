@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.limits import explain
-from harness.protocol import Broken, RankSpec
-from harness.terminal import SentTerminal
+from harness.launch.terminal import SentTerminal
+from harness.protocol import RankSpec, StartFailed
 
 
 def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
@@ -28,7 +28,7 @@ def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None)
     try:
         _take_over(spec)
     except OSError as error:
-        wire.send((Broken(explain(error)),))
+        wire.send((StartFailed(explain(error)),))
         return
     from harness.rank import Rank
 

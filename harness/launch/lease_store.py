@@ -14,40 +14,105 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.exceptions import LaunchError
-from harness.launch.claim import Claim
 
 VARIABLE = "LOCKSTEP_LEASES"
 """The environment variable that names another directory."""
-ALONE_WITHIN = 60.0
+LOCK_WITHIN = 60.0
 """Seconds to wait for others that read the ledger."""
 NEW, TURN, LEASE = "new", "turn", "lease"
 """Suffixes of an entry's file: it is being written; it stands in line; it is granted."""
-BUSY, IDLE, ASKED = "busy", "idle", "asked"
+BUSY, IDLE, RECALLED = "busy", "idle", "asked"
 """Suffixes of the mark beside a lease: a test uses its world; no test does, and it is kept warm; it was asked
 back then, upon which its ranks end. Renaming is atomic: of two processes one gets its way. It also takes a
 tenth of the time of making a file."""
-SUFFIXES = (NEW, TURN, LEASE, BUSY, IDLE, ASKED)
+SUFFIXES = (NEW, TURN, LEASE, BUSY, IDLE, RECALLED)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ResourceRequest:
+    """What one world holds, or waits for.
+
+    ``ranks``: how many it counts for; 0 where the run sets no bound. ``gpus``: names of the GPUs that it
+    has; while it waits, of those it may have. ``exclusive``: nobody else may use these GPUs meanwhile.
+    ``pid`` and ``where`` (a directory) tell people whose it is.
+    """
+
+    pid: int
+    where: str
+    ranks: int
+    gpus: tuple[str, ...] = ()
+    exclusive: bool = False
+
+    def competes(self, other: ResourceRequest) -> bool:
+        """Whether one of the two may have to wait for the other."""
+        if self.ranks and other.ranks:
+            return True
+        return (self.exclusive or other.exclusive) and not set(self.gpus).isdisjoint(other.gpus)
+
+    def __str__(self) -> str:
+        words = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"] if self.ranks else []
+        words += [f"GPU {', '.join(self.gpus)}"] if self.gpus else []
+        return f"pid {self.pid} in {self.where} ({'; '.join(words)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a world of `size` ranks needs: its claim, and how many ranks may run at once (None: any number).
+
+    Of exclusive GPUs it needs one a rank; of others it takes one a rank where so many are to be had, else
+    fewer, and ranks share them.
+    """
+
+    request: ResourceRequest
+    size: int
+    at_once: int | None = None
+
+    def choose(self, held: Iterable[ResourceRequest]) -> tuple[str, ...] | None:
+        """Return the GPUs to take (none for a world on CPUs), or None while what is held leaves too little.
+
+        GPUs that nobody uses come first; the order is the claim's.
+        """
+        held = list(held)
+        request = self.request
+        if self.at_once is not None and sum(other.ranks for other in held) + request.ranks > self.at_once:
+            return None
+        barred = {gpu for other in held if request.exclusive or other.exclusive for gpu in other.gpus}
+        uses = Counter(gpu for other in held for gpu in other.gpus)
+        free = sorted((gpu for gpu in request.gpus if gpu not in barred), key=lambda gpu: uses[gpu])
+        chosen = free[: self.size]
+        enough = self.size if request.exclusive else min(1, len(request.gpus))
+        return tuple(gpu for gpu in request.gpus if gpu in chosen) if len(chosen) >= enough else None
+
+    def __str__(self) -> str:
+        request, words = self.request, []
+        if self.at_once is not None:
+            words.append(f"{request.ranks} of the {self.at_once} ranks that may run at once (ranks_at_once)")
+        if request.gpus:
+            number = self.size if request.exclusive else 1
+            words.append(f"{number} of the GPUs {', '.join(request.gpus)}")
+        return " and ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLease:
     """One lease, or one turn in the line for one, as it stood when the ledger was read."""
 
     name: str
     """Names sort by age."""
     kind: str
-    claim: Claim
+    request: ResourceRequest
     idle_since: float | None = None
     """Moment (wall clock) from which no test has used the lease's world; None while one does."""
-    asked: bool = False
+    recalled: bool = False
 
 
-class Ledger:
+class LeaseStore:
     """The entries in one directory.
 
     Raises:
@@ -62,19 +127,19 @@ class Ledger:
         return self.directory / f"{name}.{suffix}"
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep everybody else from reading and adding entries meanwhile.
 
         Raises:
             LaunchError: somebody else has not let go of it for `ALONE_WITHIN` seconds.
         """
-        deadline = time.monotonic() + ALONE_WITHIN
+        deadline = time.monotonic() + LOCK_WITHIN
         lock = os.open(self.directory / "mutex", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             while not _lock(lock, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"another process has kept {self.directory}/mutex locked for {ALONE_WITHIN:g} s; it "
+                        f"another process has kept {self.directory}/mutex locked for {LOCK_WITHIN:g} s; it "
                         "takes a millisecond where all is well: is one of your pytest runs stopped?"
                     )
                 time.sleep(0.002)
@@ -82,32 +147,32 @@ class Ledger:
         finally:
             os.close(lock)
 
-    def add(self, claim: Claim) -> tuple[str, int]:
+    def add(self, request: ResourceRequest) -> tuple[str, int]:
         """Enter a claim at the end of the line; return its name and the descriptor that keeps it alive."""
         name = f"{time.monotonic_ns():020d}-{os.getpid()}"
         new = self.path(name, NEW)
         keeper = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         _lock(keeper, fcntl.LOCK_SH)
-        self.write(keeper, claim)
+        self.write(keeper, request)
         new.rename(self.path(name, TURN))
         return name, keeper
 
-    def write(self, keeper: int, claim: Claim) -> None:
+    def write(self, keeper: int, request: ResourceRequest) -> None:
         os.ftruncate(keeper, 0)
-        os.pwrite(keeper, json.dumps(asdict(claim)).encode(), 0)
+        os.pwrite(keeper, json.dumps(asdict(request)).encode(), 0)
 
     def grant(self, name: str) -> None:
-        """Let a turn in line be a lease. Only for who is `alone`."""
+        """Let a turn in line be a lease. Only for who is `locked`."""
         self.path(name, BUSY).touch(mode=0o600)
         self._rename(name, TURN, LEASE)
 
-    def read(self) -> list[Entry]:
-        """Return the living entries, oldest first, and strike out the dead. Only for who is `alone`."""
+    def read(self) -> list[StoredLease]:
+        """Return the living entries, oldest first, and strike out the dead. Only for who is `locked`."""
         files = sorted(file.rpartition(".") for file in os.listdir(self.directory))
         entries = [self._read(name, kind) for name, _, kind in files if kind in (NEW, TURN, LEASE)]
         return [entry for entry in entries if entry is not None]
 
-    def waiting(self) -> Iterator[Claim]:
+    def waiting(self) -> Iterator[ResourceRequest]:
         """Yield the claims that stand in line, perhaps a dead one among them; anybody may ask at any time."""
         # What is not there any more has just got its lease, or has given up.
         with contextlib.suppress(FileNotFoundError):
@@ -125,19 +190,19 @@ class Ledger:
         for suffix in SUFFIXES:
             self.path(name, suffix).unlink(missing_ok=True)
 
-    def _read(self, name: str, kind: str) -> Entry | None:
+    def _read(self, name: str, kind: str) -> StoredLease | None:
         try:
             with self.path(name, kind).open() as file:
                 if _lock(file.fileno(), fcntl.LOCK_EX):
                     self._strike(name)
                     return None
-                claim = _claim(file.read())
+                request = _claim(file.read())
         except FileNotFoundError:  # its world has just ended, or it has given up waiting
             return None
         idle_since = None
         with contextlib.suppress(FileNotFoundError):
             idle_since = self.path(name, IDLE).stat().st_mtime
-        return Entry(name, kind, claim, idle_since, self.path(name, ASKED).exists())
+        return StoredLease(name, kind, request, idle_since, self.path(name, RECALLED).exists())
 
     # The mark
 
@@ -151,9 +216,9 @@ class Ledger:
         """Use an idle lease again; False if it was asked back meanwhile."""
         return self._rename(name, IDLE, BUSY)
 
-    def ask_back(self, name: str) -> bool:
+    def recall(self, name: str) -> bool:
         """Ask an idle lease's ranks to end; False if a test uses them again."""
-        return self._rename(name, IDLE, ASKED)
+        return self._rename(name, IDLE, RECALLED)
 
     def _rename(self, name: str, before: str, after: str) -> bool:
         entry = f"{self.directory}/{name}"
@@ -177,9 +242,9 @@ def default_directory() -> Path:
     return Path(chosen).absolute() if chosen else Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
 
 
-def _claim(text: str) -> Claim:
+def _claim(text: str) -> ResourceRequest:
     fields = json.loads(text)
-    return Claim(**{**fields, "gpus": tuple(fields["gpus"])})
+    return ResourceRequest(**{**fields, "gpus": tuple(fields["gpus"])})
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -191,22 +256,22 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _make_private(directory: Path) -> None:
-    cure = f"Name a directory of your own in the environment variable {VARIABLE}"
+    remedy = f"Name a directory of your own in the environment variable {VARIABLE}"
     try:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
         status = directory.lstat()
     except OSError as error:
-        raise LaunchError(f"cannot keep leases in {directory}: {error.strerror}. {cure}") from None
+        raise LaunchError(f"cannot keep leases in {directory}: {error.strerror}. {remedy}") from None
     if not stat.S_ISDIR(status.st_mode):
-        raise LaunchError(f"cannot keep leases in {directory}: it is no directory. {cure}")
+        raise LaunchError(f"cannot keep leases in {directory}: it is no directory. {remedy}")
     if status.st_uid != os.getuid():
         raise LaunchError(
             f"cannot keep leases in {directory}: it belongs to the user with id {status.st_uid}, not to you "
-            f"({os.getuid()}). {cure}"
+            f"({os.getuid()}). {remedy}"
         )
     if status.st_mode & 0o022:
         raise LaunchError(
             f"cannot keep leases in {directory}: others may write in it (its mode is "
-            f"{stat.S_IMODE(status.st_mode):04o}). Take that away with `chmod go-w {directory}`. {cure}"
+            f"{stat.S_IMODE(status.st_mode):04o}). Take that away with `chmod go-w {directory}`. {remedy}"
         )

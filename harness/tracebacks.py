@@ -1,23 +1,30 @@
-"""Stacks as Python's fault handler writes them: read, searched for the user's line, and shortened.
+"""Stacks as faulthandler writes them: parsing, the user's line, shortening; and which files are the user's.
 
 Used on both sides; standard library only.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
 import traceback
+from pathlib import Path
 from typing import NamedTuple
-
-from harness.places import is_installed
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _FRAMES = re.compile(r'(?:^  File ".*", line \d+ in .*\n?)+', re.MULTILINE)
 _DIES = "Fatal Python error"
+_OTHERS = ("<", str(Path(__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 
 
-class Place(NamedTuple):
+def is_installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package, to Python or to this harness."""
+    return "/site-packages/" in filename or "/dist-packages/" in filename or filename.startswith(_OTHERS)
+
+
+class StackFrame(NamedTuple):
     """One frame: the line it is at."""
 
     file: str
@@ -29,7 +36,7 @@ class Place(NamedTuple):
         return traceback.FrameSummary(self.file, self.line, self.function, lookup_line=False)
 
 
-Stack = tuple[Place, ...]
+Stack = tuple[StackFrame, ...]
 """The frames of a thread, innermost first; the 100 innermost if there are more."""
 
 
@@ -44,16 +51,16 @@ class Thread(NamedTuple):
 
 def parse(text: str) -> list[Thread]:
     """Return the threads of a dump, the newest first: the main thread is the last one."""
-    found: list[tuple[int, bool, list[Place]]] = []
+    found: list[tuple[int, bool, list[StackFrame]]] = []
     for line in text.splitlines():
         if match := _THREAD.match(line):
             found.append((int(match[2], 16), match[1] == "Current thread", []))
         elif found and (match := _FRAME.match(line)):
-            found[-1][2].append(Place(match[1], int(match[2]), match[3]))
+            found[-1][2].append(StackFrame(match[1], int(match[2]), match[3]))
     return [Thread(ident, is_current, tuple(stack)) for ident, is_current, stack in found]
 
 
-def users_line(text: str, base: str) -> str:
+def user_line(text: str, base: str) -> str:
     """Return `file:line in function` of the user's innermost line in the current thread, else the main one.
 
     "" if there is none: whatever other threads do there is not what the process died of, or hangs in.

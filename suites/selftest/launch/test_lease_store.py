@@ -1,4 +1,4 @@
-"""Who gets which places and GPUs of a machine, and who waits for whom: the ledger, tried without ranks."""
+"""Who gets which ranks and GPUs of a machine, and who waits for whom: the lease store, without ranks."""
 
 from __future__ import annotations
 
@@ -17,39 +17,38 @@ from pathlib import Path
 
 import pytest
 
-from harness.controller import leasing
+from harness.controller import world_starter
 from harness.exceptions import LaunchError
+from harness.launch import lease_store
 from harness.launch import leases as leases_module
-from harness.launch import ledger
-from harness.launch.claim import Claim, Need
+from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
 from harness.launch.leases import Lease, Leases
-from harness.launch.ledger import Ledger, default_directory, hold
 from harness.protocol import RankSpec, SessionSpec, WorldKey
 
 # One line for all
 
 
 class Machine:
-    """A ledger with controllers that take leases from it, each of them as impatient as told."""
+    """A lease store with controllers that take leases from it, each of them as impatient as told."""
 
     def __init__(self, path: Path) -> None:
-        self.ledger = Ledger(path / "leases")
+        self.store = LeaseStore(path / "leases")
 
-    def take(self, need: Need, patience: float = 0.0) -> Lease:
-        return Leases(self.ledger, patience, print).take(need, lambda: None)
+    def take(self, need: Requirement, patience: float = 0.0) -> Lease:
+        return Leases(self.store, patience, print).take(need, lambda: None)
 
-    def waits(self, need: Need) -> threading.Thread:
+    def waits(self, need: Requirement) -> threading.Thread:
         """Put a world in line, which gives its lease up as soon as it has it; return once it stands there."""
         thread = threading.Thread(target=self._wait, args=(need,), daemon=True)
-        before = len(list(self.ledger.waiting()))
+        before = len(list(self.store.waiting()))
         thread.start()
         deadline = time.monotonic() + 60
-        while len(list(self.ledger.waiting())) == before:
+        while len(list(self.store.waiting())) == before:
             assert time.monotonic() < deadline, "no world stands in line"
             time.sleep(0.01)
         return thread
 
-    def _wait(self, need: Need) -> None:
+    def _wait(self, need: Requirement) -> None:
         with contextlib.suppress(LaunchError):  # the test has failed, and is told of elsewhere
             self.take(need, patience=60).end()
 
@@ -59,25 +58,24 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def ranks(number: int, *, at_once: int = 4) -> Need:
-    return Need(Claim(os.getpid(), "/here", number), number, at_once)
+def ranks(number: int, *, at_once: int = 4) -> Requirement:
+    return Requirement(ResourceRequest(os.getpid(), "/here", number), number, at_once)
 
 
-def gpus(number: int, names: str, *, exclusive: bool = True) -> Need:
-    return Need(Claim(os.getpid(), "/here", 0, tuple(names), exclusive), number)
+def gpus(number: int, names: str, *, exclusive: bool = True) -> Requirement:
+    return Requirement(ResourceRequest(os.getpid(), "/here", 0, tuple(names), exclusive), number)
 
 
 CONTROLLER = """
 import os, sys, time
 from pathlib import Path
-from harness.launch.claim import Claim, Need
+from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest
 from harness.launch.leases import Leases
-from harness.launch.ledger import Ledger
 
 names = tuple(sys.argv[2])
-need = Need(Claim(os.getpid(), "here", 0, names, True), 2)
+need = Requirement(ResourceRequest(os.getpid(), "here", 0, names, True), 2)
 for turn in range(int(sys.argv[3])):
-    lease = Leases(Ledger(Path(sys.argv[1])), 30, print).take(need, lambda: None)
+    lease = Leases(LeaseStore(Path(sys.argv[1])), 30, print).take(need, lambda: None)
     begun = time.monotonic()
     print(*lease.gpus, end=" ", flush=True)
     time.sleep(float(sys.argv[4]))
@@ -87,7 +85,7 @@ for turn in range(int(sys.argv[3])):
 
 
 def controllers(machine: Machine, number: int, *args: str) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", CONTROLLER, str(machine.ledger.directory), *args]
+    command = [sys.executable, "-c", CONTROLLER, str(machine.store.directory), *args]
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
 
 
@@ -142,7 +140,7 @@ def test_who_waited_too_long_is_told_for_what_and_for_whom(machine: Machine) -> 
     )
     held.end()
     line.join(60)
-    assert [entry.name for entry in machine.ledger.directory.iterdir()] == ["mutex"]
+    assert [entry.name for entry in machine.store.directory.iterdir()] == ["mutex"]
 
 
 def test_small_worlds_do_not_overtake_a_large_one_but_those_that_want_other_things_do(
@@ -176,7 +174,7 @@ def test_a_warm_world_is_asked_back_once_it_has_been_idle_for_a_while(
     with pytest.raises(LaunchError):
         machine.take(ranks(1))
     assert warm.resume()
-    monkeypatch.setattr(leases_module, "ASKED_BACK_AFTER", -1.0)
+    monkeypatch.setattr(leases_module, "RECALL_AFTER", -1.0)
     assert warm.rest()
     with pytest.raises(LaunchError):
         machine.take(ranks(1))
@@ -188,7 +186,7 @@ def test_a_warm_world_is_asked_back_once_it_has_been_idle_for_a_while(
 def test_only_as_many_idle_worlds_are_asked_back_as_are_needed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases_module, "ASKED_BACK_AFTER", -1.0)
+    monkeypatch.setattr(leases_module, "RECALL_AFTER", -1.0)
     idle = [machine.take(ranks(1)) for _ in range(4)]
     for age, lease in enumerate(idle):
         assert lease.rest()
@@ -242,7 +240,7 @@ def test_a_world_rests_until_its_turn_is_over_and_somebody_wants_the_same(
 def test_gpus_are_chosen_beside_those_of_others(
     held: list[tuple[str, bool]], number: int, exclusive: bool, chosen: str | None
 ) -> None:
-    others = [Claim(1, "/there", 0, tuple(names), alone) for names, alone in held]
+    others = [ResourceRequest(1, "/there", 0, tuple(names), alone) for names, alone in held]
     choice = gpus(number, "012", exclusive=exclusive).choose(others)
     assert choice == (None if chosen is None else tuple(chosen))
 
@@ -262,8 +260,8 @@ def test_gpus_are_named_as_the_environment_names_them(
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
-    monkeypatch.setattr(leasing, "count_gpus", lambda: 2)
-    lease = leasing.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
+    monkeypatch.setattr(world_starter, "count_gpus", lambda: 2)
+    lease = world_starter.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
     assert lease.gpus == names
     [entry] = (tmp_path / "leases").glob("*.lease")
     assert json.loads(entry.read_text()) == {
@@ -289,7 +287,7 @@ def test_ranks_are_spread_over_the_gpus_of_their_world() -> None:
 def test_the_directory_is_made_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("LOCKSTEP_LEASES", raising=False)
-    Ledger(default_directory())
+    LeaseStore(default_directory())
     [made] = tmp_path.iterdir()
     assert (made.name, f"{made.stat().st_mode:o}") == (f"lockstep-{os.getuid()}", "40700")
 
@@ -327,22 +325,22 @@ def test_a_directory_that_others_could_write_in_is_refused(
     tmp_path: Path, directory: Callable[[Path], Path], told: str
 ) -> None:
     with pytest.raises(LaunchError, match=f"cannot keep leases in .*{told}.*LOCKSTEP_LEASES"):
-        Ledger(directory(tmp_path / "leases"))
+        LeaseStore(directory(tmp_path / "leases"))
 
 
-def test_a_process_that_stopped_while_it_kept_the_ledger_to_itself_is_told_of(
+def test_a_process_that_stopped_while_it_kept_the_store_locked_is_told_of(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "ALONE_WITHIN", 0.0)
+    monkeypatch.setattr(lease_store, "LOCK_WITHIN", 0.0)
     told = r"mutex locked for 0 s.*is one of your pytest runs stopped\?"
-    with machine.ledger.alone(), pytest.raises(LaunchError, match=told):
+    with machine.store.locked(), pytest.raises(LaunchError, match=told):
         machine.take(ranks(1))
 
 
 def test_a_directory_that_is_removed_ends_no_run(machine: Machine) -> None:
     lease = machine.take(ranks(1))
     assert lease.rest()
-    shutil.rmtree(machine.ledger.directory)
+    shutil.rmtree(machine.store.directory)
     assert not lease.resume()
     assert not lease.rest()
     lease.end()

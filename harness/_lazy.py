@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def from_homes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of ``package``, whose public names are in the modules ``homes``."""
 
     def load(name: str) -> Any:

@@ -1,0 +1,165 @@
+"""Output of ranks: truncation of what is too long to send and show, and the folder of `--rank-output-dir`.
+
+Used on both sides; standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from harness.exceptions import WorldError
+
+MAX_TEXT = 200_000
+"""Characters of one captured section, message or list of lines that leave a rank."""
+MAX_MESSAGE = 20_000
+"""Characters of an exception's message, or of one line of a traceback."""
+KEEP_ALL = "--rank-output-dir DIR keeps all of it"
+OUTSIDE = "outside-of-tests"
+"""The folder of what ranks print before, between and after tests, a folder for each controller and world."""
+MAX_NAME = 120
+"""Bytes. File systems take 255."""
+
+
+def truncate(text: str, most: int = MAX_TEXT, remedy: str = "") -> str:
+    """Return `text`, or if it has more than `most` characters its head and tail with a note between them.
+
+    Args:
+        remedy: what the note says of how to see the rest.
+    """
+    if len(text) <= most:
+        return text
+    half = (most - len(_note(len(text), "characters", remedy))) // 2
+    head, tail = _head(text[:half]), _tail(text[-half:])
+    return _join(head, _note(len(text) - len(head) - len(tail), "characters", remedy), tail)
+
+
+def truncate_lines(lines: list[str], most: int = MAX_TEXT) -> list[str]:
+    """Return `lines`, or if they have more than `most` characters in all the first and the last of them."""
+    if sum(map(len, lines)) <= most:
+        return lines
+    first = _count_of_half(lines, most // 2)
+    last = _count_of_half(lines[:first:-1], most // 2)
+    left_out = len(lines) - first - last
+    return [*lines[:first], f"[... {left_out:,} lines left out ...]", *lines[first + left_out :]]
+
+
+def _count_of_half(lines: list[str], most: int) -> int:
+    """How many of the lines, from the first on, have not more than `most` characters; at least one."""
+    total = 0
+    for count, line in enumerate(lines):
+        total += len(line)
+        if total > most:
+            return max(count, 1)
+    return len(lines)
+
+
+def read_truncated(path: str | Path, start: int = 0, most: int = MAX_TEXT, remedy: str = "") -> str:
+    """Read a text file from the byte `start` on; of more than `most` bytes only the head and the tail.
+
+    Returns the empty string for a file that cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size - start
+            if size <= most:
+                return os.pread(file.fileno(), max(size, 0), start).decode(errors="replace")
+            half = (most - len(_note(size, "bytes", remedy))) // 2
+            head = _head(os.pread(file.fileno(), half, start).decode(errors="replace"))
+            tail = _tail(os.pread(file.fileno(), half, start + size - half).decode(errors="replace"))
+    except OSError:
+        return ""
+    left_out = size - len(head.encode()) - len(tail.encode())
+    return _join(head, _note(left_out, "bytes", remedy), tail)
+
+
+def _join(head: str, note: str, tail: str) -> str:
+    return head + (note.lstrip("\n") if head.endswith("\n") else note) + tail
+
+
+def _note(count: int, unit: str, remedy: str) -> str:
+    return f"\n[... {count:,} {unit} left out{'; ' if remedy else ''}{remedy} ...]\n"
+
+
+def _head(text: str) -> str:
+    """Leave out a line that is not whole, unless it is most of the text."""
+    end = text.rfind("\n", len(text) // 2)
+    return text if end < 0 else text[: end + 1]
+
+
+def _tail(text: str) -> str:
+    start = text.find("\n", 0, len(text) // 2)
+    return text[start + 1 :]
+
+
+class OutputDirectory:
+    """Where the output of each test and world goes.
+
+    Args:
+        path: absolute path of the folder; it need not exist.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def of_test(self, nodeid: str) -> Path:
+        """Return the folder of a test: its file, class and name, each made safe for any file system."""
+        file, _, names = nodeid.partition("::")
+        name, bracket, parameters = names.partition("[")  # parameters may hold anything
+        *classes, name = name.split("::")
+        return self._path.joinpath(*map(_safe, (*file.split("/"), *classes, name + bracket + parameters)))
+
+    def clear(self, nodeid: str) -> None:
+        """Remove what ranks have written for this test before.
+
+        Raises:
+            WorldError: it cannot be removed.
+        """
+        for path in self.of_test(nodeid).glob("rank-*.*"):
+            try:
+                path.unlink()
+            except OSError as error:
+                raise WorldError(f"--rank-output-dir: an earlier run's output cannot go: {error}") from None
+
+    def add(self, nodeid: str, rank: int, kind: str, text: str) -> Path:
+        """Append `text` to the test's file `rank-<rank>.<kind>`, and return that file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        return self._write(nodeid, f"rank-{rank}.{_safe(kind)}", text, "a")
+
+    def replace(self, nodeid: str, rank: int, kind: str, text: str) -> Path:
+        """Write `text` as the whole of that file. Raises as `add` does."""
+        return self._write(nodeid, f"rank-{rank}.{_safe(kind)}", text, "w")
+
+    def _write(self, nodeid: str, name: str, text: str, mode: str) -> Path:
+        path = self.of_test(nodeid) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(mode, encoding="utf-8", errors="backslashreplace", newline="") as file:
+            file.write(text)
+        return path
+
+    def keep_log(self, controller: str, world: str, log: Path) -> None:
+        """Copy a rank's log, what it wrote outside of tests, unless it is empty or cannot be copied."""
+        with contextlib.suppress(OSError):  # the world is at its end, and nobody is left to tell
+            if log.stat().st_size:
+                folder = self._path / OUTSIDE / controller / world
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(log, folder / log.name)
+
+    def clear_logs(self, controller: str) -> None:
+        """Remove the logs that a controller of this name has kept before."""
+        shutil.rmtree(self._path / OUTSIDE / controller, ignore_errors=True)
+
+
+def _safe(name: str) -> str:
+    """Make a name that every file system takes; one that had to be changed is told apart by a hash."""
+    safe = re.sub(r"[^\w.,=+@()\[\]~-]", "_", name, flags=re.ASCII)[:MAX_NAME].rstrip(".")
+    if safe == name:
+        return name
+    return f"{safe}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()[:8]}"
