@@ -163,7 +163,7 @@ FAULTS = [
     Fault(
         f"holds the GIL (deadline {DEADLINE:g} s)",
         "if world.rank: 10 ** 10 ** 9\ndist.barrier()",
-        "rank 1 did not reach: it does not answer, at test_faults.py",
+        "rank 1 did not reach: it is not responding, at test_faults.py",
     ),
     Fault(
         "skip on one rank",

@@ -95,7 +95,7 @@ class RunSubtests:
         """Skip the test that used this fixture if `--subtest` chose none of its points."""
         if self._settings and not self._num_run:
             wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
-            pytest.skip(f"no point of {', '.join(self._settings)} matches --subtest {wanted}")
+            pytest.skip(f"no case of {', '.join(self._settings)} matches --subtest {wanted}")
 
     def _is_selected(self, point: Mapping[str, Any]) -> bool:
         return all(
@@ -161,7 +161,7 @@ def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
 def _tell(votes: tuple[Vote, ...]) -> str:
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
     if ended:
-        return f"{VICTIM_OF_A_CASE}rank {', '.join(ended)} had ended the test by then"
+        return f"{VICTIM_OF_A_CASE}rank {', '.join(ended)} had already ended the test"
     if len({vote.case for vote in votes}) > 1:
         where = "; ".join(f"rank {rank} at [{vote.case}]" for rank, vote in enumerate(votes))
         return f"ranks disagree on which subtest comes next: {where}"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
-VICTIM_OF_A_CASE = "this point failed elsewhere: "
+VICTIM_OF_A_CASE = "this case failed on another rank: "
 """How a rank's subtest failure begins when the rank itself had no quarrel with the point."""
 
 BROKEN_CONNECTION = re.compile(

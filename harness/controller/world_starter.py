@@ -163,7 +163,7 @@ def _tell(config: pytest.Config, text: str) -> None:
         terminal.write_line(text)
     elif not config.stash.get(_told, False):
         config.stash[_told] = True
-        text = f"{os.environ.get('PYTEST_XDIST_WORKER', 'a controller')} had a long time of {text}"
+        text = f"{os.environ.get('PYTEST_XDIST_WORKER', 'a controller')} spent a long time {text}"
         message = warnings.WarningMessage(text, UserWarning, str(config.inipath or config.rootpath), 1)
         config.hook.pytest_warning_recorded.call_historic(
             kwargs={"warning_message": message, "when": "runtest", "nodeid": "", "location": None}

@@ -210,8 +210,8 @@ class ProcessLauncher:
             process.start()
         except EOFError:
             raise LaunchError(
-                f"the server that ranks are forked from died as it started rank {spec.rank}: "
-                f"{server.last_words(self.directory) or 'it left no word'}"
+                f"the server that ranks are forked from died while starting rank {spec.rank}: "
+                f"{server.last_words(self.directory) or 'it wrote no output'}"
             ) from None
         theirs.close()
         if not self._forks:
@@ -225,7 +225,7 @@ class ProcessLauncher:
         path, imports = server.status_path(self.directory), ", ".join(("torch", *self._preload))
         while not path.exists():
             if _has_ended(_running_server()._forkserver_pid):
-                raise LaunchError(f"the server that ranks are forked from died while it imported {imports}")
+                raise LaunchError(f"the server that ranks are forked from died while importing {imports}")
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"the server that ranks are forked from is still importing {imports}; {self._cure()}"

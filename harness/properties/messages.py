@@ -13,9 +13,9 @@ from harness.protocol import RankSpec, RunningExample, Vote
 
 EXAMPLE = "example "
 """How the point of an example begins. Points of `run_subtests` read `key=value`."""
-VICTIM_OF_AN_EXAMPLE = "this example failed elsewhere: "
+VICTIM_OF_AN_EXAMPLE = "this example failed on another rank: "
 """How a rank's failure begins when the rank itself had no quarrel with the example."""
-LEFT = "had ended the test by then"
+LEFT = "had already ended the test"
 """How it ends if that is all that went wrong."""
 HYPOTHESIS = "Hypothesis"
 """The title of what Hypothesis prints. It is the same on all ranks, as a rule, and shown once then."""

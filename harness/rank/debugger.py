@@ -129,7 +129,7 @@ class NoDebugger:
         if self._debugged is None:
             run = f"run the test with --rank-pdb {self._world.rank}"
             pytest.fail(f"{here}: ranks have no terminal of their own; {run}", pytrace=False)
-        sys.stderr.write(f"{here}: passed by, as the debugger is in rank {self._debugged}\n")
+        sys.stderr.write(f"{here}: skipped, because the debugger is in rank {self._debugged}\n")
 
 
 def _give_back_ctrl_c() -> None:

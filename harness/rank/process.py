@@ -262,7 +262,7 @@ class Rank:
         try:
             answer = self._say(main, full)
         except Exception:  # of what torch does not document; the thread that says it is needed on
-            answer = RankStatus(traceback.format_exc(), "a place it cannot tell", state=self._state)
+            answer = RankStatus(traceback.format_exc(), "an unknown place", state=self._state)
         self.send(answer)
 
     def _say(self, main: int, full: bool) -> RankStatus | Progress:

@@ -76,12 +76,15 @@ class RankReporter:
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
         """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
-        why = f"a report of the class {type(report).__name__} cannot leave a rank: no plugin serialises it"
+        why = f"a {type(report).__name__} cannot be sent to the controller: no plugin serialises it"
         data: dict[str, Any] | None
         try:
             data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         except BaseException as error:  # of a hook of the user's, which would end the rank
-            data, why = None, f"a report cannot leave a rank: a hook raised\n{describe_raised(error)}"
+            data, why = (
+                None,
+                f"a report cannot be sent to the controller: a hook raised\n{describe_raised(error)}",
+            )
         if data is None:
             data = pytest_report_to_serializable(failure(report.nodeid, report.location, why, report.when))
         assert data is not None

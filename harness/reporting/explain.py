@@ -9,7 +9,7 @@ import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
 from harness.properties.messages import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE
-from harness.protocol import BROKEN_CONNECTION
+from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE
 from harness.reporting.problems import Problem
 from harness.reporting.rank_reports import Context, Link, RankReports, lines, links, messages
 from harness.world.outcome import Stuck
@@ -29,7 +29,8 @@ def explain(
         head.append(f"subtests after [{max(points)}] did not run")
     for rank in ranks:
         if rank.rank not in in_groups:
-            head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank))}")
+            peer = f"its connection to rank {first[0].rank}" if len(ranks) == 2 else "a connection"
+            head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
     longrepr = ExceptionChainRepr([(_native("\n".join(head)), None, None), *_chain(first[0], sentence)])
     for group in others:
         names = _names(group)
@@ -70,15 +71,21 @@ def _names(problems: list[Problem]) -> str:
     return f"rank {numbers}" if len(problems) == 1 else f"ranks {numbers}"
 
 
-def _of_bystander(rank: RankReports, report: pytest.TestReport | None) -> str:
+def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str) -> str:
+    """Say what became of a rank that is not to blame; `peer` names the connection that it may have lost."""
     reports = [each for each in (report, *rank.phases.values()) if each is not None]
     report = next((each for each in reports if each.failed), report)
     if report is not None and report.failed:
-        if messages(report)[-1].partition(": ")[2].startswith(VICTIM_OF_AN_EXAMPLE):
-            return "ended by that" if LEFT in messages(report)[-1] else "passed this example"
-        broken = BROKEN_CONNECTION.search(messages(report)[-1])
-        why = broken[1] or "aborted" if broken else messages(report)[-1].splitlines()[0]
-        return f"cut off by that at {lines(report)[0]} ({why})"
+        message = messages(report)[-1]
+        if VICTIM_OF_AN_EXAMPLE in message:
+            return "stopped, as another rank had ended the test" if LEFT in message else "passed this example"
+        if VICTIM_OF_A_CASE in message:
+            return (
+                "stopped, as another rank had ended the test" if LEFT in message else "did not fail this case"
+            )
+        if broken := BROKEN_CONNECTION.search(message):
+            return f"lost {peer} at {lines(report)[0]} ({broken[1] or 'aborted'})"
+        return f"failed at {lines(report)[0]} ({message.splitlines()[0]})"
     if report is not None and report is not rank.phases.get(report.when):
         return report.outcome  # of a subtest
     return rank.word()

@@ -113,7 +113,7 @@ def death_of(context: Context, rank: int, died: Died) -> Problem:
     why = died.how + _meaning_of_gloos_words(died.output)
     base = str(context.config.invocation_params.dir)
     if died.importing:
-        why += f" while it imported {_name_of(context, died.importing)}"
+        why += f" while importing {_name_of(context, died.importing)}"
     where = user_line(died.output, base)
     title = f"{why}, at {where}" if where else why
     return Problem(rank, died.at, title, output=died.output, crash=_crash(context, where, why))
@@ -123,7 +123,7 @@ def _meaning_of_gloos_words(output: str) -> str:
     """Explain the check by which gloo aborts a process that is sent more than it has room for."""
     if match := _GLOO_GOT_TOO_MUCH.search(output):
         got, room = match.groups()
-        return f" (gloo was sent {got} bytes where it expected {room}: shapes or dtypes differ between ranks)"
+        return f" (gloo received {got} bytes where it expected {room}: shapes or dtypes differ between ranks)"
     return ""
 
 
@@ -151,10 +151,10 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
 
 def _when_ended(context: Context, stuck: Stuck) -> str:
     if stuck.importing:
-        return f"still imported {_name_of(context, stuck.importing)} after {context.seconds:.0f} s"
+        return f"did not finish importing {_name_of(context, stuck.importing)} within {context.seconds:.0f} s"
     if context.timed_out:
-        return f"still ran at the deadline of {context.timeout:g} s"
-    return f"ended by the harness after {context.seconds:.1f} s"
+        return f"timed out after {context.timeout:g} s"
+    return f"killed by the harness after {context.seconds:.1f} s"
 
 
 def _name_of(context: Context, path: str) -> str:
@@ -173,7 +173,7 @@ def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, 
             due.append("call")
         for phase in due:
             if phase not in rank.phases:
-                title = f"said nothing of the {phase}; does a plugin run items by itself?"
+                title = f"sent no report of the {phase} phase; does a plugin run items itself?"
                 found[phase].append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
 
 
@@ -193,9 +193,13 @@ def subtest_problems(
         most = max(outcomes, key=outcomes.count)
         for rank in ranks:
             report = reports.get(rank.rank)
-            word = "never came to it" if report is None else f"{report.outcome} it"
+            way = (
+                "did not reach it and others did"
+                if report is None
+                else f"{report.outcome} it and others did not"
+            )
             if isinstance(rank.fate, Finished) and (report is None or report.outcome != most):
-                title = f"{word} and others did not: ranks disagree"
+                title = f"{way}: ranks disagree"
                 problems.append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
     return problems
 
@@ -216,7 +220,7 @@ def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Pha
     """A collective that not all ranks have begun when the test is over is a failure, though nobody waited."""
     for rank in ranks:
         if rank.left_in_flight is not None:
-            title = f"left {rank.left_in_flight} in flight, which not every rank has joined"
+            title = f"left {rank.left_in_flight} in flight: not every rank has joined it"
             found["call"].append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
 
 

@@ -82,7 +82,7 @@ def describe(issued: Issued) -> str:
 def place_of(doing: RankStatus) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
     if doing.state == "votes":
-        return f"a wait for the others after [{doing.case}]"
+        return f"the wait for other ranks after [{doing.case}]"
     point = f" [{doing.case}]" if doing.case else ""
     issued = in_flight(doing)
     call = describe(issued) if issued is not None else doing.call
@@ -218,7 +218,7 @@ class _Ranks:
             case "stopped":
                 return f"rank {rank} did not reach: it is stopped"
             case "silent":
-                return f"rank {rank} did not reach: it does not answer, at {doing.where}"
+                return f"rank {rank} did not reach: it is not responding, at {doing.where}"
             case "runs" | "reports":
                 call = f"in {doing.call} " if doing.call else ""
                 return f"rank {rank} never reached: it is {call}at {doing.where}"

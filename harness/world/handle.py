@@ -135,9 +135,7 @@ class RankHandle:
     def describe_silent(self) -> RankStatus:
         """Describe a rank that does not answer; its faulthandler needs no GIL to write stacks."""
         if self._status() in ("T", "t"):
-            return RankStatus(
-                "(its process is stopped)", "a place unknown, for it is stopped", state="stopped"
-            )
+            return RankStatus("(its process is stopped)", "an unknown place: it is stopped", state="stopped")
         if text := self._dump():
             where = user_line(text, self._spec.session.cwd)
             return RankStatus(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")

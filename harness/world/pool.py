@@ -35,7 +35,7 @@ class Interrupted:
         """Tell it, with the test's node id, below the failures."""
         if not (self.ranks or self.complaints):
             return
-        reporter.section("broken off on ranks", sep="-", yellow=True)
+        reporter.section("interrupted on ranks", sep="-", yellow=True)
         if self.ranks:
             reporter.line(f"{nodeid} was running:")
         for rank, doing in sorted(self.ranks.items()):

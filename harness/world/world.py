@@ -104,7 +104,7 @@ class World:
                     case StartFailed(text):
                         raise WorldError(f"rank {rank} did not start: {text}\n{self._handles[rank].log()}")
                     case Died():
-                        raise WorldError(f"rank {rank} {message.how} while it started\n{message.output}")
+                        raise WorldError(f"rank {rank} {message.how} while starting\n{message.output}")
             if waiting and time.monotonic() >= deadline:
                 raise WorldError(self._not_ready(waiting, timeout))
         if self.lease is not None:
@@ -181,7 +181,7 @@ class World:
             if not handle.await_end(until):
                 complaints.append(f"{handle} of {self.key} did not end in {timeout:g} s and was killed")
             elif died := handle.how_it_closed():
-                complaints.append(f"{handle} of {self.key} {died.how} as it closed\n{died.output}")
+                complaints.append(f"{handle} of {self.key} {died.how} while closing\n{died.output}")
         self.kill()
         return complaints
 

@@ -42,7 +42,7 @@ def test_ctrl_c_tears_down_on_ranks_and_says_what_each_did(project: Project) -> 
     time.sleep(0.3)  # from the line that notes it to the one that waits
     output = project.break_off(process, INTERRUPT)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
-    told = output.split("broken off on ranks", 1)[1].splitlines()
+    told = output.split("interrupted on ranks", 1)[1].splitlines()
     assert told[1:4] == [
         "test_sample.py::test_waits was running:",
         "  rank 0: all_reduce #1 (float [3]) at test_sample.py:28 in test_waits",
@@ -87,7 +87,7 @@ def test_a_second_ctrl_c_ends_what_does_not_heed_the_first(project: Project) -> 
     project.until(lambda: project.pids("reached", rank=1), "the test has begun")
     output = project.break_off(process, INTERRUPT, INTERRUPT)
     # After the first alone it would wait for the rank that holds the GIL, and tell how that ended.
-    assert "broken off on ranks" not in output
+    assert "interrupted on ranks" not in output
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     project.assert_nothing_is_left()
 

@@ -100,7 +100,7 @@ def test_elsewhere(world): pass
     nowhere = Path("/nowhere/to/be/found")  # Python then takes /tmp
     output = project.start("..", cwd="cwd", environ=environ, tmpdir=nowhere).communicate(timeout=120)[0]
     assert (
-        "died as it started rank 0: [Errno 11] Resource temporarily unavailable. The user, or the" in output
+        "died while starting rank 0: [Errno 11] Resource temporarily unavailable. The user, or the" in output
     )
     assert "rank 1 did not start: [Errno 122] Disk quota exceeded: '/tmp/pymp-" in output
     assert "no world of 4 ranks (gloo, cpu): The directory that pytest runs in is gone" in output

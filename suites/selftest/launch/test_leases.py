@@ -182,7 +182,7 @@ def test_the_places_of_a_controller_that_was_killed_are_free_for_who_waits(share
 
 
 def test_a_process_of_pytest_n_that_waited_says_so_once(shared: Shared) -> None:
-    told = re.findall(r"(gw\d) had a long time of waiting for [123] of the 4 ranks", shared.many)
+    told = re.findall(r"(gw\d) spent a long time waiting for [123] of the 4 ranks", shared.many)
     assert told
     assert len(told) == len(set(told))
 

@@ -144,7 +144,7 @@ def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -
     (project.path / "deadly.py").write_text("import os\nos._exit(3)\n")
     (project.path / "torch.py").touch()  # nobody needs the real one, which takes long
     project.write("def test_a(world): pass", "ranks_preload = deadly\npythonpath = .")
-    assert "died while it imported torch, deadly" in project.run()
+    assert "died while importing torch, deadly" in project.run()
 
 
 @pytest.mark.parametrize(

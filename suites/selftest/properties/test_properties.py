@@ -130,8 +130,8 @@ def test_an_example_that_hangs_is_shrunk_and_shown_with_its_line(session: FaultS
     place = session.place("# for ever")
     sentence, culprit, waiting = verdict.head()[:3]
     assert re.match(r"rank 0 waits at the end of \[example \d+\] for rank 1: rank 1 is at ", sentence)
-    assert culprit.startswith(f"rank 1 of 2 still ran at the deadline of 0.7 s, in {place}")
-    assert waiting.startswith("rank 0: was in a wait for the others after [example ")
+    assert culprit.startswith(f"rank 1 of 2 timed out after 0.7 s, in {place}")
+    assert waiting.startswith("rank 0: was in the wait for other ranks after [example ")
     assert "number=5," in _example(session, "test_hang")
 
 

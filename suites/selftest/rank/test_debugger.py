@@ -71,7 +71,7 @@ def test_breakpoints(world, capfd):
     pytest.set_trace()
     assert ranks == 2
     notes = capfd.readouterr().err.splitlines()
-    note = "breakpoint in rank 0 of 2: passed by, as the debugger is in rank 1"
+    note = "breakpoint in rank 0 of 2: skipped, because the debugger is in rank 1"
     assert notes == ([f"test_it.py:{line}: {note}" for line in (42, 44)] if world.rank == 0 else [])
 
 @pytest.mark.xfail(raises=AssertionError)

@@ -203,7 +203,9 @@ def test_what_became_of_a_copy_is_told_in_the_output(session: Session, name: str
 
 def test_a_rank_that_dies_before_its_copy_is_noticed_and_the_copy_ended(session: Session) -> None:
     told = session.told["test_rank_that_dies_before_its_copy"]
-    assert told["errors"].startswith("rank 1 of 2 died: SIGKILL\nrank 0: cut off by that at test_forks.py:")
+    assert told["errors"].startswith(
+        "rank 1 of 2 died: SIGKILL\nrank 0: lost its connection to rank 1 at test_forks.py:"
+    )
     assert told["alive"] == []
 
 

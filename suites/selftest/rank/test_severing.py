@@ -34,5 +34,5 @@ def test_a_rank_that_cannot_tell_what_it_does_says_so_and_answers_on() -> None:
     rank.collectives = lambda: 1 // 0
     rank._answer(0, False)
     (doing,) = said
-    assert (doing.where, doing.state) == ("a place it cannot tell", "votes")
+    assert (doing.where, doing.state) == ("an unknown place", "votes")
     assert "ZeroDivisionError" in doing.stacks

@@ -98,7 +98,7 @@ def test_a_selection_runs_only_the_points_it_names(subtests: pytest.Subtests) ->
     run.skip_if_nothing_ran()  # does not: another call of the same test has run something
     alone = RunSubtests(AloneInTheWorld(), subtests, {"a": "2"})
     alone({"a": [1], "b": [3]}, print)
-    with pytest.raises(pytest.skip.Exception, match="no point of a, b matches --subtest a=2"):
+    with pytest.raises(pytest.skip.Exception, match="no case of a, b matches --subtest a=2"):
         alone.skip_if_nothing_ran()
 
 
@@ -201,14 +201,14 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
             "SUBFAILED[[]a=0[]] *::test_work_in_flight - rank 1: ValueError: left work in flight",
             "SUBFAILED[[]a=1[]] *::test_skips_must_agree - *: rank 0 passed; rank 1 skipped (no)",
             "*ranks disagree on which subtest comes next: rank 0 at [[]a=0[]]; rank 1 at [[]a=1[]]*",
-            "FAILED *::test_a_rank_leaves_early - rank 0: *rank 1 had ended the test by then",
+            "FAILED *::test_a_rank_leaves_early - rank 0: *rank 1 had already ended the test",
             "SUBFAILED[[]a=2[]] *::test_death_in_a_point - rank 1: exited with code 5",
             "FAILED test_points.py::test_death_in_a_point - rank 1: exited with code 5",
             "FAILED test_points.py::test_the_same_settings_twice - contains 2 failed subtests",
             "SUBFAILED[[]a=1[]] *::test_all_meet_before_the_next_point - *",
             "FAILED *::test_all_meet_before_the_next_point - contains 1 failed subtest",
             "*::test_skipped_points_are_skipped SUBSKIPPED[[]all=0[]] (nobody)*",
-            "rank 0: cut off by that at test_points.py:* (Connection closed by peer)",
+            "rank 0: lost its connection to rank 1 at test_points.py:* (Connection closed by peer)",
             "pytest test_points.py::test_one_bad_point -W ignore --subtest a=2,b=x",
         ]
     )

@@ -104,7 +104,7 @@ def test_a_mismatch_that_all_ranks_have_left_behind_is_told_on_request_only() ->
         (doing(state="idle"), "never reached: it has ended the test", True),
         (doing(state="votes", case="n=2"), "never reached: it has ended the subtest [n=2]", True),
         (doing(state="stopped"), "did not reach: it is stopped", True),
-        (doing(state="silent", where="a.py:1"), "did not reach: it does not answer, at a.py:1", False),
+        (doing(state="silent", where="a.py:1"), "did not reach: it is not responding, at a.py:1", False),
         (doing(call="recv"), "never reached: it is in recv at test_a.py:7 in test_a", False),
         (doing(), "never reached: it is at test_a.py:7 in test_a", False),
     ],

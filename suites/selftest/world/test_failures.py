@@ -66,7 +66,7 @@ def test_exit_and_interrupt_inside_a_rank_fail_their_test_only(failures: Run) ->
     assert failures.count() == "3 failed, 4 passed"
     assert "FAILED test_failures.py::test_exits - rank 1: _pytest.outcomes.Exit: enough" in failures.output
     assert "FAILED test_failures.py::test_is_interrupted - rank 0: KeyboardInterrupt" in failures.output
-    assert "rank 0: cut off by that at" in failures.cases["test_exits"].findtext("failure", "")
+    assert "rank 0: lost its connection to rank 1 at" in failures.cases["test_exits"].findtext("failure", "")
 
 
 def test_the_xml_report_has_one_case_an_item_and_names_the_rank(failures: Run) -> None:

@@ -45,7 +45,9 @@ def test_a_death_is_reported_in_its_phase(session: FaultSession, name: str) -> N
 def test_a_rank_that_waits_for_a_dead_one_is_its_victim(session: FaultSession) -> None:
     place = session.place("# of rank 1")
     assert (
-        session["test_the_first_rank_is_killed"].head()[1].startswith(f"rank 1: cut off by that at {place}")
+        session["test_the_first_rank_is_killed"]
+        .head()[1]
+        .startswith(f"rank 1: lost its connection to rank 0 at {place}")
     )
 
 

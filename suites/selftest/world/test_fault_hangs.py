@@ -29,7 +29,7 @@ def test_each_rank_that_hangs_is_named_with_its_line(session: FaultSession, rank
     verdict = session["test_nine_ways"]
     assert verdict.outcomes == ["failure"]
     (line,) = (each for each in verdict.head() if each.startswith(f"rank {rank}"))
-    assert "still ran at the deadline of 2 s, in " in line
+    assert "timed out after 2 s, in " in line
     assert session.place(code) in line
     assert verdict.seconds < 30  # a bound against hanging
 
@@ -37,7 +37,7 @@ def test_each_rank_that_hangs_is_named_with_its_line(session: FaultSession, rank
 @pytest.mark.parametrize("rank", [7, 8])
 def test_a_rank_that_cannot_answer_is_named_too(session: FaultSession, rank: int) -> None:
     lines = [line for line in session["test_nine_ways"].head() if line.startswith(f"rank {rank}")]
-    assert any("still ran at the deadline of 2 s, in " in line for line in lines)
+    assert any("timed out after 2 s, in " in line for line in lines)
 
 
 @pytest.mark.parametrize(("name", "code"), [("test_set_up", "# early"), ("test_tear_down", "# late")])
@@ -45,14 +45,14 @@ def test_a_hang_is_reported_with_its_rank_and_phase(session: FaultSession, name:
     verdict = session[name]
     assert verdict.outcomes == ["error"]
     assert verdict.message.startswith(f"failed on {name.removeprefix('test_').replace('_', '')} with ")
-    assert verdict.head()[0].startswith("rank 1 of 2 still ran at the deadline of 1 s, in ")
+    assert verdict.head()[0].startswith("rank 1 of 2 timed out after 1 s, in ")
     assert session.place(code) in verdict.head()[0]
     assert verdict.head()[1] == "rank 0: passed"
 
 
 def test_a_hang_of_all_ranks_at_one_line_is_shown_once(session: FaultSession) -> None:
     verdict = session["test_sleep_of_all"]
-    assert verdict.head()[0].startswith("all 2 ranks still ran at the deadline of 1 s, in ")
+    assert verdict.head()[0].startswith("all 2 ranks timed out after 1 s, in ")
     assert verdict.text.count("time.sleep(100)  # all") == 1
 
 
@@ -66,13 +66,13 @@ def test_a_rank_that_waits_for_an_ended_one_is_shown(session: FaultSession) -> N
 def test_a_stopped_rank_is_reported_before_the_deadline(session: FaultSession) -> None:
     head = session["test_stopped"].head()
     assert head[0] == "rank 1 is stopped"
-    assert head[1].startswith("rank 1 of 2 ended by the harness after ")
+    assert head[1].startswith("rank 1 of 2 killed by the harness after ")
 
 
 def test_probing_a_rank_that_holds_the_gil_does_not_wake_it(session: FaultSession) -> None:
     verdict = session["test_sleep_with_the_gil"]
     assert verdict.outcomes == ["failure"]
-    assert verdict.head()[0].startswith("rank 1 of 2 still ran at the deadline of 1 s, in ")
+    assert verdict.head()[0].startswith("rank 1 of 2 timed out after 1 s, in ")
     assert session.place("# which a signal would end") in verdict.head()[0]
 
 
@@ -81,7 +81,7 @@ def test_probing_a_rank_that_holds_the_gil_does_not_wake_it(session: FaultSessio
     [
         ("loop", "never reached: it is at test_faults.py:"),
         ("stop", "did not reach: it is stopped"),
-        ("gil", "did not reach: it does not answer, at test_faults.py:"),
+        ("gil", "did not reach: it is not responding, at test_faults.py:"),
     ],
 )
 def test_a_rank_that_hangs_is_blamed_for_the_one_that_waits(
@@ -91,9 +91,7 @@ def test_a_rank_that_hangs_is_blamed_for_the_one_that_waits(
     assert verdict.outcomes == ["failure"]
     assert re.match(r"rank 0 waits in barrier #\d+, which rank 1 " + re.escape(where), verdict.head()[0])
     # The deadline comes at the moment when a standstill would be reported.
-    assert re.match(
-        r"rank 1 of 2 (still ran at the deadline of 1 s|ended by the harness after)", verdict.head()[1]
-    )
+    assert re.match(r"rank 1 of 2 (timed out after 1 s|killed by the harness after)", verdict.head()[1])
 
 
 @pytest.mark.parametrize("doing", ["computes", "holds_the_gil"])
@@ -119,7 +117,7 @@ def test_a_rank_that_hangs_in_a_case_is_to_blame(
     head = session["test_sleep_in_a_point"].head()
     place = f"{session.place('# in a point')} in claim"
     assert head[0] == f"rank 0 waits at the end of [n=1] for rank 1: rank 1 is at {place}"
-    assert head[1].startswith("rank 1 of 2 still ran at the deadline of 1 s, in ")
+    assert head[1].startswith("rank 1 of 2 timed out after 1 s, in ")
 
 
 def test_a_rank_in_its_tear_down_is_given_the_time(session: FaultSession) -> None:

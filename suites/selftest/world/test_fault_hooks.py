@@ -50,7 +50,7 @@ def test_a_hook_that_cannot_serialise_a_report_is_named(session: FaultSession) -
     verdict = session["test_serialise"]
     assert verdict.outcomes == ["failure"]
     assert verdict.head()[:2] == ["rank 1 of 2 failed", "rank 0: passed"]
-    assert "a report cannot leave a rank: a hook raised" in verdict.text
+    assert "a report cannot be sent to the controller: a hook raised" in verdict.text
     assert "E   ValueError: in serialise" in verdict.text
 
 

@@ -33,7 +33,7 @@ def test_a_failure_shows_the_output_of_the_rank_to_blame_only(session: FaultSess
 def test_a_rank_that_waits_for_one_that_failed_is_a_victim_in_one_line(session: FaultSession) -> None:
     verdict = session["test_assertion_while_the_other_waits"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
-    assert verdict.head()[1].startswith("rank 0: cut off by that at test_faults.py:")
+    assert verdict.head()[1].startswith("rank 0: lost its connection to rank 1 at test_faults.py:")
     assert "gloo/transport" not in verdict.text
     assert verdict.seconds < 15  # the deadline is 30
 
@@ -76,7 +76,10 @@ def test_a_segmentation_fault_shows_the_python_line_it_happened_at(session: Faul
 
 
 def test_a_survivor_of_a_death_is_its_victim(session: FaultSession) -> None:
-    assert "rank 0: cut off by that at test_faults.py" in session["test_killed_before_a_collective"].text
+    assert (
+        "rank 0: lost its connection to rank 1 at test_faults.py"
+        in session["test_killed_before_a_collective"].text
+    )
 
 
 def test_sys_exit_in_a_rank_is_the_failure_of_its_test(session: FaultSession) -> None:
@@ -99,7 +102,7 @@ def test_a_skip_on_all_ranks_is_a_skip(session: FaultSession) -> None:
 
 def test_a_hang_is_reported_with_the_stacks_of_all_ranks(session: FaultSession) -> None:
     text = session["test_hang"].text
-    assert "still ran at the deadline of 1.5 s, in all_reduce #1 (half [3, 5]) at " in text
+    assert "timed out after 1.5 s, in all_reduce #1 (half [3, 5]) at " in text
     assert "time.sleep(100)" in text
     assert "dist.all_reduce(torch.ones(3, 5, dtype=torch.float16))" in text
     assert session["test_hang"].seconds < 15  # not for ever
@@ -113,7 +116,7 @@ def test_mismatched_collectives_are_both_named(session: FaultSession) -> None:
 
 def test_a_rank_that_holds_the_gil_still_shows_its_stack(session: FaultSession) -> None:
     verdict = session["test_hang_that_holds_the_gil"]
-    assert verdict.head()[0].startswith("rank 1 of 2 still ran at the deadline")
+    assert verdict.head()[0].startswith("rank 1 of 2 timed out")
     assert "in test_hang_that_holds_the_gil" in verdict.text
 
 
@@ -124,13 +127,13 @@ def test_a_rank_that_waits_in_vain_is_ended_before_the_deadline(
     sentence = "rank 1 waits in all_reduce #1 (float [3]), which rank 0 never reached: it has ended the test"
     assert verdict.message == sentence
     assert verdict.head()[0] == sentence
-    assert verdict.head()[1].startswith("rank 1 of 2 ended by the harness after ")
+    assert verdict.head()[1].startswith("rank 1 of 2 killed by the harness after ")
     assert verdict.seconds < 15  # the deadline is 30
 
 
 def test_a_collective_left_in_flight_fails_the_test(session: FaultSession) -> None:
     head = session["test_collective_left_in_flight"].head()
-    assert head[0] == "rank 1 of 2 left all_reduce #1 (float [3]) in flight, which not every rank has joined"
+    assert head[0] == "rank 1 of 2 left all_reduce #1 (float [3]) in flight: not every rank has joined it"
 
 
 def test_a_fixture_that_breaks_on_one_rank_is_an_error_at_setup(session: FaultSession) -> None:

@@ -341,10 +341,10 @@ def test_ranks_may_leave_a_collective_and_a_failed_test_at_their_own_pace(sessio
 
 
 def test_silence_and_disagreement_are_no_success(session: Session) -> None:
-    assert "rank 1 of 2 said nothing of the setup" in session.failure("silence", "test_silent")
+    assert "rank 1 of 2 sent no report of the setup phase" in session.failure("silence", "test_silent")
     told = session.failure("silence", "test_subtests_disagree")
     assert "skipped it and others did not: ranks disagree" in told
-    assert "rank 1 of 2 never came to it and others did not: ranks disagree" in told
+    assert "rank 1 of 2 did not reach it and others did: ranks disagree" in told
 
 
 def test_a_rank_that_died_between_tests_fails_the_test_before_not_the_one_after(session: Session) -> None:
