@@ -81,10 +81,8 @@ class RankReporter:
         try:
             data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         except BaseException as error:  # of a hook of the user's, which would end the rank
-            data, why = (
-                None,
-                f"a report cannot be sent to the controller: a hook raised\n{describe_raised(error)}",
-            )
+            data = None
+            why = f"a report cannot be sent to the controller: a hook raised\n{describe_raised(error)}"
         if data is None:
             data = pytest_report_to_serializable(failure(report.nodeid, report.location, why, report.when))
         assert data is not None
