@@ -14,9 +14,9 @@ from harness._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
-    from harness.lockstep import RunSubtests
-    from harness.rank.view import RankWorld
+    from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog, ForwardDtypes
+    from harness.subtests import RunSubtests
 
 _HOMES = {
     "CollectivesLog": "harness.recorders",
@@ -24,8 +24,8 @@ _HOMES = {
     "PeerFailed": "harness.exceptions",
     "RankLeakWarning": "harness.exceptions",
     "RankStateWarning": "harness.exceptions",
-    "RankWorld": "harness.rank.view",
-    "RunSubtests": "harness.lockstep",
+    "RankWorld": "harness.rank.world_fixture",
+    "RunSubtests": "harness.subtests",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ class RankLeakWarning(UserWarning):
 
 
 class PeerFailed(AssertionError):
-    """This rank had no quarrel with the point of a test that it shares with others, but another rank had."""
+    """This rank had no quarrel with the case of a test that it shares with others, but another rank had."""
 
 
 class WorldError(RuntimeError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from harness.lockstep import ExpectedFailure
+    from harness.subtests import ExpectedFailure
 
 
 @pytest.hookspec(firstresult=True)

@@ -16,10 +16,10 @@ from harness.marker import MarkError, read_mark
 from harness.protocol import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from harness.lockstep import RunSubtests
     from harness.rank.session import RankSession
-    from harness.rank.view import RankWorld
+    from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog
+    from harness.subtests import RunSubtests
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -73,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="of run_subtests, run only the points with these settings",
+        help="of run_subtests, run only the cases with these settings",
     )
     _add_ini_options(parser)
 
@@ -167,12 +167,12 @@ def world(request: pytest.FixtureRequest) -> RankWorld:
 
 @pytest.fixture
 def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
-    """Run a claim at each point of a product of settings, on all ranks alike."""
-    from harness.lockstep import RunSubtests, parse_selection
+    """Run a claim for each case of a product of settings, on all ranks alike."""
+    from harness.subtests import RunSubtests, parse_selection
 
     selection = parse_selection(request.config.getoption("subtest"))
     expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
-    return RunSubtests(_session(request).lockstep, subtests, selection, expected)
+    return RunSubtests(_session(request).rank, subtests, selection, expected)
 
 
 @pytest.fixture

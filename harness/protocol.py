@@ -13,7 +13,7 @@ RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
 VICTIM_OF_A_CASE = "this case failed on another rank: "
-"""How a rank's subtest failure begins when the rank itself had no quarrel with the point."""
+"""How a rank's subtest failure begins when the rank itself had no quarrel with the case."""
 
 BROKEN_CONNECTION = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
@@ -168,9 +168,9 @@ class RunItem:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """How one rank fared at one point (subtest) of a test.
+    """How one rank fared at one case (subtest) of a test.
 
-    `outcome` is passed, failed, skipped, ended (the whole test), or met (the others, after a failed point).
+    `outcome` is passed, failed, skipped, ended (the whole test), or met (the others, after a failed case).
     """
 
     case: str
@@ -184,7 +184,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The votes of all ranks on the same point, in rank order."""
+    """The votes of all ranks on the same case, in rank order."""
 
     votes: tuple[Vote, ...]
 

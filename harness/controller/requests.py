@@ -14,9 +14,9 @@ import pytest
 
 from harness.controller import debugging
 from harness.launch.processes import START_METHODS
-from harness.lockstep import parse_selection
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
 from harness.protocol import WorldKey
+from harness.subtests import parse_selection
 
 LEAK_POLICIES = ("warn", "error", "off")
 

@@ -31,7 +31,7 @@ LOOK_EVERY = 0.2
 RANKS_NEED = (
     *("torch", "torch.distributed", "torch.utils._device"),
     *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
-    *("harness.rank", "harness.plugin", "harness.launch.bootstrap", "harness.lockstep", "harness.recorders"),
+    *("harness.rank", "harness.plugin", "harness.launch.bootstrap", "harness.subtests", "harness.recorders"),
 )
 """Modules that every rank, or nearly every one, would import itself."""
 

@@ -78,7 +78,7 @@ class Attempt:
         for place in [place for place, value in values.items() if isinstance(value, weakref.ref)]:
             del values[place]
 
-    def vote(self, point: str, seconds: float) -> Vote:
+    def vote(self, case: str, seconds: float) -> Vote:
         outcome, reason = self._outcome()
         mine = ExampleResult(
             self.recorder.digest(),
@@ -88,7 +88,7 @@ class Attempt:
             origin_of(self.error) if outcome == "failed" and self.error is not None else None,
             BROKEN_CONNECTION.search(str(self.error)) is not None if outcome == "failed" else False,
         )
-        return Vote(point, outcome, reason, mine.pack(), renews_deadline=True)
+        return Vote(case, outcome, reason, mine.pack(), renews_deadline=True)
 
     def _outcome(self) -> tuple[str, str]:
         match self.error:

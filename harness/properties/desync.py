@@ -40,11 +40,11 @@ def tell_places(votes: Sequence[Vote]) -> str:
     return f"ranks disagree on what comes next: {where}"
 
 
-def tell_runs(point: str, facts: Sequence[Mapping[str, str]]) -> str:
+def tell_runs(case: str, facts: Sequence[Mapping[str, str]]) -> str:
     """Say in what ranks differ as they begin a property test; `facts` are those of each rank, by name."""
     name = next((name for name in facts[0] if len({each[name] for each in facts}) > 1), "seed")
     said = "; ".join(f"rank {rank} has the {name} {each[name]}" for rank, each in enumerate(facts))
-    return f"ranks begin [{point}] differently: {said}.\nSeed and settings must be the same on all ranks"
+    return f"ranks begin [{case}] differently: {said}.\nSeed and settings must be the same on all ranks"
 
 
 def tell_outcomes(votes: Sequence[Vote]) -> str:
@@ -53,7 +53,7 @@ def tell_outcomes(votes: Sequence[Vote]) -> str:
     return f"ranks disagree in {votes[0].case}: {words}.{_DECIDE}"
 
 
-def tell_draws(point: str, drawn: Sequence[Sequence[Drawn]]) -> str:
+def tell_draws(case: str, drawn: Sequence[Sequence[Drawn]]) -> str:
     """Say which draw of an example was the first that ranks did not share."""
     number = next(
         (
@@ -64,9 +64,9 @@ def tell_draws(point: str, drawn: Sequence[Sequence[Drawn]]) -> str:
         None,
     )
     if number is None:  # their bounds differ in what is not written out
-        return f"ranks have drawn differently in {point}.{_DRAW}"
+        return f"ranks have drawn differently in {case}.{_DRAW}"
     words = "; ".join(f"rank {rank} drew {_draw_word(draws, number)}" for rank, draws in enumerate(drawn))
-    return f"ranks have drawn differently in {point}: {words}.{_DRAW}"
+    return f"ranks have drawn differently in {case}: {words}.{_DRAW}"
 
 
 def _draw_word(draws: Sequence[Drawn], number: int) -> str:

@@ -112,15 +112,15 @@ class Examples:
         __tracebackhide__ = True
         self._count += 1
         self._total += 1
-        point = desync.example(self._total)
+        case = desync.example(self._total)
         attempt = Attempt(data, self.running, self.crash_guard)
-        self._rank.begin_point(point)
+        self._rank.begin_case(case)
         self.running.begin(self._run, self._count)
         attempt.run(functools.partial(_call, runner, function))
-        votes, told = self._vote(attempt, point)
+        votes, told = self._vote(attempt, case)
         self.running.end()
         if any(vote.outcome == "failed" for vote in votes):
-            self._mend(point)
+            self._mend(case)
             self._fail(attempt, votes, told)
         self._expect_all_alike(attempt, votes, told)
         attempt.share(told)
@@ -129,9 +129,9 @@ class Examples:
             raise attempt.error
         return attempt.result
 
-    def _vote(self, attempt: Attempt, point: str) -> tuple[tuple[Vote, ...], list[ExampleResult]]:
+    def _vote(self, attempt: Attempt, case: str) -> tuple[tuple[Vote, ...], list[ExampleResult]]:
         __tracebackhide__ = True
-        vote = attempt.vote(point, time.monotonic() - self._began)
+        vote = attempt.vote(case, time.monotonic() - self._began)
         votes = self._agree(vote, PATIENCE if vote.outcome == "failed" else None)
         told = [ExampleResult.unpack(each.more) for each in votes]
         before = self.clock.monotonic()
@@ -156,15 +156,15 @@ class Examples:
             raise OutOfStep(desync.tell_places(votes))
         return votes
 
-    def ask_all(self, point: str, say: object) -> list[Any]:
+    def ask_all(self, case: str, say: object) -> list[Any]:
         """Exchange something with all ranks; return what each said."""
         __tracebackhide__ = True
-        return [vote.more for vote in self._agree(Vote(point, "asks", "", say, renews_deadline=True))]
+        return [vote.more for vote in self._agree(Vote(case, "asks", "", say, renews_deadline=True))]
 
-    def _mend(self, point: str) -> None:
+    def _mend(self, case: str) -> None:
         """Meet the other ranks in a new process group, unless the failure has left this one whole."""
         __tracebackhide__ = True
-        left = self.ask_all(f"the end of {point}", self._rank.groups())
+        left = self.ask_all(f"the end of {case}", self._rank.groups())
         if any(each.is_severed for each in left) or len(set(left)) > 1:
             with _untraced():
                 self._rank.repair()
@@ -191,20 +191,20 @@ class Examples:
         finally:
             del error  # its traceback refers to this frame
 
-    def _take_over(self, attempt: Attempt, point: str, culprit: int) -> None:
+    def _take_over(self, attempt: Attempt, case: str, culprit: int) -> None:
         """Let the example be for all ranks what the culprit has drawn of it: others went on, or broke off."""
         __tracebackhide__ = True
         mine = attempt.keep() if self.rank == culprit else None
-        kept = self.ask_all(f"what {point} has drawn", mine)
+        kept = self.ask_all(f"what {case} has drawn", mine)
         if self.rank != culprit:
             attempt.take_over(kept[culprit])
 
     def _expect_all_alike(self, attempt: Attempt, votes: tuple[Vote, ...], told: list[ExampleResult]) -> None:
         __tracebackhide__ = True
-        point = votes[0].case
+        case = votes[0].case
         if len({each.choices for each in told}) > 1:
-            drawn = self.ask_all(f"the draws of {point}", attempt.recorder.describe())
-            raise OutOfStep(desync.tell_draws(point, drawn))
+            drawn = self.ask_all(f"the draws of {case}", attempt.recorder.describe())
+            raise OutOfStep(desync.tell_draws(case, drawn))
         if len({vote.outcome for vote in votes}) > 1:
             raise OutOfStep(desync.tell_outcomes(votes))
 
@@ -222,7 +222,7 @@ class Examples:
         self._run += 1
         self._count = 0
         digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
-        point = f"the property {name}"
-        if len(set(self.ask_all(point, digest))) > 1:
-            told = self.ask_all(f"{point} in words", facts)
-            raise OutOfStep(desync.tell_runs(point, told))
+        case = f"the property {name}"
+        if len(set(self.ask_all(case, digest))) > 1:
+            told = self.ask_all(f"{case} in words", facts)
+            raise OutOfStep(desync.tell_runs(case, told))

@@ -72,7 +72,7 @@ class RankDebugger:
             self._tell("left")
             report.sections.append(("The debugger failed itself", traceback.format_exc()))
         except pytest.fail.Exception:
-            item.session.shouldfail = "Quitting debugger"  # no further point of a test's subtests
+            item.session.shouldfail = "Quitting debugger"  # no further case of a test's subtests
         finally:
             _give_back_ctrl_c()
             plugins.unregister(reporter)

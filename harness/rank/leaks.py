@@ -17,7 +17,7 @@ import pytest
 
 from harness.exceptions import RankLeakWarning
 from harness.launch.process_tree import POLL_EVERY, adopt_orphans, end
-from harness.rank.belongings import Belongings, reap
+from harness.rank.open_resources import OpenResources, reap
 
 Policy = Literal["warn", "error", "off"]
 
@@ -43,16 +43,16 @@ class Leaks:
     def __init__(self, rank: int, policy: Policy) -> None:
         self._rank = rank
         self._policy = policy
-        self._standing = Belongings.capture_children()
-        self._of_fixtures: dict[object, Belongings] = {}
+        self._standing = OpenResources.capture_children()
+        self._of_fixtures: dict[object, OpenResources] = {}
         self._segments: set[str] = set()
         self._raised = False
         adopt_orphans()  # a process that outlives the one that the test started is the test's too
         if policy != "off":
             _note_segments(self._segments)
 
-    def _capture(self) -> Belongings:
-        return Belongings.capture_children() if self._policy == "off" else Belongings.capture()
+    def _capture(self) -> OpenResources:
+        return OpenResources.capture_children() if self._policy == "off" else OpenResources.capture()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -97,13 +97,13 @@ class Leaks:
             return
         if self._raised or failing:
             # The traceback keeps what the test had in its variables, and pytest keeps the traceback.
-            left = Belongings(left.children, frozenset(), frozenset(), frozenset())
+            left = OpenResources(left.children, frozenset(), frozenset(), frozenset())
         if left := self._settle(left):
             lines = left.describe()
             self._end_processes()
             self.tell(RankLeakWarning, "; ".join(lines), failing=failing)
 
-    def _settle(self, left: Belongings) -> Belongings:
+    def _settle(self, left: OpenResources) -> OpenResources:
         """Return what stays after a collection of garbage and a moment for what is about to end."""
         reap(left.children)
         left = left.of_tests(self._segments)
@@ -122,7 +122,7 @@ class Leaks:
         """End new children, and whatever becomes a child of this rank as they end."""
 
         def left() -> set[int]:
-            new = Belongings.capture_children() - self._standing
+            new = OpenResources.capture_children() - self._standing
             reap(new.children)
             return set(new.of_tests(self._segments).children)
 

@@ -39,16 +39,22 @@ from harness.protocol import (
     Vote,
     Voted,
 )
-from harness.rank.capture import capture_into
-from harness.rank.copies import Copies
-from harness.rank.crash_reports import CrashReports
-from harness.rank.doing import WIRE_THREAD, describe_rank, issued_since, others_run_users_code, progress
+from harness.rank.forks import Copies
+from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
-from harness.rank.raised import describe_raised
+from harness.rank.reporter import describe_raised
 from harness.rank.session import RankSession, seed_everything
-from harness.rank.stacks import Stacks
 from harness.rank.state import count_collectives, count_groups
-from harness.rank.view import RankWorld
+from harness.rank.status import (
+    WIRE_THREAD,
+    CrashReports,
+    Stacks,
+    describe_rank,
+    issued_since,
+    others_run_users_code,
+    progress,
+)
+from harness.rank.world_fixture import RankWorld
 
 if TYPE_CHECKING:
     from harness.rank.lease import RankLease
@@ -76,7 +82,7 @@ class Rank:
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
         self._state: State = "idle"
-        self._point = ""
+        self._case = ""
         self._item_began = 0
         self._stacks = Stacks()
         self._severing = threading.Lock()
@@ -160,7 +166,7 @@ class Rank:
                 return Close()
 
     def agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
-        """Tell all ranks how this one fared at a point of a test; return every rank's vote, in rank order.
+        """Tell all ranks how this one fared at a case of a test; return every rank's vote, in rank order.
 
         A rank that has ended the test counts as a vote with the outcome "ended".
 
@@ -187,25 +193,25 @@ class Rank:
         """Return in which state the process groups are."""
         return GroupState(self.group.is_severed, count_collectives(), count_groups())
 
-    def begin_point(self, name: str) -> None:
+    def begin_case(self, name: str) -> None:
         """Note which subtest the test has come to, and give every generator the seed of the world."""
-        self._point = self._severable = name
+        self._case = self._severable = name
         self.reseed()
 
-    def end_point(self) -> None:
+    def end_case(self) -> None:
         """Note that what follows is in no subtest."""
         self._own_connections()
-        self._point = ""
+        self._case = ""
 
     def finish(self, message: Finished) -> None:
         """Tell the controller that the item is over."""
-        self._state, self._point = "idle", ""
+        self._state, self._case = "idle", ""
         self.send(message)
 
     def collectives(self) -> RankStatus:
         """Say which collectives this rank has begun in this test, and no more."""
         issued, before = issued_since(self._item_began, self.group.joined)
-        return RankStatus("", "", "", issued, before, self._state, self._point)
+        return RankStatus("", "", "", issued, before, self._state, self._case)
 
     def sever(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
@@ -219,7 +225,7 @@ class Rank:
         """
         self._own_connections()
         self.group.repair()
-        self.agree(Vote(self._point, "met"))
+        self.agree(Vote(self._case, "met"))
 
     def _own_connections(self) -> None:
         """Let the controller cut none from here on: it may ask so late that the new group stands."""
@@ -241,11 +247,11 @@ class Rank:
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:
-                case Probe(full):
-                    self._answer(main, full)
-                case AbortGroup(point):
+                case Probe(thoroughly):
+                    self._answer(main, thoroughly)
+                case AbortGroup(case):
                     with self._severing:
-                        if point == self._severable:
+                        if case == self._severable:
                             self.group.sever()
                 case Interrupt():
                     self.interrupted = True
@@ -279,7 +285,7 @@ class Rank:
         base = self.spec.session.cwd
         stacks = self._stacks.take()
         began, joined = self._item_began, self.group.joined
-        return describe_rank(stacks, main, base, began, joined, self._state, self._point)
+        return describe_rank(stacks, main, base, began, joined, self._state, self._case)
 
 
 def _lease(spec: RankSpec) -> RankLease | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from harness.protocol import RankSpec
-from harness.rank.doing import MOST_RECORDED
+from harness.rank.status import MOST_RECORDED
 
 # The controller's deadline ends what hangs, and says more about it than torch's own would.
 _NO_TIMEOUT = datetime.timedelta(days=1)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from _pytest._code.code import filter_traceback
+from _pytest.junitxml import bin_xml_escape, xml_key
 from _pytest.reports import pytest_report_to_serializable
 
 from harness.marker import is_xfail_call
-from harness.output import MAX_MESSAGE, truncate
+from harness.output import MAX_MESSAGE, truncate, truncate_lines
 from harness.protocol import Reported, Warned
 from harness.rank.output import TestOutput
-from harness.rank.plain import plain
-from harness.rank.raised import describe_raised
-from harness.rank.xml_notes import XmlNotes
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -70,9 +70,9 @@ class RankReporter:
             data["xml_notes"] = notes
         if _raised(report):
             ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
-            self._rank.send(Reported(plain(data), self._rank.collectives() if ends_phase else None))
+            self._rank.send(Reported(sanitise(data), self._rank.collectives() if ends_phase else None))
         else:  # posted reports are lost if the process dies: no loss, unless there is something to show
-            (self._rank.send if _printed(report) else self._rank.post)(Reported(plain(data)))
+            (self._rank.send if _printed(report) else self._rank.post)(Reported(sanitise(data)))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
         """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
@@ -113,3 +113,84 @@ def _printed(report: pytest.TestReport) -> bool:
 def failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     """Make the report of a phase that failed without pytest's doing."""
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
+
+
+class XmlNotes:
+    """Takes what the fixtures `record_testsuite_property` and `record_xml_attribute` record."""
+
+    family = "xunit1"  # of any other one pytest's fixtures say, on every rank, that it has no place for them
+
+    def __init__(self) -> None:
+        self._notes: list[tuple[str, str, str]] = []
+
+    def attach(self, config: pytest.Config) -> None:
+        """Take the place of the report in a session. pytest takes both away when the session ends."""
+        config.stash[cast("pytest.StashKey[object]", xml_key)] = self
+        config.pluginmanager.register(self, "harness-xml-notes")
+
+    def take(self) -> list[tuple[str, str, str]]:
+        """Return what was noted since the last time: "property" or "attribute", name, value."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def add_global_property(self, name: str, value: object) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name parameter needs to be a string, but {type(name).__name__} given")
+        self._notes.append(("property", bin_xml_escape(name), str(value)))
+
+    def node_reporter(self, nodeid: object) -> XmlNotes:
+        return self  # one test at a time runs in a rank
+
+    def add_attribute(self, name: str, value: object) -> None:
+        self._notes.append(("attribute", str(name), str(value)))
+
+
+_AS_THEY_ARE = frozenset({bool, int, float, type(None)})
+_CRASH = {"path", "lineno", "message"}
+
+
+def sanitise(value: Any) -> Any:
+    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
+
+    Reports hold anything: recorded properties, and what users' hooks set as attributes. What is too long to
+    be read is cut.
+    """
+    kind = type(value)  # most values are simple, and this runs for each of every report
+    if kind is str:
+        return truncate(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if isinstance(value, dict):
+        return _sanitise_dict(value)
+    if isinstance(value, list | tuple):
+        return _sanitise_list(value)
+    return truncate(str(value))
+
+
+def _sanitise_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    found = {str(name): sanitise(item) for name, item in value.items()}
+    if found.keys() == _CRASH:
+        found["message"] = truncate(str(found["message"]), MAX_MESSAGE)
+    return found
+
+
+def _sanitise_list(value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return tuple(map(sanitise, value))
+    if value and all(type(item) is str for item in value):
+        return truncate_lines([truncate(line, MAX_MESSAGE) for line in value])
+    return list(map(sanitise, value))
+
+
+_NOT_THE_USERS = (str(Path(__file__).parent), "<frozen")
+
+
+def describe_raised(error: BaseException) -> str:
+    """Return a traceback as pytest shows those of collection, without its own frames and ours."""
+    if isinstance(error, pytest.UsageError):
+        return str(error)
+    excinfo = pytest.ExceptionInfo.from_exception(error)
+    excinfo.traceback = excinfo.traceback.filter(
+        lambda entry: filter_traceback(entry) and not str(entry.path).startswith(_NOT_THE_USERS)
+    )
+    return str(excinfo.getrepr(style="short") if excinfo.traceback else excinfo.exconly())

@@ -6,23 +6,22 @@ import os
 import random
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
 import torch
 
-from harness.lockstep import RunSubtests
 from harness.properties.plugin import Properties
 from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, RunItem
 from harness.rank import debugger
-from harness.rank.baseline import Baseline
-from harness.rank.capture import tee_where_captured_in_memory
-from harness.rank.collection import RankCollection
-from harness.rank.measuring import Measuring
-from harness.rank.raised import describe_raised
-from harness.rank.reporter import PHASES, RankReporter, failure
+from harness.rank.coverage import RankCoverage
+from harness.rank.item import Baseline
+from harness.rank.output import tee_where_captured_in_memory
+from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState, count_collectives, count_groups
+from harness.subtests import RunSubtests
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -66,10 +65,9 @@ class RankSession:
 
     def __init__(self, rank: Rank) -> None:
         self.__name__ = RANK_PLUGIN  # by this pytest names a plugin that is an object
-        self._rank = rank
+        self.rank = rank
         self._spec = rank.spec
         self.world = rank.world
-        self.lockstep = rank
         self.started = False
         self._collection = RankCollection()
         self._baseline = Baseline(rank)
@@ -89,9 +87,9 @@ class RankSession:
         options = vars(config.option)
         options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
-        debugger.plug_in(config, self._rank)
+        debugger.plug_in(config, self.rank)
         if self._spec.session.measures:
-            config.pluginmanager.register(Measuring(config))
+            config.pluginmanager.register(RankCoverage(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         _block_reruns(config)
         # What pytest and its plugins write once a run, they do not write where they find this.
@@ -102,7 +100,7 @@ class RankSession:
         config.option.setupshow = False  # --setup-only has asked for it again
         for plugin in (
             self._collection,
-            self._rank.copies,
+            self.rank.copies,
             self._baseline,
             self._reporter,
             self._properties,
@@ -117,9 +115,9 @@ class RankSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
         self._baseline.start()
-        self._rank.ready()
+        self.rank.ready()
         while True:
-            match self._rank.next_order():
+            match self.rank.next_order():
                 case RunItem() as order:
                     self._run(session, order)
                 case Close():
@@ -130,17 +128,17 @@ class RankSession:
         item, next_item = self._collect(session, order)
         if item is None:
             self._reporter.send(_missing(order, self._collection.error_of(order.path)))
-            self._rank.group.sever()
+            self.rank.group.sever()
         else:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
-            self._rank.reseed()
+            self.rank.reseed()
             with self._properties.of_item(order.search):
                 self._run_protocol(item, next_item)
         checks = self._config.getoption("check_collectives")
-        doing = replace(self._rank.collectives(), state="idle") if checks else None
+        doing = replace(self.rank.collectives(), state="idle") if checks else None
         usable = torch.distributed.is_initialized() and self._baseline.is_restored
-        self._rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
+        self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Find the item and its next one. What a file changes when it is imported stands from then on."""
@@ -148,18 +146,18 @@ class RankSession:
         news = not all(self._collection.knows(path) for _, path in wanted)
         before = RankState.capture() if news else None
         if news:
-            self._rank.send(Collecting(next(p for _, p in wanted if not self._collection.knows(p))))
+            self.rank.send(Collecting(next(p for _, p in wanted if not self._collection.knows(p))))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None:
             self._baseline.adopt(before)
-            self._rank.send(ItemStarted())
+            self.rank.send(ItemStarted())
         return found if order.next_item else [*found, None]
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         except BaseException as error:
-            if self._rank.interrupted and isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
+            if self.rank.interrupted and isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
                 raise  # pytest tears down what is up and ends the session
             # KeyboardInterrupt, pytest.exit, or whatever a hook raises. Inside one rank it is that test's
             # failure; stopping the run is the controller's.
@@ -221,3 +219,64 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
     )
     path, *names = order.nodeid.split("::")
     return failure(order.nodeid, (path, None, ".".join(names)), text, "setup")
+
+
+class RankCollection:
+    """The items of one rank session, collected file by file, as one collection would have found them.
+
+    For pytest every file is a collection of its own, with directories of its own; fixtures and set-up that
+    belong to a directory would be bound to those of the first file. So directories are kept here.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[str, pytest.Item] = {}
+        self._errors: dict[str, str] = {}
+        """Why a file could not be collected, for every file that was tried; empty where all went well."""
+        self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
+
+    def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
+        """Return the item, or None if the file has no such item on this rank."""
+        if path not in self._errors:
+            self._errors[path] = ""
+            try:
+                items = session.perform_collect([path])
+            except BaseException as error:
+                # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
+                # may be the file of the next item: this one must not suffer from it.
+                self._errors[path] = self._errors[path] or describe_raised(error)
+            else:
+                self._items.update({str(item.nodeid): item for item in items})
+        return self._items.get(nodeid)
+
+    def knows(self, path: str) -> bool:
+        """Whether the file has been collected, or tried."""
+        return path in self._errors
+
+    def error_of(self, path: str) -> str:
+        """Return what pytest said of a file that it could not collect."""
+        return self._errors.get(path, "")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_directory(
+        self, path: Path, parent: pytest.Collector
+    ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
+        return self._directories.setdefault((path, parent), (yield))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note why the file in hand yields fewer items than elsewhere: it, or a conftest, may be broken."""
+        path = next(reversed(self._errors), None)
+        if path is None or self._errors[path]:
+            return
+        if report.failed:
+            self._errors[path] = report.longreprtext
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self._errors[path] = f"this rank skips {path} as it imports it, and others did not ({reason})"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Keep the conftests that still wait for their directory; pytest (since 9.1) drops them here."""
+        waiting: dict[Path, object] = getattr(session._fixturemanager, "_pending_conftests", {})
+        kept = dict(waiting)
+        yield
+        waiting.update(kept)

@@ -1,24 +1,178 @@
-"""What a test may change in its process and must not leave to the next one."""
+"""The state of a process that a test may change and must not leave to the next one.
+
+Runs inside a rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
+import locale
 import os
+import resource
+import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from harness.rank.changes import State
-from harness.rank.interpreter import InterpreterState
+# Comparing two moments
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State at one moment, in fields whose names are read by people."""
+
+    def changes(self, now: Self) -> list[str]:
+        """Describe how `now` differs from this state, one line for each difference."""
+        lines: list[str] = []
+        for field in fields(self):
+            before, after = getattr(self, field.name), getattr(now, field.name)
+            if isinstance(before, Snapshot):
+                lines += before.changes(after)
+            elif before != after:
+                lines.append(_describe(field.name.replace("_", " "), before, after))
+        return [line for line in lines if line]
+
+    def with_changes(self, before: Self, now: Self) -> Self:
+        """Return this state with what differs between the two others."""
+        changes: dict[str, Any] = {}
+        for field in fields(self):
+            old, new = getattr(before, field.name), getattr(now, field.name)
+            if old != new:
+                changes[field.name] = _fold(getattr(self, field.name), old, new)
+        return replace(self, **changes)
+
+
+def _describe(name: str, before: Any, after: Any) -> str:
+    match before:
+        case dict():
+            changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+            return f"{name}: {', '.join(sorted(map(os.fsdecode, changed)))}"
+        case frozenset():
+            return _describe_groups(before, after)
+        case tuple() if name == "sys path":
+            new, gone = [p for p in after if p not in before], [p for p in before if p not in after]
+            words = [*(f"{path} added" for path in new), *(f"{path} removed" for path in gone)]
+            # Another order alone is put back without a word: pytest makes one as it sets up a package.
+            return f"{name}: {', '.join(words)}" if words else ""
+        case str() if name == "locale":
+            return f"{name}: {'; '.join(sorted({*after.split(';')} - {*before.split(';')}))}"
+        case _:
+            return f"{name}: {after} (was {before})"
+
+
+def _describe_groups(before: frozenset[str], after: frozenset[str]) -> str:
+    if any(group.startswith("default_pg") for group in before - after):
+        return "no default process group (the next test gets a new world)"
+    # A mesh makes groups and offers no way to destroy them: those go without a word.
+    left = sorted(group for group in after - before if not group.startswith("mesh"))
+    return f"{len(left)} process group(s)" if left else ""
+
+
+def _fold(value: Any, old: Any, new: Any) -> Any:
+    """Apply to a value what differs between two others: item by item where it is a collection."""
+    match value:
+        case Snapshot():
+            return value.with_changes(old, new)
+        case dict():
+            kept = {key: item for key, item in value.items() if key not in old or key in new}
+            return kept | {key: item for key, item in new.items() if old.get(key) != item}
+        case frozenset():
+            return (value - (old - new)) | (new - old)
+        case _:
+            return new
+
+
+# Python, and what the system keeps for a process
+
+# Not SIGCHLD: torch's DataLoader sets a handler once, for good.
+_SIGNALS = [signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "ALRM", "TERM", "USR1", "USR2")]
+# Low limits break what comes later; the others are hardly set in a test.
+_LIMITS = {
+    name: getattr(resource, name)
+    for name in ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_STACK", "RLIMIT_NOFILE", "RLIMIT_FSIZE", "RLIMIT_CPU")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InterpreterState(Snapshot):
+    """The state of an interpreter and its process."""
+
+    signal_handlers: dict[str, Any]
+    blocked_signals: dict[str, int]
+    pending_alarm: bool
+    """Whether SIGALRM will come: it would kill some later test."""
+    faulthandler: bool
+    """Put back by `CrashReports`, which knows the file."""
+    garbage_collection: bool
+    recursion_limit: int
+    sys_path: tuple[str, ...]
+    umask: str
+    resource_limits: dict[str, tuple[int, int]]
+    locale: str
+
+    @classmethod
+    def capture(cls) -> InterpreterState:
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return cls(
+            signal_handlers={number.name: signal.getsignal(number) for number in _SIGNALS},
+            blocked_signals={str(number): number for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())},
+            pending_alarm=signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+            faulthandler=faulthandler.is_enabled(),
+            garbage_collection=gc.isenabled(),
+            recursion_limit=sys.getrecursionlimit(),
+            sys_path=tuple(path for path in sys.path if not _is_vendored(path)),
+            umask=f"{umask:#o}",
+            resource_limits={name: resource.getrlimit(limit) for name, limit in _LIMITS.items()},
+            locale=locale.setlocale(locale.LC_ALL, None),
+        )
+
+    def restore(self) -> None:
+        """Put the process back into this state, as far as the system lets it: a hard limit stays lowered."""
+        if not self.pending_alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for name, handler in self.signal_handlers.items():
+            if handler is not None and signal.getsignal(signal.Signals[name]) != handler:
+                signal.signal(signal.Signals[name], handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals.values())
+        (gc.enable if self.garbage_collection else gc.disable)()
+        sys.setrecursionlimit(self.recursion_limit)
+        sys.path[:] = [*self.sys_path, *filter(_is_vendored, sys.path)]
+        os.umask(int(self.umask, 8))
+        for name, limits in self.resource_limits.items():
+            _restore_limit(_LIMITS[name], limits)
+        locale.setlocale(locale.LC_ALL, self.locale)
+
+
+def _is_vendored(path: str) -> bool:
+    """Whether setuptools has put it there as it was imported, to import the rest of itself from."""
+    return path.endswith("_vendor")
+
+
+def _restore_limit(limit: int, limits: tuple[int, int]) -> None:
+    soft, hard = resource.getrlimit(limit)
+    if (soft, hard) == limits:
+        return
+    try:
+        resource.setrlimit(limit, limits)
+    except (ValueError, OSError):  # only root may raise a hard limit
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (hard, hard))
+
+
+# All of it
 
 # Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler.
 _NOT_STATE = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR"}
 
 
 @dataclass(frozen=True, slots=True)
-class RankState(State):
+class RankState(Snapshot):
     """The state of a process that tests change in passing."""
 
     default_dtype: torch.dtype

@@ -24,9 +24,9 @@ def explain(
     head = [sentence] if sentence else []
     head += _head(first, len(ranks), others)
     in_groups = {problem.rank for group in (first, *others) for problem in group}
-    points = {rank.fate.status.case for rank in ranks if isinstance(rank.fate, Stuck)} - {""}
-    if points and not max(points).startswith(EXAMPLE):
-        head.append(f"subtests after [{max(points)}] did not run")
+    cases = {rank.fate.status.case for rank in ranks if isinstance(rank.fate, Stuck)} - {""}
+    if cases and not max(cases).startswith(EXAMPLE):
+        head.append(f"subtests after [{max(cases)}] did not run")
     for rank in ranks:
         if rank.rank not in in_groups:
             peer = f"its connection to rank {first[0].rank}" if len(ranks) == 2 else "a connection"

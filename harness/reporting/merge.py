@@ -65,16 +65,16 @@ def merge(
 
 
 def _rerun_of_all(rerun: str, outcome: ItemOutcome, selected: list[str]) -> str:
-    """Let the command run only the point that a rank was stuck in, else those that the user chose."""
-    points = {rank.fate.status.case for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
-    points = {point for point in points if not point.startswith(EXAMPLE)}
-    if len(points) == 1:
-        return _with_point(rerun, points.pop())
+    """Let the command run only the case that a rank was stuck in, else those that the user chose."""
+    cases = {rank.fate.status.case for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
+    cases = {case for case in cases if not case.startswith(EXAMPLE)}
+    if len(cases) == 1:
+        return _with_case(rerun, cases.pop())
     return "".join([rerun, *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
 
 
-def _with_point(rerun: str, point: str) -> str:
-    return f"{rerun} --subtest {shlex.quote(point.replace(', ', ','))}"
+def _with_case(rerun: str, case: str) -> str:
+    return f"{rerun} --subtest {shlex.quote(case.replace(', ', ','))}"
 
 
 def _merge_subtests(
@@ -85,11 +85,11 @@ def _merge_subtests(
     for name in names:
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
         problems = subtest_problems(context, ranks, name, reports)
-        point = reports[min(reports)].context.msg
-        is_point = point and "run_subtests" in getattr(context.item, "fixturenames", ())
-        rerun = _with_point(context.rerun, point) if is_point else context.rerun
-        of_point = replace(context, rerun=rerun, diagnosis=diagnoses.get(point))
-        merged.append(_merge_phase(of_point, "call", reports, problems, ranks))
+        case = reports[min(reports)].context.msg
+        is_case = case and "run_subtests" in getattr(context.item, "fixturenames", ())
+        rerun = _with_case(context.rerun, case) if is_case else context.rerun
+        of_case = replace(context, rerun=rerun, diagnosis=diagnoses.get(case))
+        merged.append(_merge_phase(of_case, "call", reports, problems, ranks))
     return merged
 
 
@@ -180,5 +180,5 @@ def _sections(
 
 def last_of_examples(outcome: ItemOutcome) -> Diagnosis | None:
     """Return what was wrong between ranks in the last example that all of them were stuck in."""
-    points = [point for point in outcome.diagnoses if point.startswith(EXAMPLE)]
-    return outcome.diagnoses[points[-1]] if points else None
+    cases = [case for case in outcome.diagnoses if case.startswith(EXAMPLE)]
+    return outcome.diagnoses[cases[-1]] if cases else None

@@ -83,10 +83,10 @@ def place_of(doing: RankStatus) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
     if doing.state == "votes":
         return f"the wait for other ranks after [{doing.case}]"
-    point = f" [{doing.case}]" if doing.case else ""
+    case = f" [{doing.case}]" if doing.case else ""
     issued = in_flight(doing)
     call = describe(issued) if issued is not None else doing.call
-    return f"{call}{' at ' if call else ''}{doing.where}{point}"
+    return f"{call}{' at ' if call else ''}{doing.where}{case}"
 
 
 class _Ranks:
@@ -163,15 +163,15 @@ class _Ranks:
         return Diagnosis(sentence, frozenset(), is_hopeless=False)
 
     def _late_for_a_vote(self) -> Diagnosis | None:
-        """Find ranks that wait at the end of a point for others that wait in no collective."""
+        """Find ranks that wait at the end of a case for others that wait in no collective."""
         voters = self._in_state("votes")
         late = [rank for rank in self._doing if rank not in voters]
         if not voters or not late or len(self._doing) < self._size:
             return None
         waits = "waits" if len(voters) == 1 else "wait"
         where = "; ".join(f"rank {rank} is at {self._doing[rank].where}" for rank in late)
-        point = self._doing[voters[0]].case
-        sentence = f"{_names(voters)} {waits} at the end of [{point}] for {_names(late)}: {where}"
+        case = self._doing[voters[0]].case
+        sentence = f"{_names(voters)} {waits} at the end of [{case}] for {_names(late)}: {where}"
         return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
     def _in_state(self, state: str) -> list[int]:

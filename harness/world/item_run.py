@@ -179,7 +179,7 @@ class ItemRun:
                 assert_never(message)
 
     def _count_votes(self) -> None:
-        """Once no rank is under way to the point, tell those that wait there how all fared."""
+        """Once no rank is under way to the case, tell those that wait there how all fared."""
         voters = [outcome for outcome in self._outcomes if outcome.vote is not None]
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
@@ -194,7 +194,7 @@ class ItemRun:
             self._handles[outcome.rank].send_packed(agreed)
 
     def _without_rescue(self, vote: Vote) -> Vote:
-        """Let a point fail that stood still, though the test has caught what it was freed by."""
+        """Let a case fail that stood still, though the test has caught what it was freed by."""
         rescued = vote.case == self._severed and vote.outcome == "passed"
         return replace(vote, outcome="failed") if rescued else vote
 
@@ -221,19 +221,19 @@ class ItemRun:
                 handle.send(Probe())
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
-        """Fail a point of `run_subtests` so that the others can run, once; give up anything else."""
-        points = {self._answers[rank].case for rank in pending if rank in self._answers}
-        if len(points) > 1 and all(point.startswith(EXAMPLE) for point in points):
+        """Fail a case of `run_subtests` so that the others can run, once; give up anything else."""
+        cases = {self._answers[rank].case for rank in pending if rank in self._answers}
+        if len(cases) > 1 and all(case.startswith(EXAMPLE) for case in cases):
             return  # no rank is in an example before all have ended the one before: one is on its way
-        point = points.pop() if len(points) == 1 else ""
-        if not point or point in self._diagnoses:
+        case = cases.pop() if len(cases) == 1 else ""
+        if not case or case in self._diagnoses:
             self._diagnosis = found
             self._give_up(pending)
             return
-        self._diagnoses[point] = found
-        self._severed = point
+        self._diagnoses[case] = found
+        self._severed = case
         for rank in pending:
-            self._handles[rank].send(AbortGroup(point))
+            self._handles[rank].send(AbortGroup(case))
 
     def _give_up(self, ranks: set[int]) -> None:
         phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank

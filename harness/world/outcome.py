@@ -99,7 +99,7 @@ class ItemOutcome:
     diagnosis: Diagnosis | None = None
     """What was wrong between the ranks, if it can be told."""
     diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
-    """The same of single points of `run_subtests`, by name."""
+    """The same of single cases of `run_subtests`, by name."""
 
     def is_clean(self) -> bool:
         """Whether the world can be trusted with another test."""

@@ -32,7 +32,7 @@ from harness.protocol import (
     SessionSpec,
     WorldKey,
 )
-from harness.rank.view import RankWorld
+from harness.rank.world_fixture import RankWorld
 from harness.world.diagnosis import Diagnosis
 from harness.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
 
@@ -181,7 +181,7 @@ def test_an_example_forgets_the_objects_it_has_drawn_and_knows_its_numbers(tmp_p
 class _OtherRank:
     """Votes as a rank 0 that has read only one constant."""
 
-    def ask_all(self, point: str, say: object) -> list[object]:
+    def ask_all(self, case: str, say: object) -> list[object]:
         if isinstance(say, dict):
             return [{kind: [5] if kind == "integers" else [] for kind in say}, say]
         return [b"another", say]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from harness.rank.view import RankWorld
+    from harness.rank.world_fixture import RankWorld
 
 PROMPT = "(Pdb) "
 HOLD = 0.8

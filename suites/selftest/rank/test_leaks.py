@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from harness.rank import leaks
-from harness.rank.belongings import Belongings
 from harness.rank.leaks import Leaks
+from harness.rank.open_resources import OpenResources
 
 SAMPLES = Path(__file__).parent / "leaking"
 PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
@@ -246,4 +246,4 @@ def test_a_file_that_another_thread_is_about_to_close_is_not_left(
     watch = Leaks.__new__(Leaks)
     watch._policy, watch._segments = "warn", set()
     nothing = frozenset[Any]()
-    assert not watch._settle(Belongings(nothing, nothing, frozenset({str(file)}), nothing))
+    assert not watch._settle(OpenResources(nothing, nothing, frozenset({str(file)}), nothing))

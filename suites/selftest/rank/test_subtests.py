@@ -1,4 +1,4 @@
-"""run_subtests: points that all ranks run, pass and fail together."""
+"""run_subtests: cases that all ranks run, pass and fail together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from harness.lockstep import RunSubtests, describe_point, describe_value, parse_selection
 from harness.protocol import Vote
+from harness.subtests import RunSubtests, describe_case, describe_value, parse_selection
 
 
 class Colour(enum.Enum):
@@ -35,10 +35,10 @@ class AloneInTheWorld:
         self.votes.append(vote)
         return (vote,)
 
-    def begin_point(self, name: str) -> None:
+    def begin_case(self, name: str) -> None:
         self.seeded += 1
 
-    def end_point(self) -> None: ...
+    def end_case(self) -> None: ...
     def sever(self) -> None: ...
     def repair(self) -> None: ...
 
@@ -62,7 +62,7 @@ def test_a_value_is_named_in_one_word(value: object, word: str) -> None:
 
 
 def test_a_point_is_named_by_its_settings() -> None:
-    assert describe_point({"dtype": torch.bfloat16, "offload": False}) == "dtype=bfloat16, offload=False"
+    assert describe_case({"dtype": torch.bfloat16, "offload": False}) == "dtype=bfloat16, offload=False"
 
 
 def test_a_selection_reads_what_a_point_is_named() -> None:
@@ -83,9 +83,9 @@ def test_the_product_runs_with_the_last_setting_fastest(subtests: pytest.Subtest
     rank, seen = AloneInTheWorld(), []
     run = RunSubtests(rank, subtests, {})
     run({"a": [1, 2], "b": ["x", "y"]}, lambda *args, **kwargs: seen.append((args, kwargs)), 0, c=3)
-    points = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
-    assert seen == [((0,), {"a": a, "b": b, "c": 3}) for a, b in points]
-    assert [vote.case for vote in rank.votes] == [f"a={a}, b={b}" for a, b in points]
+    cases = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert seen == [((0,), {"a": a, "b": b, "c": 3}) for a, b in cases]
+    assert [vote.case for vote in rank.votes] == [f"a={a}, b={b}" for a, b in cases]
     assert rank.seeded == 4
 
 
@@ -118,7 +118,7 @@ def test_settings_that_would_run_nothing_or_mislead_are_refused(
         RunSubtests(AloneInTheWorld(), subtests, {})(settings, print, c=1)
 
 
-POINTS = """
+CASES = """
 import os, time
 import pytest
 if "RANK" in os.environ:
@@ -191,7 +191,7 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    pytester.makepyfile(test_points=POINTS)
+    pytester.makepyfile(test_points=CASES)
     result = pytester.runpytest_subprocess("-rA", "-v", "-W", "ignore", timeout=120)
     result.assert_outcomes(passed=2, failed=18, skipped=2)
     result.stdout.fnmatch_lines_random(
@@ -218,13 +218,13 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
 
 
 def test_the_line_of_a_failed_point_runs_that_point_alone(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_points=POINTS)
+    pytester.makepyfile(test_points=CASES)
     tests = [f"test_points.py::{name}" for name in ("test_one_bad_point", "test_skipped_points_are_skipped")]
     result = pytester.runpytest_subprocess(*tests, "--subtest", "a=2,b=x", "-v", "-W", "ignore", timeout=60)
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["*::test_one_bad_point SUBFAILED[[]a=2, b=x[]]*"])
-    points = re.findall(r"::(test_\w+) SUB(\w+)\[(.*?)\]", result.stdout.str())
-    assert points == [
+    cases = re.findall(r"::(test_\w+) SUB(\w+)\[(.*?)\]", result.stdout.str())
+    assert cases == [
         ("test_one_bad_point", "FAILED", "a=2, b=x"),
         ("test_skipped_points_are_skipped", "PASSED", "a=2, b=x"),
     ]

@@ -124,7 +124,7 @@ def test_tear_down(hangs_in_tear_down):
 def test_sleep_in_a_point(world, run_subtests):
     def claim(n):
         if world.rank == 1:
-            time.sleep(100)  # in a point
+            time.sleep(100)  # in a case
 
     run_subtests({"n": [1]}, claim)
 

@@ -1,11 +1,13 @@
-"""What a rank is doing: Python stacks of its threads, and the collectives it has begun."""
+"""The status of a rank: Python stacks of its threads, the collectives it has begun, stacks as it crashes."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import harness.properties
 from harness.protocol import DEFAULT_GROUP, Issued, RankStatus, State
-from harness.tracebacks import Stack, is_installed
+from harness.tracebacks import Stack, is_installed, parse
 
 WIRE_THREAD = "lockstep-wire"
 MOST_RECORDED = 256
@@ -34,7 +36,7 @@ def describe_rank(
     begun: int,
     joined: int,
     state: State,
-    point: str = "",
+    case: str = "",
 ) -> RankStatus:
     """Describe all threads of this process but the one that asks, the main thread first.
 
@@ -45,7 +47,7 @@ def describe_rank(
         begun: when the item began, nanoseconds since the epoch.
         joined: when the rank joined its default group.
         state: "runs", "votes" or "idle".
-        point: the subtest under way.
+        case: the subtest under way.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = _frames(stacks.get(main_thread, ()))
@@ -57,7 +59,7 @@ def describe_rank(
     where, call = _users_line(main)
     if state == "runs" and main and _is_pytests(main[0].filename):
         state = "reports"
-    return RankStatus("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, point)
+    return RankStatus("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, case)
 
 
 def progress() -> object:
@@ -191,3 +193,44 @@ def _members() -> dict[str, tuple[int, ...]]:
         for group, ranks in groups
         if isinstance(group, dist.ProcessGroup)
     }
+
+
+class Stacks:
+    """Takes stacks by Python's fault handler.
+
+    Not by frame objects: on Python 3.11 the next frame of one that runs in another thread was seen to be a
+    dict, and to crash the process, while torch's autograd engine was at work there.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("lockstep-stacks")
+        self._taking = threading.Lock()
+
+    def take(self) -> dict[int, Stack]:
+        """Return the stack of each thread, by its ident."""
+        with self._taking:
+            os.ftruncate(self._file, 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            faulthandler.dump_traceback(self._file, all_threads=True)
+            text = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        return {thread.ident: thread.stack for thread in parse(text.decode(errors="replace"))}
+
+
+class CrashReports:
+    """Python's fault handler, as the harness needs it, however a test has left it.
+
+    Args:
+        stacks_path: where the controller looks for the stacks of a rank that it has sent SIGUSR1.
+    """
+
+    def __init__(self, stacks_path: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._stacks = os.open(stacks_path, flags, 0o600)
+        self._stderr = os.dup(2)  # not what pytest captures, which dies with the rank
+
+    def enable(self) -> None:
+        """Put both handlers in place, also where something else has taken the signal meanwhile."""
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=self._stderr)

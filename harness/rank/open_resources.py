@@ -39,7 +39,7 @@ _INFRASTRUCTURE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Belongings:
+class OpenResources:
     """What a process has at one moment."""
 
     children: frozenset[int]
@@ -50,43 +50,43 @@ class Belongings:
     """Names in /dev/shm, whoever made them."""
 
     @classmethod
-    def capture(cls) -> Belongings:
+    def capture(cls) -> OpenResources:
         return cls(_children(), frozenset(threading.enumerate()), _files(), _listing(_SEGMENTS))
 
     @classmethod
-    def capture_children(cls) -> Belongings:
+    def capture_children(cls) -> OpenResources:
         """Look for processes only."""
         return cls(_children(), frozenset(), frozenset(), frozenset())
 
-    def __sub__(self, other: Belongings) -> Belongings:
-        return Belongings(
+    def __sub__(self, other: OpenResources) -> OpenResources:
+        return OpenResources(
             self.children - other.children,
             self.threads - other.threads,
             self.files - other.files,
             self.segments - other.segments,
         )
 
-    def __or__(self, other: Belongings) -> Belongings:
-        return Belongings(
+    def __or__(self, other: OpenResources) -> OpenResources:
+        return OpenResources(
             self.children | other.children,
             self.threads | other.threads,
             self.files | other.files,
             self.segments | other.segments,
         )
 
-    def __and__(self, other: Belongings) -> Belongings:
+    def __and__(self, other: OpenResources) -> OpenResources:
         return self - (self - other)
 
     def __bool__(self) -> bool:
         return bool(self.children or self.threads or self.files or self.segments)
 
-    def of_tests(self, made: set[str]) -> Belongings:
+    def of_tests(self, made: set[str]) -> OpenResources:
         """Leave out what has ended, what Python and torch keep for the process's life, what others made.
 
         Args:
             made: names of the segments that this process has made.
         """
-        return Belongings(
+        return OpenResources(
             frozenset(pid for pid in self.children if is_running(pid) and not _is_torchs(pid)),
             frozenset(thread for thread in self.threads if thread.is_alive() and not _serves_all(thread)),
             frozenset(fd for fd in self.files if _name_of_file(fd)),

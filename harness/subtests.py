@@ -1,4 +1,7 @@
-"""Subtests that all ranks of a world run, pass and fail together. Runs inside a rank."""
+"""The fixture `run_subtests`: subtests that all ranks of a world run, pass and fail together.
+
+Runs inside a rank; the controller reads `--subtest` here. Imports nothing of `harness` but the protocol.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,12 +19,12 @@ from harness.exceptions import PeerFailed
 from harness.protocol import VICTIM_OF_A_CASE, Vote
 
 
-class Lockstep(Protocol):
-    """What subtests need of a rank."""
+class VotingRank(Protocol):
+    """The part of a rank that subtests need."""
 
     def agree(self, vote: Vote) -> tuple[Vote, ...]: ...
-    def begin_point(self, name: str) -> None: ...
-    def end_point(self) -> None: ...
+    def begin_case(self, name: str) -> None: ...
+    def end_case(self) -> None: ...
     def sever(self) -> None: ...
     def repair(self) -> None: ...
 
@@ -40,16 +43,21 @@ class ExpectedFailure(Protocol):
 
 
 class RunSubtests:
-    """The fixture `run_subtests`: one subtest for each point of a product of settings, on all ranks alike.
+    """The fixture `run_subtests`: one subtest for each case of a product of settings, on all ranks alike.
 
-    A point that fails on one rank fails on all; the ranks then meet in a new process group, and the points
-    that remain run. Groups and meshes made before `run_subtests` do not outlive a failed point: make them
-    inside it.
+    A case that fails on one rank fails on all; the ranks then meet in a new process group, and the remaining
+    cases run. Groups and meshes made before `run_subtests` do not outlive a failed case: make them inside it.
+
+    Args:
+        rank: this rank.
+        subtests: pytest's fixture.
+        selected: of `--subtest`, the value of each setting that a case must have to be run.
+        expected_failures: the first one that is about a case counts.
     """
 
     def __init__(
         self,
-        rank: Lockstep,
+        rank: VotingRank,
         subtests: pytest.Subtests,
         selected: Mapping[str, str],
         expected_failures: Sequence[ExpectedFailure] = (),
@@ -64,52 +72,50 @@ class RunSubtests:
     def __call__(
         self, settings: Mapping[str, Sequence[Any]], fn: Callable[..., object], *args: Any, **kwargs: Any
     ) -> None:
-        """Call `fn(*args, **kwargs, **point)` for every point of the product of `settings`.
+        """Call `fn(*args, **kwargs, **case)` for every case of the product of `settings`.
 
         Args:
             settings: for each keyword of `fn` the values it takes; the last one varies fastest.
-            fn: the claim; every generator is seeded anew before each call.
+            fn: the claim; every generator is seeded again before each call.
 
         Raises:
-            ValueError: a setting has no values, or is given in `kwargs` too; no point would be run.
+            ValueError: a setting has no values, or is given in `kwargs` too; no case would be run.
         """
         __tracebackhide__ = True
         _check(settings, kwargs)
-        points = [
-            dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
-        ]
-        chosen = [point for point in points if self._is_selected(point)]
+        cases = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+        chosen = [case for case in cases if self._is_selected(case)]
         self._settings.update(settings)
         self._num_run += len(chosen)
-        for point in chosen:
-            call = partial(fn, *args, **kwargs, **point)
-            name = describe_point(point)
+        for case in chosen:
+            call = partial(fn, *args, **kwargs, **case)
+            name = describe_case(case)
             expected = next((found for found in self._expected_failures if found.is_about_case(name)), None)
             if expected is None:
-                self._run_point(name, call)
+                self._run_case(name, call)
             else:
-                self._run_failing_point(name, call, expected)
-            self._rank.end_point()
+                self._run_failing_case(name, call, expected)
+            self._rank.end_case()
 
     def skip_if_nothing_ran(self) -> None:
-        """Skip the test that used this fixture if `--subtest` chose none of its points."""
+        """Skip the test that used this fixture if `--subtest` chose none of its cases."""
         if self._settings and not self._num_run:
             wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
             pytest.skip(f"no case of {', '.join(self._settings)} matches --subtest {wanted}")
 
-    def _is_selected(self, point: Mapping[str, Any]) -> bool:
+    def _is_selected(self, case: Mapping[str, Any]) -> bool:
         return all(
-            name in point and describe_value(point[name]) == value for name, value in self._selected.items()
+            name in case and describe_value(case[name]) == value for name, value in self._selected.items()
         )
 
-    def _run_point(self, name: str, call: Callable[[], object]) -> None:
+    def _run_case(self, name: str, call: Callable[[], object]) -> None:
         __tracebackhide__ = True
         outcome = "failed"
         votes: tuple[Vote, ...] | None = None
         with self._subtests.test(name):
             skip: BaseException | None = None
             try:
-                self._rank.begin_point(name)
+                self._rank.begin_case(name)
                 call()
                 outcome = "passed"
             except pytest.skip.Exception as error:
@@ -119,22 +125,22 @@ class RunSubtests:
             _expect_all(votes, outcome)
             if skip is not None:
                 raise skip
-        if votes is None:  # it raised, and its own report is out already
+        if votes is None:  # it raised, and its own report has been sent already
             self._rank.sever()  # frees the ranks that wait for this one
             votes = self._rank.agree(Vote(name, outcome))
         if any(vote.outcome == "ended" for vote in votes):
-            pytest.fail(_tell(votes), pytrace=False)
+            pytest.fail(_disagreement(votes), pytrace=False)
         if {vote.outcome for vote in votes} not in ({"passed"}, {"skipped"}):
             self._rank.repair()
 
-    def _run_failing_point(self, name: str, call: Callable[[], object], expected: ExpectedFailure) -> None:
-        """Run a point that is expected to fail, on one rank at least; it fails if all ranks pass."""
+    def _run_failing_case(self, name: str, call: Callable[[], object], expected: ExpectedFailure) -> None:
+        """Run a case that is expected to fail on one rank at least; it fails if all ranks pass."""
         with self._subtests.test(name):
             if not expected.run:
                 raise pytest.xfail.Exception(f"[NOTRUN] {expected.reason}")
             outcome, skip = "passed", None
             try:
-                self._rank.begin_point(name)
+                self._rank.begin_case(name)
                 call()
             except pytest.skip.Exception as error:
                 outcome, skip = "skipped", error
@@ -152,13 +158,13 @@ class RunSubtests:
 
 
 def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
-    """Raise PeerFailed unless every rank was at the same point and fared alike."""
+    """Raise PeerFailed unless every rank was at the same case and fared alike."""
     __tracebackhide__ = True
     if any(vote.outcome != outcome or vote.case != votes[0].case for vote in votes):
-        raise PeerFailed(_tell(votes))
+        raise PeerFailed(_disagreement(votes))
 
 
-def _tell(votes: tuple[Vote, ...]) -> str:
+def _disagreement(votes: tuple[Vote, ...]) -> str:
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
     if ended:
         return f"{VICTIM_OF_A_CASE}rank {', '.join(ended)} had already ended the test"
@@ -189,9 +195,9 @@ def _check(settings: Mapping[str, Sequence[Any]], kwargs: Mapping[str, Any]) -> 
             raise ValueError(f"run_subtests: setting {name!r} has two values that read the same: {names}")
 
 
-def describe_point(point: Mapping[str, Any]) -> str:
-    """Name a point: `key=value, key=value`."""
-    return ", ".join(f"{name}={describe_value(value)}" for name, value in point.items())
+def describe_case(case: Mapping[str, Any]) -> str:
+    """Name a case: `key=value, key=value`."""
+    return ", ".join(f"{name}={describe_value(value)}" for name, value in case.items())
 
 
 def describe_value(value: Any) -> str:
@@ -199,19 +205,15 @@ def describe_value(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        told = (f"{field.name}={describe_value(getattr(value, field.name))}" for field in _set_fields(value))
-        return f"{type(value).__name__}({';'.join(told)})"
+        fields = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+        words = (f"{field.name}={describe_value(getattr(value, field.name))}" for field in fields)
+        return f"{type(value).__name__}({';'.join(words)})"
     if isinstance(value, type) or callable(value):
         text = getattr(value, "__name__", None) or type(value).__name__
     else:
         text = str(value)
     text = re.sub(r" at 0x[0-9a-f]+", "", text).removeprefix("torch.")
     return re.sub(r"[\s,]+", "_", text) or "''"
-
-
-def _set_fields(value: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass instance that differ from their defaults."""
-    return [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
 
 
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:
@@ -221,7 +223,8 @@ def parse_selection(texts: Sequence[str]) -> dict[str, str]:
         ValueError: a part is not of the form KEY=VALUE, or a key is given twice.
     """
     selection: dict[str, str] = {}
-    for part in _parts(texts):
+    parts = (part.strip() for text in texts for part in text.split(","))
+    for part in filter(None, parts):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise ValueError(f"--subtest {part!r}: write KEY=VALUE,KEY=VALUE")
@@ -229,8 +232,3 @@ def parse_selection(texts: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--subtest: {name!r} is given twice")
         selection[name] = value
     return selection
-
-
-def _parts(texts: Sequence[str]) -> Iterator[str]:
-    for text in texts:
-        yield from filter(None, (part.strip() for part in text.split(",")))

@@ -14,7 +14,7 @@ SAVE_EVERY = 1.0
 _SAY_NOTHING_OF = ["already-imported", "module-not-imported", "module-not-measured", "no-data-collected"]
 
 
-class Measuring:
+class RankCoverage:
     """Measures this process as pytest-cov would, by the same options, into a file of its own."""
 
     def __init__(self, config: pytest.Config) -> None:
