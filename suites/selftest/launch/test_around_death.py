@@ -8,36 +8,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from suites.selftest.conftest import Project
+    from suites.selftest.project import Project
 
 # How long ranks and server may live on; the bound is generous, machines are busy. Measured: 0.3 s.
 SOON = 10.0
 
-HANG = """
-@pytest.mark.ranks(SIZE)
-def test_hangs(world):
-    import subprocess
-    subprocess.Popen(["sleep", "300"])
-    note(world, "reached")
-    match world.rank:
-        case 0: sum(range(10**12))
-        case 1: os.kill(os.getpid(), signal.SIGSTOP)
-        case 2: time.sleep(300)
-        case 3: dist.barrier()
-"""
-
 
 @pytest.mark.parametrize(("method", "size"), [("forkserver", 4), ("spawn", 2)])
 def test_ranks_and_server_end_when_the_controller_is_killed(project: Project, method: str, size: int) -> None:
-    project.write(HANG.replace("SIZE", str(size)), f"ranks_start_method = {method}")
-    process = project.start()
-    project.until(lambda: all(project.pids("reached", rank) for rank in range(size)), "the test has begun")
+    project.copy("hanging", f"ranks_start_method = {method}")
+    process = project.start(environ={"SIZE": str(size)})
+    project.wait_for(lambda: all(project.pids("reached", rank) for rank in range(size)), "the test has begun")
     process.kill()
     process.communicate(timeout=60)
     project.assert_nothing_is_left(SOON)
 
 
-def test_ranks_end_in_their_start_when_the_terminal_is_closed(project: Project) -> None:
+def test_starting_ranks_end_when_the_terminal_is_closed(project: Project) -> None:
     project.write("def test_a(world): pass")
     (project.path / "conftest.py").write_text("""
 import os, pathlib, signal, time
@@ -46,67 +33,23 @@ if "RANK" in os.environ:
     sum(range(10**12)) if os.environ["RANK"] == "0" else os.kill(os.getpid(), signal.SIGSTOP)
 """)
     process = project.start()
-    project.until(lambda: project.pids("reached") and project.pids("reached", rank=1), "ranks start")
-    project.break_off(process, signal.SIGHUP)
+    project.wait_for(lambda: project.pids("reached") and project.pids("reached", rank=1), "ranks start")
+    project.interrupt(process, signal.SIGHUP)
     project.assert_nothing_is_left(SOON)
 
 
-def test_the_server_ends_in_an_import_without_end_when_the_controller_is_killed(project: Project) -> None:
-    (project.path / "endless.py").write_text(
-        "import pathlib, time\npathlib.Path('reached-0.txt').write_text('0')\ntime.sleep(300)\n"
-    )
-    (project.path / "torch.py").touch()  # nobody needs the real one, which takes long
-    project.write("def test_a(world): pass", "ranks_preload = endless\npythonpath = .")
+def test_an_importing_server_ends_when_the_controller_is_killed(project: Project) -> None:
+    (project.path / "torch.py").touch()  # instead of the real one, which takes long
+    project.copy("slow_import", "ranks_preload = slow\npythonpath = .")
     process = project.start()
-    project.until(lambda: project.pids("reached"), "the server imports")
+    project.wait_for(lambda: project.pids("reached"), "the server imports")
     process.kill()
     process.communicate(timeout=60)
     project.assert_nothing_is_left(SOON)
 
 
-def test_the_server_is_replaced_and_living_worlds_do_not_mind(project: Project) -> None:
-    project.write("""
-server = os.getppid()
-
-def test_kills_the_server(world):
-    note(world, "living")
-    if world.rank == 0:
-        os.kill(server, signal.SIGKILL)
-    while os.getppid() == server: time.sleep(0.01)
-    world.barrier()
-
-def test_goes_on(world):
-    note(world, "living")
-    world.barrier()
-
-@pytest.mark.ranks(3)
-def test_on_a_world_of_a_new_server(world):
-    world.barrier()
-
-@pytest.mark.ranks(2, fresh=True)
-def test_dies(world):
-    if world.rank == 1:
-        pathlib.Path("armed").touch()
-        os._exit(7)
-
-@pytest.mark.ranks(2, fresh=True)
-def test_kills_the_server_as_its_world_starts(world): pass
-
-def test_outlives_it(world):
-    note(world, "living")
-    world.barrier()
-
-@pytest.mark.ranks(2, fresh=True)
-def test_on_a_world_of_a_third_server(world):
-    world.barrier()
-""")
-    (project.path / "conftest.py").write_text("""
-import os, pathlib, signal
-if os.environ.get("RANK") == "1" and pathlib.Path("armed").exists():
-    pathlib.Path("armed").unlink()
-    os.kill(os.getppid(), signal.SIGKILL)
-    os._exit(3)
-""")
+def test_a_killed_server_is_replaced_and_living_worlds_go_on(project: Project) -> None:
+    project.copy("replaced_server")
     output = project.run()
     assert "1 failed, 5 passed, 1 error" in output
     assert "rank 1 of 2 exited with code 7" in output
@@ -117,22 +60,8 @@ if os.environ.get("RANK") == "1" and pathlib.Path("armed").exists():
     project.assert_nothing_is_left()
 
 
-def test_a_dead_xdist_worker_takes_its_ranks_along_and_nobody_elses(project: Project) -> None:
-    project.write("""
-@pytest.mark.parametrize("turn", range(4))
-def test_on_ranks(world, turn):
-    note(world, os.environ["PYTEST_XDIST_WORKER"])
-    time.sleep(0.1)
-    world.barrier()
-""")
-    (project.path / "test_unmarked.py").write_text("""
-import os, pathlib, signal, time
-def test_crashes():
-    worker = os.environ["PYTEST_XDIST_WORKER"]
-    while not pathlib.Path(f"{worker}-0.txt").exists(): time.sleep(0.01)
-    pathlib.Path("dead").write_text(f"{worker} {os.getpid()}")
-    os.kill(os.getpid(), signal.SIGKILL)
-""")
+def test_a_dead_xdist_worker_ends_its_own_ranks_only(project: Project) -> None:
+    project.copy("dead_worker")
     project.plugins = True
     process = project.start("-n2", "test_sample.py", "test_unmarked.py")
     output = process.communicate(timeout=120)[0]

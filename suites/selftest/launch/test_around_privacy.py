@@ -1,4 +1,4 @@
-"""What others on the machine can see and reach of a run: nothing. Two runs in one checkout do not meet."""
+"""Privacy of runs: others on the machine can reach nothing of them, and two in one checkout do not meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from suites.selftest.conftest import Project
+    from suites.selftest.project import Project
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
@@ -19,16 +19,12 @@ def sockets_of(pids: list[int]) -> set[str]:
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
-def test_two_runs_in_one_checkout_are_both_right_and_out_of_reach_for_others(project: Project) -> None:
-    project.write("""
-def test_meets(world):
-    dist.barrier()
-    note(world, "met")
-    while not pathlib.Path("go").exists(): time.sleep(0.01)
-    assert world.gather((world.rank, os.environ["RUN"])) == [(0, os.environ["RUN"]), (1, os.environ["RUN"])]
-""")
+def test_two_runs_in_one_checkout_do_not_meet(project: Project) -> None:
+    project.copy("meeting")
     runs = [project.start(environ={"RUN": run}, prepare=lambda: os.umask(0)) for run in ("first", "second")]
-    project.until(lambda: len(project.pids("met")) == len(project.pids("met", rank=1)) == 2, "both run tests")
+    project.wait_for(
+        lambda: len(project.pids("met")) == len(project.pids("met", rank=1)) == 2, "both run tests"
+    )
     mine = sockets_of(project.processes())
 
     tables = [

@@ -1,4 +1,4 @@
-"""How worlds come to life: under which options, from which server, forked or spawned, and what stops them."""
+"""Starts of worlds: options, the server, ranks that are forked or spawned, and what prevents a start."""
 
 from __future__ import annotations
 
@@ -15,34 +15,8 @@ from harness.launch import processes, server
 from harness.launch.processes import ProcessLauncher
 
 if TYPE_CHECKING:
-    from suites.selftest.conftest import Project
+    from suites.selftest.project import Project
 
-TESTS = """
-import numpy
-pytestmark = pytest.mark.ranks(2, timeout=60)
-
-def draw(world):
-    numbers = (random.random(), numpy.random.rand(), torch.rand(1).item(), world.seed)
-    assert len(set(world.gather(numbers))) == 1
-    pathlib.Path(f"numbers-{world.rank}.txt").open("a").write(f"{numbers}\\n")
-
-def test_a_first(world): note(world, "pids"); draw(world)
-def test_a_second(world): note(world, "pids"); draw(world)
-
-def test_a_module(world):
-    import heavy, sys
-    assert heavy.pid == os.getppid()
-    assert "torch.distributed.fsdp" not in sys.modules  # which is preloaded where nothing else is asked for
-
-def test_a_failure(world, run_subtests): assert False
-def test_not_chosen(world): note(world, "pids")
-"""
-CONFTEST = """
-def pytest_addoption(parser):
-    parser.addoption("--mine")
-    parser.addoption("--several", nargs="+")
-    parser.getgroup("theirs").addoption("--flag", action="store_true")
-"""
 CHANGING = (
     *("-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=7", "--world-timeout=0.01"),
     *("-c", "pytest.ini", "--mine=a b", "-vk", "test_a", "--flag", "--tb=short", "--several", "x", "y"),
@@ -53,16 +27,14 @@ CHANGING = (
 @pytest.fixture(scope="module")
 def changed(shared_project: Project) -> str:
     """Output of a run with every option that changes one, in a temporary directory too deep for sockets."""
-    (shared_project.path / "heavy.py").write_text("import os\npid = os.getpid()\n")
-    (shared_project.path / "conftest.py").write_text(CONFTEST)
-    shared_project.write(TESTS, "ranks_preload = heavy\npythonpath = .")
+    shared_project.copy("starting", "ranks_preload = heavy\npythonpath = .")
     deep = shared_project.path / "tmp" / ("deep" * 20)
     deep.mkdir(parents=True)
     shared_project.plugins = True
     return shared_project.run("test_sample.py", *CHANGING, tmpdir=deep)
 
 
-def test_the_line_that_runs_it_again_repeats_what_changes_a_run(changed: str) -> None:
+def test_the_re_run_line_repeats_options_that_change_a_run(changed: str) -> None:
     line = next(line for line in changed.splitlines() if line.startswith("pytest test_sample"))
     assert line == (
         "pytest test_sample.py::test_a_failure -c pytest.ini -o console_output_style=classic "
@@ -83,13 +55,11 @@ def test_the_seed_is_the_one_of_the_command_line(changed: str, shared_project: P
     assert first.endswith(" 7)")
 
 
-def test_preloaded_modules_are_imported_once_and_nothing_beside_them(changed: str) -> None:
+def test_preloaded_modules_are_imported_once_and_no_others(changed: str) -> None:
     assert "test_sample.py::test_a_module PASSED" in changed
 
 
-def test_a_temporary_directory_too_deep_for_sockets_is_no_obstacle(
-    changed: str, shared_project: Project
-) -> None:
+def test_a_temporary_directory_may_be_too_deep_for_sockets(changed: str, shared_project: Project) -> None:
     assert len(shared_project.pids("pids")) == 2
     (deep,) = (shared_project.path / "tmp").iterdir()
     assert list(deep.iterdir()) == [deep / f"pytest-of-{getpass.getuser()}"]
@@ -102,23 +72,10 @@ def test_the_deadline_of_a_test_does_not_bound_the_start_of_ranks(
     assert len(shared_project.pids("pids")) == 2
 
 
-SPAWNED = """
-def test_gathers(world): assert world.gather(world.rank) == [0, 1]
-
-def test_fails(world):
-    if world.rank == 1:
-        import subprocess
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    world.barrier()
-    assert world.rank == 1
-    time.sleep(100)
-"""
-
-
-def test_ranks_can_be_spawned_instead_of_forked_and_nothing_outlives_one_that_is_ended(
+def test_spawned_ranks_work_and_leave_nothing_when_ended(
     project: Project,
 ) -> None:
-    project.write(SPAWNED, "ranks_start_method = spawn")
+    project.copy("spawned", "ranks_start_method = spawn")
     output = project.run()
     assert "1 failed, 1 passed" in output
     assert "FAILED test_sample.py::test_fails" in output
@@ -140,9 +97,9 @@ def test_a_server_with_a_second_thread_is_refused(project: Project) -> None:
     assert "ranks_start_method = spawn" in output
 
 
-def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -> None:
+def test_a_server_that_dies_in_an_import_is_reported_at_once(project: Project) -> None:
     (project.path / "deadly.py").write_text("import os\nos._exit(3)\n")
-    (project.path / "torch.py").touch()  # nobody needs the real one, which takes long
+    (project.path / "torch.py").touch()  # instead of the real one, which takes long
     project.write("def test_a(world): pass", "ranks_preload = deadly\npythonpath = .")
     assert "died while importing torch, deadly" in project.run()
 
@@ -154,7 +111,7 @@ def test_a_server_that_dies_while_it_imports_is_told_at_once(project: Project) -
         ((), "still importing torch; a machine this slow needs a higher --world-timeout"),
     ],
 )
-def test_a_server_that_takes_too_long_is_told_with_what_to_do(
+def test_a_server_that_takes_too_long_is_reported_with_a_remedy(
     preload: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "status_path", lambda _: tmp_path / "never")

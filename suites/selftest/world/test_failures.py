@@ -1,58 +1,21 @@
-"""What fails on ranks is shown, counted, listed and run again as pytest does elsewhere."""
+"""Failures on ranks: shown, counted, listed and run again as pytest does elsewhere."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Callable
-from textwrap import dedent
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from suites.selftest.conftest import Run
+from suites.selftest.project import Run, copy_project, run_pytest
 
-FAILURES = """
-    import random
-    import pytest
-
-    pytestmark = pytest.mark.ranks(2)
-
-    def test_calm(world):
-        print("calm")
-
-    def test_seeds(world):
-        import numpy, torch
-        here = [random.random(), float(numpy.random.rand()), torch.rand(2)]
-        world.assert_same(here)
-        assert here[0] == random.Random(world.seed).random()
-        assert here[2].tolist() == torch.rand(2, generator=torch.Generator().manual_seed(world.seed)).tolist()
-
-    def test_fails(world):
-        print("said by", world.rank)
-        assert world.rank == 0
-
-    def test_exits(world):
-        if world.rank == 1:
-            pytest.exit("enough")
-        world.barrier()
-
-    def test_is_interrupted(world):
-        if world.rank == 0:
-            raise KeyboardInterrupt
-
-    def test_after(world): pass
-"""
 FAILED = ["test_exits", "test_fails", "test_is_interrupted"]
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory, run_pytest: Callable[..., Run]) -> Run:
-    path = tmp_path_factory.mktemp("failures")
-    (path / "test_failures.py").write_text(dedent(FAILURES))
-    (path / "test_plain.py").write_text("def test_plain(): pass")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = copy_project("failures", tmp_path_factory.mktemp("failures"))
     return run_pytest(path, "-v", "--tb=short", "--durations=3", "--durations-min=0", "--world-seed=7")
 
 
@@ -62,23 +25,23 @@ def test_every_item_has_one_line_in_verbose_output(failures: Run) -> None:
     assert sorted(name for name, word in lines if word == "FAILED") == FAILED
 
 
-def test_exit_and_interrupt_inside_a_rank_fail_their_test_only(failures: Run) -> None:
+def test_exit_and_interrupt_in_a_rank_fail_their_test_only(failures: Run) -> None:
     assert failures.count() == "3 failed, 4 passed"
     assert "FAILED test_failures.py::test_exits - rank 1: _pytest.outcomes.Exit: enough" in failures.output
     assert "FAILED test_failures.py::test_is_interrupted - rank 0: KeyboardInterrupt" in failures.output
-    assert "rank 0: lost its connection to rank 1 at" in failures.cases["test_exits"].findtext("failure", "")
+    assert "rank 0: lost its connection to rank 1 at" in failures.case("test_exits").findtext("failure", "")
 
 
 def test_the_xml_report_has_one_case_an_item_and_names_the_rank(failures: Run) -> None:
-    assert len(failures.cases) == 7
-    case = failures.cases["test_fails"]
+    assert len(list(failures.suite.iter("testcase"))) == len(failures.cases) == 7
+    case = failures.case("test_fails")
     assert case.attrib["classname"] == "test_failures"
     assert case.findall("failure")[0].get("message", "").startswith("rank 1: assert 1 == 0")
     assert float(case.attrib["time"]) > 0
 
 
 def test_a_short_traceback_is_short(failures: Run) -> None:
-    text = failures.cases["test_fails"].findtext("failure", "")
+    text = failures.case("test_fails").findtext("failure", "")
     assert re.search(r"^test_failures.py:\d+: in test_fails$", text, re.MULTILINE)
     assert "def test_fails" not in text
 
@@ -87,13 +50,13 @@ def test_durations_are_listed(failures: Run) -> None:
     assert len(re.findall(r"^\d+\.\d+s (?:setup|call|teardown) +test_", failures.output, re.MULTILINE)) == 3
 
 
-def test_the_seed_is_part_of_the_report_and_of_the_line_that_runs_it_again(failures: Run) -> None:
+def test_the_seed_is_in_the_report_and_in_the_re_run_line(failures: Run) -> None:
     assert "re-run (seed 7)" in failures.output
     assert "\npytest test_failures.py::test_fails --world-seed 7\n" in failures.output
 
 
 @pytest.fixture(scope="module")
-def again(failures: Run, run_pytest: Callable[..., Run]) -> Run:
+def again(failures: Run) -> Run:
     """The line that runs a failure again, with other ways to show it."""
     program, *args = shlex.split(re.findall(r"^pytest .*::test_fails.*$", failures.output, re.MULTILINE)[0])
     assert program == "pytest"
@@ -101,23 +64,23 @@ def again(failures: Run, run_pytest: Callable[..., Run]) -> Run:
     return run_pytest(failures.path, *args, "-p", "no:cacheprovider", *shown)
 
 
-def test_the_line_that_runs_a_failure_again_does_so(again: Run) -> None:
+def test_the_re_run_line_runs_the_failure_again(again: Run) -> None:
     assert again.count() == "1 failed"
     assert "re-run (seed 7)" in again.output
 
 
-def test_a_native_traceback_and_the_debug_log_come_out_whole(again: Run) -> None:
+def test_a_native_traceback_and_the_debug_log_are_complete(again: Run) -> None:
     assert "FAILED test_failures.py::test_fails - rank 1: assert 1 == 0\n" in again.output
     assert "\0" not in (again.path / "pytestdebug.log").read_text()
 
 
-def test_ranks_print_live_where_the_user_asked_for_it(again: Run) -> None:
+def test_ranks_print_live_on_request(again: Run) -> None:
     live, _, report = again.output.partition("= FAILURES =")
     assert sorted(re.findall(r"said by (\d)\n", live)) == ["0", "1"]
     assert re.findall(r"said by (\d)\n", report) == ["1"]
 
 
-def test_last_failed_runs_only_what_failed(failures: Run, run_pytest: Callable[..., Run]) -> None:
+def test_last_failed_runs_only_what_failed(failures: Run) -> None:
     cache = failures.path / ".pytest_cache/v/cache/lastfailed"
     ids = [f"test_failures.py::{name}" for name in FAILED]
     assert sorted(json.loads(cache.read_text())) == ids
