@@ -30,9 +30,22 @@ def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None)
     except OSError as error:
         wire.send((StartFailed(explain(error)),))
         return
+    share = None
+    if spec.lease is not None:
+        from harness.launch.lease_store import LeaseShare
+
+        share = LeaseShare(spec.lease)
     from harness.rank import Rank
 
-    Rank(spec, wire, terminal).run()
+    rank = Rank(spec, wire, share)
+    try:
+        rank.join()
+    except Exception as error:  # torch raises its own kinds; what they say is what counts
+        rank.send(StartFailed(f"it could not join its process group: {explain(error)}"))
+        os._exit(1)
+    if terminal is not None:
+        terminal.take()
+    rank.run()
 
 
 def _undo_server() -> None:

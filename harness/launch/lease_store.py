@@ -236,6 +236,24 @@ def hold(lease: str) -> int:
     return keeper
 
 
+class LeaseShare:
+    """A rank's share in the lease of its world.
+
+    Held from the rank's first moments to its end, whatever end that is: others may have the lease only then.
+
+    Args:
+        path: of the lease's files, without a suffix.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._recalled = f"{path}.{RECALLED}"
+        self._keeper = hold(f"{path}.{LEASE}")
+
+    def is_recalled(self) -> bool:
+        """Whether another world waits for the lease, so that the controller cannot use this one any more."""
+        return os.path.exists(self._recalled)
+
+
 def default_directory() -> Path:
     """Return the directory that `LOCKSTEP_LEASES` names, else one of this user in the temporary directory."""
     chosen = os.environ.get(VARIABLE)

@@ -27,8 +27,8 @@ from typing import Any
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.launch.limits import check_open_files, explain
-from harness.launch.process_tree import children_of, end, with_descendants
 from harness.launch.terminal import Terminal
+from harness.process_tree import children_of, end, with_descendants
 from harness.protocol import RankSpec
 
 START_METHODS = ("forkserver", "spawn")

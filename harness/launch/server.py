@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 
 from harness.launch.limits import explain
-from harness.launch.process_tree import adopt_orphans, children_of, end
+from harness.process_tree import adopt_orphans, children_of, end
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pytest
 
 from harness.exceptions import RankLeakWarning
-from harness.launch.process_tree import POLL_EVERY, adopt_orphans, end
+from harness.process_tree import POLL_EVERY, adopt_orphans, end
 from harness.rank.open_resources import OpenResources, reap
 
 Policy = Literal["warn", "error", "off"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness.launch.process_tree import children_of, is_running, with_descendants
+from harness.process_tree import children_of, is_running, with_descendants
 from harness.tracebacks import is_installed
 
 _SEGMENTS = "/dev/shm"

@@ -13,12 +13,10 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import pytest
 
-from harness.launch.limits import explain
-from harness.launch.terminal import SentTerminal
 from harness.properties.messages import GroupState
 from harness.protocol import (
     AbortGroup,
@@ -56,11 +54,14 @@ from harness.rank.status import (
 )
 from harness.rank.world_fixture import RankWorld
 
-if TYPE_CHECKING:
-    from harness.rank.lease import RankLease
-
 LOOK_EVERY = 0.2
 """Seconds between looks of an idle rank whether its world's lease is asked back."""
+
+
+class LeaseShare(Protocol):
+    """A rank's share in what its world has leased of the machine."""
+
+    def is_recalled(self) -> bool: ...
 
 
 class Rank:
@@ -70,14 +71,13 @@ class Rank:
     that the rank can say what it is doing, or end with its controller, while a test runs.
     """
 
-    def __init__(self, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
+    def __init__(self, spec: RankSpec, wire: Connection, lease: LeaseShare | None) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device)
         self.interrupted = False
         """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
         self._wire = wire
-        self._terminal = terminal
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -91,18 +91,19 @@ class Rank:
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.stacks_path)
         self.copies = Copies(spec.rank, self._let_go)
-        self._lease = _lease(spec)
+        self._lease = lease
 
-    def run(self) -> None:
-        """Live until told to close."""
+    def join(self) -> None:
+        """Answer the controller from here on, and meet the other ranks in the default process group."""
         gc.enable()  # the server has it off
         self.crash_reports.enable()
         threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
-        self._join()
+        self.group.join()
+
+    def run(self) -> None:
+        """Run items until the controller closes the session."""
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
-        if self._terminal is not None:
-            self._terminal.take()
         capture_into(self.spec.captured_path)
         session = RankSession(self)
         try:
@@ -125,13 +126,6 @@ class Rank:
             self._wire.close()  # the controller must notice the rank's end, though the copy lives
             os.close(self._phases)
         self.group.let_go()
-
-    def _join(self) -> None:
-        try:
-            self.group.join()
-        except Exception as error:  # torch raises its own kinds; what they say is what counts
-            self.send(StartFailed(f"it could not join its process group: {explain(error)}"))
-            os._exit(1)
 
     def ready(self) -> None:
         """Tell the controller that items may come."""
@@ -286,11 +280,3 @@ class Rank:
         stacks = self._stacks.take()
         began, joined = self._item_began, self.group.joined
         return describe_rank(stacks, main, base, began, joined, self._state, self._case)
-
-
-def _lease(spec: RankSpec) -> RankLease | None:
-    if spec.lease is None:
-        return None
-    from harness.rank.lease import RankLease
-
-    return RankLease(spec.lease)
