@@ -10,5 +10,5 @@ __all__ = ["BATCH_NORM", "pytree"]
 # torch.utils.pytree, or optree, which has the same functions.
 
 # The base class of BatchNorm1d to 3d, of SyncBatchNorm and of the lazy ones; torch's own FSDP uses it for the
-# same purpose. If it moves: the class that nn.BatchNorm1d and nn.SyncBatchNorm have in common below nn.Module.
+# same purpose. If it moves: the class that BatchNorm1d and SyncBatchNorm have in common below nn.Module.
 BATCH_NORM: type[nn.Module] = _BatchNorm

@@ -3,7 +3,7 @@
 import harness.engine
 
 
-def test_public_names_are_the_documented_ones():
+def test_the_exported_names_are_the_documented_ones():
     assert sorted(harness.engine.__all__) == [
         "BackwardPrefetch",
         "CPUOffload",

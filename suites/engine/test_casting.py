@@ -111,7 +111,7 @@ EVERY_CONTAINER = pytest.mark.parametrize("contain", CONTAINERS.values(), ids=CO
 
 @EVERY_CONTAINER
 @pytest.mark.parametrize("around", CONTAINERS.values(), ids=CONTAINERS)
-def test_tensors_are_cast_in_every_container_in_every_other(around, contain):
+def test_tensors_are_cast_in_every_pair_of_nested_containers(around, contain):
     inner, counted = torch.ones(2), torch.arange(2)
     tree = around([contain(inner), counted])
     found = cast_floating(BF16, tree)
@@ -122,12 +122,12 @@ def test_tensors_are_cast_in_every_container_in_every_other(around, contain):
 
 
 @EVERY_CONTAINER
-def test_a_container_without_anything_to_cast_comes_through_as_the_same_object(contain):
+def test_a_container_with_nothing_to_cast_is_the_same_object(contain):
     tree = contain([torch.ones(2, dtype=BF16), torch.arange(2), "text", None])
     assert cast_floating(BF16, tree) is tree
 
 
-def test_beside_a_tensor_that_is_cast_everything_else_is_the_same_object():
+def test_everything_but_the_cast_tensor_is_the_same_object():
     untouched = [object(), [1, 2], {"a": 1}, Plain("text"), nn.Linear(2, 2), torch.arange(3), Pair, Plain]
     found = cast_floating(BF16, {"tensor": torch.ones(2), "rest": (torch.ones(2), *untouched)})
     assert all(map(lambda a, b: a is b, found["rest"][1:], untouched))
@@ -139,14 +139,14 @@ def test_only_floating_point_tensors_are_cast(dtype):
     assert cast_floating(BF16, (tensor,))[0] is tensor
 
 
-def test_copies_keep_what_their_class_adds():
+def test_copies_keep_attributes_of_container_subclasses():
     table = Table(x=torch.ones(2))
     table.name = "attribute"
     casted = cast_floating(BF16, [table, defaultdict(list, x=torch.ones(2)), deque([torch.ones(2)], 7)])
     assert (casted[0].name, casted[1].default_factory, casted[2].maxlen) == ("attribute", list, 7)
 
 
-def test_a_packed_sequence_is_cast_but_for_its_sizes():
+def test_a_packed_sequence_keeps_its_batch_sizes():
     packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
     found = cast_floating(BF16, packed)
     assert isinstance(found, PackedSequence)
@@ -157,7 +157,7 @@ def test_a_packed_sequence_is_cast_but_for_its_sizes():
     assert all(t is not packed.batch_sizes for t in seen)  # nor moved: torch wants them on CPU
 
 
-def test_results_of_torchs_own_functions_are_looked_into():
+def test_torch_return_types_are_traversed():
     found = cast_floating(BF16, torch.ones(2, 2).max(0))
     assert (found.values.dtype, found.indices.dtype) == (BF16, torch.int64)
     assert type(found) is torch.return_types.max
@@ -169,12 +169,12 @@ def test_the_gradient_of_a_cast_tensor_is_cast_back():
     assert (x.grad.dtype, x.grad.tolist()) == (F32, [1.0, 1.0])
 
 
-def test_what_the_function_returns_takes_the_tensors_place():
+def test_map_tensors_replaces_tensors_by_results():
     parts = (torch.zeros(1), [torch.zeros(1)])
     assert [t.item() for t in tensors(map_tensors(lambda t: t + 1, parts))] == [1.0, 1.0]
 
 
-def test_a_field_that_was_never_set_is_passed_over():
+def test_an_unset_dataclass_field_is_skipped():
     made = derived(None)
     del made.value
     assert cast_floating(BF16, made) is made

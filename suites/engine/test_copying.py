@@ -78,7 +78,7 @@ def adam(model):
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-def test_a_copy_trains_as_the_original_does_and_apart_from_it(world, strategy, use_orig_params, offload):
+def test_a_copy_trains_like_the_original_and_independently(world, strategy, use_orig_params, offload):
     model = recurrent(
         world, sharding_strategy=strategy, use_orig_params=use_orig_params, cpu_offload=CPUOffload(offload)
     )
@@ -94,7 +94,7 @@ def test_a_copy_trains_as_the_original_does_and_apart_from_it(world, strategy, u
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_copy_shares_no_memory_with_the_original_and_keeps_ties(world, use_orig_params):
+def test_a_copy_shares_no_memory_and_keeps_ties(world, use_orig_params):
     model = recurrent(world, use_orig_params=use_orig_params)
     model(batch(world)).sum().backward()
     copied = copy.deepcopy(model)
@@ -106,7 +106,7 @@ def test_a_copy_shares_no_memory_with_the_original_and_keeps_ties(world, use_ori
         assert copied.first.weight is copied.second.weight
 
 
-def test_a_unit_below_the_root_is_copied_as_a_root(world):
+def test_a_copied_inner_unit_is_a_root(world):
     model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     model(batch(world))
     copied = copy.deepcopy(model.module.module)
@@ -116,7 +116,7 @@ def test_a_unit_below_the_root_is_copied_as_a_root(world):
     assert [group.name for group in groups(copied)] == ["", "1"]
 
 
-def test_a_copy_keeps_the_dtypes_in_which_cast_buffers_are_saved(world):
+def test_a_copy_saves_cast_buffers_in_their_original_dtype(world):
     bare = nn.Linear(8, 8).to(world.device)
     bare.register_buffer("offset", torch.zeros(8, device=world.device))
     model = FullyShardedDataParallel(bare, mixed_precision=MixedPrecision(buffer_dtype=F16))
@@ -125,7 +125,7 @@ def test_a_copy_keeps_the_dtypes_in_which_cast_buffers_are_saved(world):
     assert (copied.offset.dtype, copied.state_dict()["offset"].dtype) == (F16, F32)
 
 
-def test_a_copy_is_in_eval_or_not_on_its_own_and_its_buffers_go_back(world):
+def test_a_copy_switches_to_eval_alone_and_restores_its_buffers(world):
     bare = nn.Linear(8, 8).to(world.device)
     bare.register_buffer("offset", torch.full((8,), 1 / 3, device=world.device))
     precision = MixedPrecision(F16, buffer_dtype=F16)
@@ -138,7 +138,7 @@ def test_a_copy_is_in_eval_or_not_on_its_own_and_its_buffers_go_back(world):
     assert model.offset.dtype == F16
 
 
-def test_full_parameters_can_be_copied_out_and_wrapped_again(world):
+def test_summoned_parameters_can_be_copied_and_wrapped_again(world):
     model = nested(world)
     with summon(model):
         bare = copy.deepcopy(model.module)
@@ -151,6 +151,6 @@ def test_full_parameters_can_be_copied_out_and_wrapped_again(world):
     [pickle.dumps, lambda m: torch.save(m, io.BytesIO()), copy.copy, lambda m: pickle.dumps([m])],
     ids=["pickle", "save", "shallow", "inside"],
 )
-def test_pickles_and_shallow_copies_are_refused_with_what_to_do_instead(world, use):
+def test_pickles_and_shallow_copies_are_refused_with_a_remedy(world, use):
     with pytest.raises(TypeError, match=r"\(NestedWrappedModule\).*save its state_dict.*copy\.deepcopy"):
         use(nested(world))

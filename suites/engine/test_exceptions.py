@@ -73,7 +73,7 @@ def test_an_exception_leaves_the_model_usable(world, strategy, where):
 
 
 @EVERY_STRATEGY
-def test_zero_grad_after_a_backward_that_raised_reaches_every_parameter(world, strategy):
+def test_zero_grad_after_a_failed_backward_resets_all(world, strategy):
     model, failing = failing_model(world, sharding_strategy=strategy, use_orig_params=True)
     model(batch(world)).sum().backward()
     fail_in_backward(model, failing, world)
@@ -83,7 +83,7 @@ def test_zero_grad_after_a_backward_that_raised_reaches_every_parameter(world, s
 
 @EVERY_STRATEGY
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_backward_right_after_one_that_raised_gives_its_own_gradients(world, strategy, use_orig_params):
+def test_a_backward_after_a_failed_one_has_its_own_gradients(world, strategy, use_orig_params):
     model, failing = failing_model(world, sharding_strategy=strategy, use_orig_params=use_orig_params)
     model(batch(world)).sum().backward()
     expected = gradients(model)
@@ -95,14 +95,14 @@ def test_a_backward_right_after_one_that_raised_gives_its_own_gradients(world, s
     assert all(f is e or torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
-def test_a_model_can_be_cast_after_a_backward_that_raised(world):
+def test_a_model_can_be_cast_after_a_failed_backward(world):
     model, failing = failing_model(world)
     fail_in_backward(model, failing, world)
     model.half()
     assert {group.flat_dtype for group in groups(model)} == {torch.float16}
 
 
-def test_a_model_dropped_after_an_exception_gives_its_memory_back(world):
+def test_a_dropped_model_frees_its_memory_after_an_exception(world):
     model, failing = failing_model(world, use_orig_params=True)
     fail_in_backward(model, failing, world)
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -112,7 +112,7 @@ def test_a_model_dropped_after_an_exception_gives_its_memory_back(world):
 
 
 @pytest.mark.ranks(2, timeout=30)
-def test_a_model_dropped_after_an_exception_leaves_no_message_to_the_next(world):
+def test_a_dropped_model_leaves_no_stale_collective(world):
     for value in (1.0, 2.0, 3.0):
         model, failing = failing_model(world, use_orig_params=True)
         with torch.no_grad():
@@ -126,7 +126,7 @@ def test_a_model_dropped_after_an_exception_leaves_no_message_to_the_next(world)
         gc.collect()
 
 
-def test_a_parameter_that_a_traceback_holds_can_be_printed(world):
+def test_a_parameter_in_a_traceback_can_be_printed(world):
     class Holding(nn.Linear):
         def forward(self, _):
             weight = self.weight

@@ -65,14 +65,14 @@ def test_a_module_that_is_in_the_list_twice_is_refused(world, front):
     ],
     ids=["module", "parameter", "name"],
 )
-def test_only_parameters_are_ignored(world, front, ignored, message):
+def test_ignored_params_takes_parameters_only(world, front, ignored, message):
     expected = rf"{front.__name__}: ignored_params: expected a set of parameters, {message}"
     with pytest.raises(TypeError, match=expected):
         front(layers(world), ignored_params=ignored)
 
 
 @FRONTS
-def test_an_optimizer_made_before_refuses_to_step(world, front):
+def test_an_optimizer_made_before_sharding_refuses_to_step(world, front):
     model = layers(world)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     front(model)
@@ -83,7 +83,7 @@ def test_an_optimizer_made_before_refuses_to_step(world, front):
 
 
 @FRONTS
-def test_an_optimizer_made_while_parameters_are_full_refuses_to_step(world, front):
+def test_an_optimizer_of_unsharded_parameters_refuses_to_step(world, front):
     model = front(layers(world))
     model.unshard()
     misled = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -95,7 +95,7 @@ def test_an_optimizer_made_while_parameters_are_full_refuses_to_step(world, fron
 
 
 @FRONTS
-def test_a_model_may_die_while_an_optimizer_steps(world, front):
+def test_a_model_can_be_collected_while_an_optimizer_steps(world, front):
     dying = [front(layers(world))]
     hook = register_optimizer_step_post_hook(lambda *_: (dying.clear(), gc.collect()))
     model = front(layers(world))
@@ -119,7 +119,7 @@ def test_a_slice_is_a_plain_module_of_the_same_layers(world, front):
 
 
 @FRONTS
-def test_a_module_is_taken_in_hand_once_and_from_below(world, front):
+def test_a_module_is_sharded_once_and_inner_modules_first(world, front):
     model = layers(world)
     front(model)
     with pytest.raises(ValueError, match=r"FSDPSequential|ReplicateSequential"):
@@ -131,7 +131,7 @@ def test_a_module_is_taken_in_hand_once_and_from_below(world, front):
 
 
 @FRONTS
-def test_the_two_kinds_of_front_do_not_mix(world, front):
+def test_wrapper_and_composable_units_do_not_mix(world, front):
     inner = layers(world)
     front(inner)
     with pytest.raises(ValueError, match=r"'0' \(Linear\) is inside \w+\(Sequential\) already"):
@@ -158,7 +158,7 @@ def test_torchs_own_policies_are_refused_by_name(world, front, setting):
 
 
 @FRONTS
-def test_a_mesh_must_be_a_mesh_of_as_many_axes_as_the_front_knows(world, front):
+def test_a_mesh_of_another_type_or_too_many_axes_is_refused(world, front):
     ranks = torch.arange(2).view(1, 2, 1)
     with pytest.raises(ValueError, match=r"mesh must have one axis.*, got 3"):
         front(layers(world), mesh=world.mesh(1, 2, 1))
@@ -167,32 +167,32 @@ def test_a_mesh_must_be_a_mesh_of_as_many_axes_as_the_front_knows(world, front):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, "half"])
-def test_groups_can_be_split_among_a_true_divisor_of_the_ranks(world, number):
+def test_resharding_to_a_wrong_number_of_ranks_is_refused(world, number):
     with pytest.raises(ValueError, match=f"reshard_after_forward: {number!r} is no number of ranks"):
         fully_shard(layers(world), reshard_after_forward=number)
 
 
-def test_parameters_can_be_cut_along_dim_0_only(world):
+def test_sharding_along_another_dim_is_refused(world):
     fully_shard(layers(world), shard_placement_fn=lambda _: Shard(0))
     with pytest.raises(NotImplementedError, match=r"wants Shard\(dim=1\) for parameter '0\.weight'"):
         fully_shard(layers(world), shard_placement_fn=lambda _: Shard(1))
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-def test_a_policy_takes_floating_point_dtypes(world, field):
+def test_policies_refuse_other_than_floating_point_dtypes(world, field):
     with pytest.raises(ValueError, match=f"MixedPrecisionPolicy: {field} must be a floating-point"):
         MixedPrecisionPolicy(**{field: torch.int32})
 
 
 @FRONTS
-def test_ranks_that_take_different_things_in_hand_are_told(world, front):
+def test_ranks_that_shard_different_modules_are_refused(world, front):
     module = nn.Linear(4, 4 + world.rank).to(world.device)
     with pytest.raises(ValueError, match=r"ranks wrap different things: 'weight' \[\d, 4\]"):
         front(module)
 
 
 @FRONTS
-def test_switches_refuse_what_they_cannot_take(world, front):
+def test_setters_refuse_invalid_values(world, front):
     model = layers(world)
     front(model)
     with pytest.raises(ValueError, match="expected a positive number, got 0"):
@@ -206,7 +206,7 @@ def test_switches_refuse_what_they_cannot_take(world, front):
 
 
 @FRONTS
-def test_a_model_on_meta_says_what_it_lacks(world, front):
+def test_a_model_on_meta_asks_for_to_empty(world, front):
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     front(model)
@@ -215,7 +215,7 @@ def test_a_model_on_meta_says_what_it_lacks(world, front):
 
 
 @FRONTS
-def test_a_module_in_hand_cannot_be_pickled_and_says_what_to_do(world, front, tmp_path):
+def test_pickling_a_sharded_module_is_refused_with_a_remedy(world, front, tmp_path):
     model = layers(world)
     front(model)
     with pytest.raises(TypeError, match=r"can be neither pickled .* save its state_dict\(\)"):
@@ -223,7 +223,7 @@ def test_a_module_in_hand_cannot_be_pickled_and_says_what_to_do(world, front, tm
 
 
 @FRONTS
-def test_state_cannot_be_read_inside_a_forward(world, front):
+def test_state_dict_inside_forward_is_refused(world, front):
     class Reader(nn.Linear):
         def forward(self, x):
             self.state_dict()
@@ -235,7 +235,7 @@ def test_state_cannot_be_read_inside_a_forward(world, front):
 
 
 @FRONTS
-def test_a_copy_computes_and_learns_apart(world, front):
+def test_a_copy_computes_and_trains_independently(world, front):
     model = layers(world, number=3)
     front([model[0], model[2]])  # one group of two modules
     front(model)
@@ -253,7 +253,7 @@ def test_a_copy_computes_and_learns_apart(world, front):
 
 
 @FRONTS
-def test_a_copy_divides_by_the_factor_that_was_told(world, front):
+def test_a_copy_keeps_the_gradient_divide_factor(world, front):
     model = front(layers(world, number=1))
     model.set_gradient_divide_factor(8.0)
     copied = copy.deepcopy(model)
@@ -262,7 +262,7 @@ def test_a_copy_divides_by_the_factor_that_was_told(world, front):
 
 
 @FRONTS
-def test_a_module_and_one_inside_it_may_share_a_group_and_be_copied(world, front):
+def test_a_module_and_its_child_can_share_a_group_and_be_copied(world, front):
     model = layers(world)
     front([model, model[1]])
     copied = copy.deepcopy(model)
@@ -274,7 +274,7 @@ def test_a_module_and_one_inside_it_may_share_a_group_and_be_copied(world, front
 
 
 @FRONTS
-def test_a_group_of_which_some_modules_ran_is_freed_where_no_backward_follows(world, front):
+def test_a_partly_used_group_is_freed_under_no_grad(world, front):
     model = layers(world, number=3)
     for modules in ([model[0], model[2]], model[1]):
         front(modules, **POLICY)
@@ -284,7 +284,7 @@ def test_a_group_of_which_some_modules_ran_is_freed_where_no_backward_follows(wo
 
 
 @FRONTS
-def test_a_leaf_that_goes_through_a_module_gathers_no_hooks(world, front):
+def test_a_leaf_returned_by_a_module_collects_no_hooks(world, front):
     class Through(nn.Linear):
         def forward(self, x):
             return super().forward(x), x
@@ -297,7 +297,7 @@ def test_a_leaf_that_goes_through_a_module_gathers_no_hooks(world, front):
 
 
 @FRONTS
-def test_modules_of_one_group_may_be_called_one_by_one(world, front):
+def test_modules_of_one_group_can_be_called_one_by_one(world, front):
     """The last layers are called for each chunk of a batch, with a backward of its own."""
     model, reference = layers(world, number=3), layers(world, number=3)
     for modules in ([model[0], model[2]], model[1], model):
@@ -322,7 +322,7 @@ def test_a_mesh_of_one_rank_shards_nothing_and_trains(world):
 
 
 @FRONTS
-def test_groups_are_shown_by_the_names_of_the_bare_model(world, front):
+def test_groups_have_names_of_the_unsharded_model(world, front):
     model = layers(world, number=4)
     front([model[0], model[2]])
     front(model)
@@ -336,7 +336,7 @@ def test_groups_are_shown_by_the_names_of_the_bare_model(world, front):
 
 
 @FRONTS
-def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros_if_its_group_was_used(world, front):
+def test_an_unused_parameter_of_a_used_group_has_a_zero_gradient(world, front):
     model = layers(world, number=3)
     model.forward = model[0].forward
     front(model[2])
@@ -353,7 +353,7 @@ def test_second_derivatives_are_refused(world, front):
         loss.backward(create_graph=True)
 
 
-def test_parameters_without_dimensions_can_be_replicated(world):
+def test_zero_dim_parameters_can_be_replicated(world):
     model = nn.PReLU().to(world.device)
     model.weight = nn.Parameter(torch.tensor(0.5, device=world.device))
     replicate(model)
@@ -364,7 +364,7 @@ def test_parameters_without_dimensions_can_be_replicated(world):
 @pytest.mark.ranks(4)
 # The engine makes a process group of the few ranks, and never ends it.
 @pytest.mark.filterwarnings("ignore:.*left behind.*process group")
-def test_a_model_may_be_cast_after_a_forward_that_left_its_parameters_split(world):
+def test_a_model_can_be_cast_while_it_is_resharded_to_two_ranks(world):
     model = fully_shard(layers(world), reshard_after_forward=2)
     x = torch.ones(2, 4, device=world.device)
     before = model(x)
@@ -373,7 +373,7 @@ def test_a_model_may_be_cast_after_a_forward_that_left_its_parameters_split(worl
     torch.testing.assert_close(model.double()(x.double()), before.double(), rtol=1e-6, atol=1e-6)
 
 
-def test_methods_of_one_module_do_not_stand_for_the_other_modules_of_its_group(world):
+def test_a_forward_method_keeps_the_rest_of_its_group_unsharded(world):
     class Two(nn.Linear):
         def also(self, x):
             return self(x)

@@ -39,13 +39,13 @@ def optimizer_of(*gradients, lr=1.0):
     return torch.optim.SGD(parameters, lr=lr)
 
 
-def test_it_is_enabled_on_cpu_and_is_torchs_kind_of_scaler():
+def test_the_default_scaler_is_enabled_and_a_torch_grad_scaler():
     scaler = ShardedGradScaler()
     assert (scaler.is_enabled(), scaler.get_scale()) == (True, 2.0**16)
     assert isinstance(scaler, torch.amp.GradScaler)
 
 
-def test_a_scale_in_the_place_of_the_device_is_refused():
+def test_a_scale_passed_as_device_is_refused():
     with pytest.raises(
         TypeError, match=r"device must be a kind of device .*, got 1024.0; pass init_scale by"
     ):
@@ -59,7 +59,7 @@ def test_an_adapters_scaler_passes_every_setting_on():
     assert not find("lockstep").grad_scaler(nn.Linear(1, 1), enabled=False).is_enabled()
 
 
-def test_it_scales_inside_every_container(scaler):
+def test_scale_maps_over_containers(scaler):
     one, two = torch.tensor([1.0, 2.0]), torch.tensor(3.0, dtype=torch.float16)
     assert scaler.scale({"a": [one], "b": (two,)})["a"][0].tolist() == [4.0, 8.0]
     scaled = scaler.scale(Pair(one, {"two": two}))
@@ -69,14 +69,14 @@ def test_it_scales_inside_every_container(scaler):
     assert scaler.scale([]) == []
 
 
-def test_the_gradient_goes_back_through_scale(scaler):
+def test_scale_is_differentiable(scaler):
     loss = torch.tensor([0.5, 0.25], dtype=torch.float16, requires_grad=True)
     scaler.scale(loss).sum().backward()
     assert (loss.grad.tolist(), loss.grad.dtype) == ([4.0, 4.0], torch.float16)
 
 
 @pytest.mark.parametrize("loss", [1.5, None, [torch.ones(1), 1.5], {"loss": "1.5"}, [[[2]]]], ids=str)
-def test_what_is_no_tensor_is_refused(scaler, loss):
+def test_scaling_a_non_tensor_is_refused(scaler, loss):
     with pytest.raises(TypeError, match="scale the loss tensor itself, before item"):
         scaler.scale(loss)
 
@@ -97,7 +97,7 @@ def test_one_bad_element_of_any_dtype_stops_all_parameters(used, dtype, bad):
     assert [p.tolist() for p in optimizer.param_groups[0]["params"]] == [[0.0] * 3, [0.0] * 2, []]
 
 
-def test_sparse_fp32_values_that_overflow_when_they_are_added_are_found(used):
+def test_sparse_values_that_overflow_when_coalesced_are_found(used):
     embedding = nn.Embedding(2, 1, sparse=True)
     (embedding(torch.tensor([1, 1])) * 3e38).sum().backward()
     assert embedding.weight.grad._values().isfinite().all()
@@ -108,7 +108,7 @@ def test_sparse_fp32_values_that_overflow_when_they_are_added_are_found(used):
     assert (embedding.weight.tolist(), used.get_scale()) == (before, 2.0)
 
 
-def test_an_optimizer_without_any_gradient_can_be_unscaled_stepped_and_updated(used):
+def test_an_optimizer_without_gradients_can_be_stepped(used):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     for _ in range(2):
         used.unscale_(optimizer)
@@ -137,7 +137,7 @@ class TestWrongUse:
             used.step(optimizer)
         assert optimizer.param_groups[0]["params"][0].tolist() == [-1.0]
 
-    def test_an_update_without_anything_is_refused(self, used):
+    def test_an_update_without_a_step_is_refused(self, used):
         with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
             used.update()
 
@@ -152,12 +152,12 @@ class TestWrongUse:
         with pytest.raises(RuntimeError, match=r"[Cc]losure"):
             used.step(optimizer_of(torch.ones(1)), *given[0], **given[1])
 
-    def test_a_disabled_scaler_lets_a_closure_through(self):
+    def test_a_disabled_scaler_allows_a_closure(self):
         optimizer = optimizer_of(torch.ones(1))
         assert ShardedGradScaler(enabled=False).step(optimizer, lambda: 0.5) == 0.5
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, INF, NAN, 1e39, 1e-39])
-    def test_a_scale_that_cannot_be_divided_by_is_refused(self, used, scale):
+    def test_a_scale_outside_positive_fp32_is_refused(self, used, scale):
         for give in (
             lambda: ShardedGradScaler(init_scale=scale),
             lambda: used.update(scale),
@@ -167,12 +167,12 @@ class TestWrongUse:
                 give()
         assert used.get_scale() == 4.0
 
-    def test_what_is_no_process_group_is_refused(self, group_of_one):
+    def test_a_wrong_process_group_type_is_refused(self, group_of_one):
         for wrong in (3, (group_of_one, "world")):
             with pytest.raises(TypeError, match=r"ProcessGroup or a pair \(shard, replicate\) of them, got"):
                 ShardedGradScaler(process_group=wrong)
 
-    def test_there_must_be_ranks_to_agree_with_when_a_step_asks_for_them(self, request):
+    def test_a_step_without_a_process_group_is_refused(self, request):
         scaler = ShardedGradScaler()
         scaler.scale(torch.zeros(()))
         with pytest.raises(RuntimeError, match=r"init_process_group first, pass process_group, or use"):
@@ -183,7 +183,7 @@ class TestWrongUse:
         assert optimizer.param_groups[0]["params"][0].tolist() == [-1.0]
 
     @pytest.mark.ranks(2)
-    def test_a_rank_outside_the_group_is_told(self, world):
+    def test_a_rank_outside_the_process_group_is_refused(self, world):
         group = dist.new_group([0])
         if world.rank == 1:
             with pytest.raises(ValueError, match="rank 1 is not in process_group"):
@@ -193,7 +193,7 @@ class TestWrongUse:
 
 
 class TestStates:
-    def test_torchs_scaler_goes_on_from_our_state_and_we_from_torchs(self, used):
+    def test_state_is_interchangeable_with_torchs_scaler(self, used):
         for source, target in (
             (used, torch.amp.GradScaler("cpu")),
             (torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=7), ShardedGradScaler()),
@@ -201,13 +201,13 @@ class TestStates:
             target.load_state_dict(source.state_dict())
             assert target.state_dict() == source.state_dict()
 
-    def test_the_state_of_a_disabled_scaler_is_empty_and_refused_by_an_enabled_one(self, used):
+    def test_an_enabled_scaler_refuses_the_state_of_a_disabled_one(self, used):
         assert ShardedGradScaler(enabled=False).state_dict() == {}
         with pytest.raises(RuntimeError, match="source state dict is empty"):
             used.load_state_dict({})
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
-    def test_a_copy_goes_on_alone(self, used, copied):
+    def test_copies_of_a_scaler_are_independent(self, used, copied):
         other = copied(used)
         used.step(optimizer_of(torch.tensor([INF])))
         used.update()

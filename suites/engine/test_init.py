@@ -39,7 +39,7 @@ def batch(world):
 # where it starts
 
 
-def test_all_ranks_start_from_the_values_of_rank_zero_if_told(world):
+def test_sync_module_states_broadcasts_rank_zeros_values(world):
     torch.manual_seed(world.rank)
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     bare[1].running_mean.fill_(world.rank)
@@ -51,7 +51,7 @@ def test_all_ranks_start_from_the_values_of_rank_zero_if_told(world):
 # what is left alone
 
 
-def test_ignored_modules_are_neither_sharded_nor_cast_nor_synchronised(world):
+def test_ignored_modules_are_not_sharded_cast_or_synchronised(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     bare[1].running_mean.fill_(world.rank)
     precision = MixedPrecision(buffer_dtype=F16)
@@ -65,7 +65,7 @@ def test_ignored_modules_are_neither_sharded_nor_cast_nor_synchronised(world):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_gradient_of_an_ignored_parameter_is_this_ranks_own(world, use_orig_params):
+def test_the_gradient_of_an_ignored_parameter_is_not_reduced(world, use_orig_params):
     bare = nn.Linear(2, 1, device=world.device)
     weight, x = bare.weight.detach().clone(), torch.ones(1, 2, device=world.device) * (world.rank + 1)
     ignored = bare.weight
@@ -78,7 +78,7 @@ def test_the_gradient_of_an_ignored_parameter_is_this_ranks_own(world, use_orig_
         assert model.bias.grad.tolist() == [1.5]
 
 
-def test_an_ignored_module_that_units_share_is_left_alone_by_all_of_them(world):
+def test_an_ignored_module_shared_by_units_is_left_alone(world):
     shared = nn.Linear(2, 2, bias=False, device=world.device)
     inner = nn.Sequential(nn.Linear(2, 2, device=world.device), shared)
     unit = FullyShardedDataParallel(inner, ignored_modules=[shared], use_orig_params=True)
@@ -89,7 +89,7 @@ def test_an_ignored_module_that_units_share_is_left_alone_by_all_of_them(world):
     assert len({str(grad) for grad in world.gather(shared.weight.grad.tolist())}) == 2
 
 
-def test_a_module_that_is_ignored_itself_has_no_group_and_a_warning(world):
+def test_ignoring_the_wrapped_module_warns_and_makes_no_group(world):
     bare = nn.Linear(8, 8, device=world.device)
     with pytest.warns(UserWarning, match=r"\(Linear\): the module is itself in ignored_modules") as caught:
         model = FullyShardedDataParallel(bare, ignored_modules=[bare])
@@ -110,7 +110,7 @@ class Outer(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
 
-def test_a_module_around_units_sees_clean_names(world):
+def test_modules_around_units_see_clean_names(world):
     bare = Outer(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).to(world.device)
     parameters = [name for name, _ in bare.named_parameters()]
     buffers = [name for name, _ in bare.named_buffers()]
@@ -122,14 +122,14 @@ def test_a_module_around_units_sees_clean_names(world):
     assert {name for name, _ in bare.named_modules()} == {"", "inside", "inside.0", "inside.1", "head"}
 
 
-def test_parameters_and_modules_are_found_by_their_names(world):
+def test_get_parameter_and_get_submodule_take_clean_names(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))).to(world.device)
     model = FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, use_orig_params=True)
     assert [model.get_parameter(name) is p for name, p in model.named_parameters()] == [True] * 4
     assert model.get_submodule("1.0") is bare[1][0]
 
 
-def test_setting_an_attribute_reaches_the_module_that_reading_it_reads(world):
+def test_setting_an_attribute_of_the_module_reaches_the_module(world):
     class Scaled(nn.Linear):
         scale = 1.0
 
@@ -143,7 +143,7 @@ def test_setting_an_attribute_reaches_the_module_that_reading_it_reads(world):
     assert model.module.scale == 2.0
 
 
-def test_setting_an_attribute_that_the_module_has_not_leaves_the_module_alone(world):
+def test_new_attributes_are_set_on_the_unit_alone(world):
     model = nested(world)
     model.note = "mine"
     model.forward = model.forward
@@ -151,7 +151,7 @@ def test_setting_an_attribute_that_the_module_has_not_leaves_the_module_alone(wo
     assert {"note", "forward"}.isdisjoint(vars(model.module))
 
 
-def test_units_are_listed_outer_before_inner_and_roots_on_their_own(world):
+def test_fsdp_modules_lists_outer_units_first_or_roots_alone(world):
     first = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     second = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device))
     around = nn.Sequential(first, second)
@@ -166,7 +166,7 @@ def test_units_are_listed_outer_before_inner_and_roots_on_their_own(world):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-def test_apply_initialises_full_parameters_of_all_units(world, strategy, use_orig_params):
+def test_apply_initialises_unsharded_parameters_of_all_units(world, strategy, use_orig_params):
     def init(module):
         seen.append(type(module).__name__)
         if isinstance(module, nn.Linear):
@@ -183,7 +183,7 @@ def test_apply_initialises_full_parameters_of_all_units(world, strategy, use_ori
     assert_named_close(model.state_dict(), expected, EXACT)
 
 
-def test_a_module_around_units_applies_to_full_parameters_too(world):
+def test_apply_of_a_module_around_units_sees_full_parameters(world):
     model = nn.Sequential(nested(world))
     model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
     assert model.state_dict()["0.module.0.weight"].unique().tolist() == [1]
@@ -247,7 +247,7 @@ def test_a_model_can_be_printed_in_every_state(world, strategy, use_orig_params)
     assert states == ["SHARDED", "UNSHARDED", after, after, "SUMMONED"]
 
 
-def test_a_model_can_be_printed_without_its_group_and_before_it_is_whole():
+def test_a_model_can_be_printed_without_group_and_half_built():
     model = FullyShardedDataParallel(nn.Linear(8, 8), process_group=(group := dist.new_group()))
     dist.destroy_process_group(group)
     assert "numel=36/72" in str(model)

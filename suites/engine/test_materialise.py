@@ -84,14 +84,14 @@ def test_a_model_on_meta_gets_the_values_of_one_made_on_cpu(world, make, policy,
     assert_named_close(model.state_dict(), expected, EXACT)
 
 
-def test_offloaded_parameters_are_made_on_cpu(world):
+def test_offloaded_parameters_are_materialised_on_cpu(world):
     expected = seeded(Norms, world)
     model = sharded(on_meta(Norms), world, cpu_offload=CPUOffload(True), auto_wrap_policy=always_wrap_policy)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert_named_close(model.state_dict(), expected, EXACT)
 
 
-def test_a_function_is_called_once_for_each_module_that_holds_something_on_meta(world):
+def test_param_init_fn_is_called_once_per_module_on_meta(world):
     bare = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.BatchNorm1d(8, affine=False))
     real = nn.Linear(8, 8)
     seen = []
@@ -109,7 +109,7 @@ def test_a_function_is_called_once_for_each_module_that_holds_something_on_meta(
     assert model.state_dict()["0.1.running_var"].unique().tolist() == [2]
 
 
-def test_what_is_not_on_meta_keeps_its_values(world):
+def test_initialised_parameters_keep_their_values(world):
     bare = nn.Linear(8, 8, device=world.device)
     expected = bare.weight.detach().clone()
     bare.bias = nn.Parameter(torch.empty(8, device="meta"))
@@ -119,7 +119,7 @@ def test_what_is_not_on_meta_keeps_its_values(world):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ranks_with_meta_modules_take_over_the_values_of_rank_zero(world, use_orig_params):
+def test_sync_module_states_fills_meta_modules_from_rank_zero(world, use_orig_params):
     bare = Norms().to(world.device) if world.rank == 0 else on_meta(Norms)
     bare.requires_grad_(use_orig_params)
     model = FullyShardedDataParallel(
@@ -135,7 +135,7 @@ def test_ranks_with_meta_modules_take_over_the_values_of_rank_zero(world, use_or
     assert model.state_dict()["layers.1.running_var"].unique().tolist() == [1]
 
 
-def test_ranks_agree_on_the_order_of_parameters_when_some_had_a_part_on_meta(world):
+def test_parameter_order_is_the_same_with_parts_on_meta(world):
     bare = nn.Linear(8, 8, device=world.device)
     if world.rank == 1:
         bare.bias = nn.Parameter(torch.empty(8, device="meta"))
@@ -143,7 +143,7 @@ def test_ranks_agree_on_the_order_of_parameters_when_some_had_a_part_on_meta(wor
     assert group.parameters == ("weight", "bias")
 
 
-def test_tied_parameters_stay_tied_with_the_values_of_the_first(world):
+def test_tied_parameters_stay_tied_with_the_first_ones_values(world):
     def make():
         bare = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         bare[1].weight = bare[0].weight
@@ -174,7 +174,7 @@ def test_a_model_on_meta_trains_like_one_made_on_cpu(world):
 # how much there is at once
 
 
-def test_the_whole_model_never_exists_at_once(world):
+def test_units_are_materialised_one_at_a_time(world):
     bare = on_meta(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))))
     alive = []
 
@@ -200,7 +200,7 @@ def test_ignored_modules_and_parameters_stay_on_meta(world):
     assert [group.parameters for group in groups(model)] == [("0.weight",)]
 
 
-def test_an_ignored_parameter_keeps_its_values_beside_one_on_meta(world):
+def test_an_ignored_parameter_next_to_a_meta_one_is_unchanged(world):
     bare = nn.Linear(8, 8, device=world.device)
     bare.weight = nn.Parameter(torch.empty(8, 8, device="meta"))
     with torch.no_grad():
@@ -270,13 +270,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_made_is_refused_with_names_and_cure(case):
+def test_what_cannot_be_materialised_is_refused_by_name(case):
     make, arguments, message = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=message):
         FullyShardedDataParallel(on_meta(make), **arguments)
 
 
-def test_a_model_that_was_refused_can_be_wrapped_once_the_cure_is_taken(world):
+def test_a_refused_model_can_be_wrapped_after_the_remedy(world):
     bare = on_meta(Bare)
     with pytest.raises(ValueError, match="or pass param_init_fn"):
         FullyShardedDataParallel(bare)

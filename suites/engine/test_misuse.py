@@ -160,7 +160,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_arguments_that_contradict_the_module_or_one_another_are_refused(case):
+def test_contradicting_arguments_are_refused(case):
     arguments, message = CONTRADICTIONS[case]
     bare = with_a_unit()
     if case == "ignored_unit":
@@ -177,12 +177,12 @@ def test_arguments_that_contradict_the_module_or_one_another_are_refused(case):
         (99, "device_id=99: this host has"),
     ],
 )
-def test_a_device_that_the_host_has_not_is_refused(device, message):
+def test_a_device_the_host_lacks_is_refused(device, message):
     with pytest.raises(ValueError, match=message):
         FullyShardedDataParallel(linear(), device_id=device)
 
 
-def test_a_device_that_the_backend_does_not_serve_is_refused():
+def test_a_device_the_backend_does_not_serve_is_refused():
     group = dist.new_group(backend="cuda:gloo")
     with pytest.raises(ValueError, match="device_id=cpu: the process group communicates on cuda:gloo only"):
         FullyShardedDataParallel(linear(), process_group=group, device_id=torch.device("cpu"))
@@ -191,38 +191,38 @@ def test_a_device_that_the_backend_does_not_serve_is_refused():
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_sharded_is_refused_with_names_and_cure(case):
+def test_what_cannot_be_sharded_is_refused_by_name_with_a_remedy(case):
     make, arguments, message = REFUSED[case]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         FullyShardedDataParallel(make(), **arguments)
 
 
-def test_a_class_that_is_not_in_a_set_is_refused_by_the_policy():
+def test_module_wrap_policy_refuses_a_class_outside_a_set():
     with pytest.raises(TypeError, match=r"expected classes, got Linear alone; pass \{Linear\}"):
         ModuleWrapPolicy(nn.Linear)
 
 
-def test_a_model_of_another_shape_on_one_rank_is_refused_at_once(world):
+def test_another_shape_on_one_rank_is_refused_at_once(world):
     module = nn.Linear(3, 4 + world.rank, device=world.device)
     claim = rf"'weight' \[{4 + world.rank}, 3\] torch.float32 here, 'weight' \[{5 - world.rank}, 3\]"
     with pytest.raises(ValueError, match=claim):
         FullyShardedDataParallel(module)
 
 
-def test_a_module_that_one_rank_alone_wraps_is_refused_at_once(world):
+def test_a_module_wrapped_on_one_rank_alone_is_refused_at_once(world):
     module = nn.Sequential(nn.Linear(2, 2, device=world.device))
     with pytest.raises(ValueError, match=r"ranks wrap different things: .*\((Linear|Sequential)\) here"):
         FullyShardedDataParallel(module[0] if world.rank == 0 else module)
 
 
-def test_a_refused_argument_leaves_the_module_as_it_was():
+def test_a_refused_argument_leaves_the_module_unchanged():
     bare = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="sharding_strategy"):
         FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, sharding_strategy="FULL_SHARD")
     assert [type(module) for module in bare.modules()] == [nn.Sequential, nn.Linear]
 
 
-def test_a_device_that_is_not_where_the_module_is_is_refused_by_parameter():
+def test_a_module_on_another_device_is_refused_by_parameter_name():
     bare = nn.Linear(2, 2, bias=False)
     with FakeTensorMode():
         bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
@@ -264,12 +264,12 @@ def test_forward_inside_summon_is_refused(world):
         model(batch(world))
 
 
-def test_writing_back_from_rank_zero_alone_is_refused(world):
+def test_writeback_with_rank0_only_is_refused(world):
     with pytest.raises(ValueError, match="writeback with rank0_only"):
         summon(nested(world), rank0_only=True)
 
 
-def test_an_exchanged_parameter_is_refused_by_name(world):
+def test_a_replaced_parameter_is_refused_by_name(world):
     model = nested(world, use_orig_params=True)
     model.module.module[0].weight = nn.Parameter(torch.zeros(4, 8, device=world.device))
     with pytest.raises(RuntimeError, match=r"parameter 'module\.0\.weight' was exchanged"):
@@ -282,7 +282,7 @@ def test_second_derivatives_are_refused(world):
         loss.backward(create_graph=True)
 
 
-def test_an_optimizer_that_holds_what_the_flat_parameter_replaced_refuses_to_step(world):
+def test_an_optimizer_of_replaced_parameters_refuses_to_step(world):
     bare = nn.Linear(8, 8, device=world.device)
     early = torch.optim.SGD(bare.parameters(), lr=0.1)
     model = FullyShardedDataParallel(bare)
@@ -291,7 +291,7 @@ def test_an_optimizer_that_holds_what_the_flat_parameter_replaced_refuses_to_ste
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_an_optimizer_made_before_wrapping_trains_the_original_parameters(world):
+def test_an_optimizer_made_earlier_trains_original_parameters(world):
     bare = nn.Linear(8, 8, device=world.device)
     early = torch.optim.SGD(bare.parameters(), lr=0.1)
     model = FullyShardedDataParallel(bare, use_orig_params=True)
@@ -304,7 +304,7 @@ def test_an_optimizer_made_before_wrapping_trains_the_original_parameters(world)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_step_on_gradients_that_were_not_reduced_is_refused(world, use_orig_params):
+def test_stepping_on_unreduced_gradients_is_refused(world, use_orig_params):
     model = nested(world, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
@@ -315,7 +315,7 @@ def test_a_step_on_gradients_that_were_not_reduced_is_refused(world, use_orig_pa
     optimizer.step()
 
 
-def test_torchs_kinds_of_state_dicts_are_refused_by_name(world):
+def test_torchs_state_dict_types_and_configs_are_refused(world):
     model = nested(world)
     kind = "state_dict_type: expected a StateDictType of harness.engine, got .* of torch.distributed"
     with pytest.raises(TypeError, match=kind):

@@ -83,14 +83,14 @@ def test_state_that_does_not_fit_is_refused(world, engine, change):
         load(model, optimizer, change(save(model, optimizer)))
 
 
-def test_local_state_of_another_wrapping_or_kind_is_refused(world, engine):
+def test_local_state_of_another_wrapping_is_refused(world, engine):
     model, optimizer = trained(engine, world)
     other, other_optimizer = trained(engine, world, units=("body",))
     with pytest.raises(ValueError, match=r"Missing.*Unexpected"):
         load(model, optimizer, save(other, other_optimizer, LOCAL), LOCAL)
 
 
-def test_state_that_cannot_be_cut_is_refused_by_name(world, engine):
+def test_state_of_unknown_shape_is_refused_by_name(world, engine):
     model, optimizer = trained(engine, world)
     optimizer.state[optimizer.param_groups[0]["params"][0]]["rows"] = torch.zeros(2)
     with pytest.raises(NotImplementedError, match=r"'rows' of 'flat_param' has shape"):

@@ -107,7 +107,7 @@ def test_full_state_is_that_of_the_unsharded_optimizer(world, engine, use_orig_p
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_sharded_state_is_cut_as_the_parameters_are(world, engine, use_orig_params):
+def test_sharded_optimizer_state_is_chunked_like_parameters(world, engine, use_orig_params):
     model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
     full = save(model, optimizer)["state"]
     for name, state in save(model, optimizer, SHARDED)["state"].items():
@@ -140,7 +140,7 @@ def test_training_resumes_bit_equal_with_uneven_and_empty_shards(
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @pytest.mark.parametrize("first", [False, True], ids=["from_flat", "from_original"])
-def test_state_goes_round_between_wrappings(world, engine, kind, first):
+def test_state_round_trips_between_wrappings(world, engine, kind, first):
     model, optimizer = trained(engine, world, use_orig_params=first)
     other_spec = {"units": ("body.linear",), "strategy": "NO_SHARD", "use_orig_params": not first}
     other, other_optimizer = trained(engine, world, steps=2, **other_spec)
@@ -163,7 +163,7 @@ def test_an_unsharded_optimizers_state_loads(world, engine, use_orig_params):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_rank_zero_saves_and_loads_alone_if_told(world, engine, use_orig_params):
+def test_rank0_only_saves_and_loads_on_rank_zero(world, engine, use_orig_params):
     model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
     expected, config = values(save(model, optimizer)), FullOptimStateDictConfig(rank0_only=True)
     state = save(model, optimizer, config=config)
@@ -174,7 +174,7 @@ def test_rank_zero_saves_and_loads_alone_if_told(world, engine, use_orig_params)
 
 
 @pytest.mark.ranks(2)
-def test_what_is_saved_and_loaded_shares_no_memory_with_the_optimizer(world, engine):
+def test_optimizer_state_shares_no_memory_with_the_optimizer(world, engine):
     model, optimizer = trained(engine, world, strategy="NO_SHARD", use_orig_params=True)
     config = ShardedOptimStateDictConfig(offload_to_cpu=False)
     for kind, given in ((FULL, None), (SHARDED, config), (LOCAL, None)):
@@ -200,7 +200,7 @@ def two_groups_reversed(model):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_param_groups_keep_their_options_in_another_order(world, engine, use_orig_params):
+def test_param_group_options_follow_the_parameters(world, engine, use_orig_params):
     model, optimizer = trained(engine, world, two_groups, use_orig_params=use_orig_params)
     state = save(model, optimizer)
     assert [(g["lr"], g["weight_decay"]) for g in state["param_groups"]] == [(0.5, 0.25), (0.01, 0.01)]
@@ -232,7 +232,7 @@ class Strange(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_state_of_any_kind_is_kept(world, engine, use_orig_params, kind):
+def test_state_of_any_type_is_kept(world, engine, use_orig_params, kind):
     model, optimizer = trained(
         engine, world, lambda m: Strange(m.parameters()), use_orig_params=use_orig_params
     )
@@ -261,7 +261,7 @@ class Partly(UnevenShapes):
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
-def test_parameters_that_were_never_stepped_have_no_state(world, engine, kind):
+def test_unstepped_parameters_have_no_state(world, engine, kind):
     spec = {"bare": Partly, "units": Partly.units, "use_orig_params": True}
     model, optimizer = trained(engine, world, **spec)
     state = save(model, optimizer, kind)
@@ -273,7 +273,7 @@ def test_parameters_that_were_never_stepped_have_no_state(world, engine, kind):
     assert other.idle.weight not in fresh.state
 
 
-def test_a_flat_parameter_gets_zeros_for_parts_that_were_never_stepped(world, engine):
+def test_a_flat_parameter_gets_zero_state_for_unstepped_parts(world, engine):
     class Idle(UnevenShapes):
         def __init__(self):
             super().__init__()
@@ -305,7 +305,7 @@ def test_parameters_outside_units_are_saved_as_they_are(world, engine, use_orig_
 
 
 @pytest.mark.ranks(2)
-def test_state_can_be_named_and_given(world, engine):
+def test_optim_state_dict_takes_a_dict_and_returns_names(world, engine):
     model, optimizer = trained(engine, world)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["step"] += 41

@@ -85,7 +85,7 @@ def batch(world):
     ("forward_prefetch", "second"),
     [(False, ["USSS", "SUSS", "SSUS", "SSSU"]), (True, ["UPSS", "SUPS", "SSUP", "SSSU"])],
 )
-def test_forward_gathers_one_group_ahead_once_it_has_seen_the_order(world, forward_prefetch, second):
+def test_forward_prefetches_one_group_once_the_order_is_known(world, forward_prefetch, second):
     model = sharded(world, forward_prefetch=forward_prefetch)
     assert states_in_forward(model, world) == ["USSS", "SUSS", "SSUS", "SSSU"]
     assert states_in_forward(model, world) == second
@@ -99,7 +99,7 @@ def test_forward_gathers_one_group_ahead_once_it_has_seen_the_order(world, forwa
         (POST, [("SSSS", "SSSU"), ("SSPS", "SSUS"), ("SPSS", "SUSS"), ("PSSS", "USSS")]),
     ],
 )
-def test_backward_gathers_one_group_ahead_before_or_after_computing(world, prefetch, expected):
+def test_backward_prefetches_one_group_before_or_after_computing(world, prefetch, expected):
     assert states_in_backward(sharded(world, backward_prefetch=prefetch), world) == expected
 
 
@@ -130,7 +130,7 @@ def test_a_wrong_guess_costs_gathers_and_leaves_nothing_behind(world, engine, co
     assert len(engine.traffic(collectives).gathers) > 2 * (4 + 3 + 2 + 4)
 
 
-def test_what_was_gathered_ahead_for_an_evaluation_is_not_stale_in_the_next(world):
+def test_a_prefetch_of_one_evaluation_is_not_stale_in_the_next(world):
     model = sharded(world, forward_prefetch=True, use_orig_params=True)
     outputs = []
     for value in (1.0, 2.0):
@@ -143,14 +143,14 @@ def test_what_was_gathered_ahead_for_an_evaluation_is_not_stale_in_the_next(worl
 
 
 @pytest.mark.parametrize(("prefetch", "most"), [(None, 1), (PRE, 2), (POST, 1)])
-def test_few_groups_are_in_memory_while_gradients_are_computed(world, prefetch, most):
+def test_few_groups_are_unsharded_while_gradients_are_computed(world, prefetch, most):
     model = sharded(world, backward_prefetch=prefetch)
     num_gathered = [4 - computing.count("S") for _, computing in states_in_backward(model, world)]
     assert max(num_gathered) == most
 
 
 @pytest.mark.ranks(3)
-def test_gloo_ranks_are_added_in_order_in_fp32(world):
+def test_gloo_reductions_add_in_rank_order_in_fp32(world):
     # In fp64, or with the large ones added first, the 1 would survive: 1e8 + 1 is no fp32 number.
     numel = 200_000  # more than one chunk of the sum
     model = FullyShardedDataParallel(KnownGradient(numel).to(world.device))
@@ -159,7 +159,7 @@ def test_gloo_ranks_are_added_in_order_in_fp32(world):
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_full_parameters_of_one_dtype_alone_are_in_memory_when_modes_alternate(world, engine, strategy):
+def test_alternating_modes_keep_one_dtype_in_memory(world, engine, strategy):
     spec = ShardSpec(strategy, Precision(torch.bfloat16), units=(nn.Linear,), full_precision_in_eval=True)
     model = engine.shard(Layers().to(world.device), spec)
     kept = 0 if strategy == "FULL_SHARD" else 4 * 20
@@ -176,7 +176,7 @@ def test_full_parameters_of_one_dtype_alone_are_in_memory_when_modes_alternate(w
 
 
 @pytest.mark.ranks(1)
-def test_a_pool_lends_what_was_given_back_and_fits(world):
+def test_a_pool_reuses_returned_buffers_that_fit(world):
     pool = BufferPool()
     first = pool.take(8, torch.float32, torch.device("cpu"))
     address = first.data_ptr()

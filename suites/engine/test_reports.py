@@ -9,9 +9,7 @@ from harness.engine import FullyShardedDataParallel, fully_shard
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("front", [fully_shard, FullyShardedDataParallel])
-def test_a_report_of_an_exception_in_backward_does_not_read_memory_that_is_gone(
-    world, request, monkeypatch, front
-):
+def test_a_failure_report_reads_no_freed_memory(world, request, monkeypatch, front):
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(world.device)
     inner = front(model[0])

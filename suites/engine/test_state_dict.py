@@ -63,16 +63,14 @@ def load(model, kind, state, **arguments):
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_full_state_has_the_names_and_values_of_the_unsharded_model(
-    world, engine, strategy, use_orig_params, offload
-):
+def test_full_state_is_that_of_the_unsharded_model(world, engine, strategy, use_orig_params, offload):
     expected = bare(world).state_dict()
     model = shard(engine, world, strategy=strategy, use_orig_params=use_orig_params, offload=offload)
     assert list(model.state_dict()) == list(expected)
     assert_named_close(model.state_dict(), expected, EXACT)
 
 
-def test_full_state_goes_to_rank_zero_alone_if_told(world, engine):
+def test_rank0_only_state_is_empty_on_other_ranks(world, engine):
     model = shard(engine, world)
     state = saved(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True))
     assert list(state) == (list(bare(world).state_dict()) if world.rank == 0 else [])
@@ -81,7 +79,7 @@ def test_full_state_goes_to_rank_zero_alone_if_told(world, engine):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_sharded_state_is_cut_as_torch_chunk_cuts(world, engine, strategy, use_orig_params):
+def test_sharded_state_is_chunked_like_torch_chunk(world, engine, strategy, use_orig_params):
     expected = bare(world)
     state = saved(shard(engine, world, strategy=strategy, use_orig_params=use_orig_params), SHARDED)
     assert list(state) == list(expected.state_dict())
@@ -94,7 +92,7 @@ def test_sharded_state_is_cut_as_torch_chunk_cuts(world, engine, strategy, use_o
     assert not any(isinstance(state[name], DTensor) for name, _ in expected.named_buffers())
 
 
-def test_sharded_state_of_what_every_rank_holds_is_replicated(world, engine):
+def test_sharded_state_of_no_shard_is_replicated(world, engine):
     state = saved(shard(engine, world, strategy="NO_SHARD"), SHARDED)
     assert state["first.weight"].placements == (Replicate(),)
     assert_named_close(values(state), bare(world).state_dict(), EXACT)
@@ -120,7 +118,7 @@ def test_local_state_is_the_live_shard_and_whole_buffers(world, engine, use_orig
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", StateDictType)
-def test_state_keeps_parameters_only_if_told(world, engine, kind):
+def test_keep_vars_keeps_parameters(world, engine, kind):
     model, names = shard(engine, world), {name for name, _ in bare(world).named_buffers()}
     with kind_of(model, kind):
         for keep_vars in (False, True):
@@ -131,7 +129,7 @@ def test_state_keeps_parameters_only_if_told(world, engine, kind):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
-def test_state_goes_round_between_wrappings(world, engine, kind, strategy):
+def test_state_round_trips_between_wrappings(world, engine, kind, strategy):
     first = shard(engine, world, strategy=strategy)
     second = shard(engine, world, units=("body.linear",), seed=1, use_orig_params=True)
     load(second, kind, saved(first, kind))
@@ -167,7 +165,7 @@ def full(engine, world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", [other_wrapping, other_rank, full])
-def test_local_state_of_another_shard_is_refused_and_changes_nothing(world, engine, make):
+def test_local_state_of_another_shard_is_refused_unchanged(world, engine, make):
     model = shard(engine, world, seed=1)
     with pytest.raises(RuntimeError, match="loads on the same rank, world size and wrapping only"):
         load(model, LOCAL, make(engine, world))
@@ -177,7 +175,7 @@ def test_local_state_of_another_shard_is_refused_and_changes_nothing(world, engi
 
 
 @pytest.mark.parametrize("kind", StateDictType)
-def test_buffers_are_saved_in_their_own_dtype_under_every_name_and_stay_cast(world, engine, kind):
+def test_cast_buffers_are_saved_in_their_dtype_under_every_name(world, engine, kind):
     model = bare(world)
     norm = nn.BatchNorm1d(5)
     model.norms = nn.ModuleList([norm, norm])
@@ -185,14 +183,16 @@ def test_buffers_are_saved_in_their_own_dtype_under_every_name_and_stay_cast(wor
     spec = ShardSpec(precision=precision, device=world.device)
     model = engine.shard(model, spec)
     model(torch.ones(4, 8, device=world.device))
-    dtypes = {n: t.dtype for n, t in saved(model, kind).items() if t.is_floating_point()}
+    state = saved(model, kind)
+    dtypes = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
     assert set(dtypes.values()) == {torch.float32}
+    assert state["count"].dtype == torch.int64
     assert {"offset", "norms.0.running_mean", "norms.1.running_mean"} <= set(dtypes)
     assert {b.dtype for b in model.buffers()} == {torch.float16, torch.int64}
 
 
 @pytest.mark.parametrize("kind", StateDictType)
-def test_state_of_a_unit_inside_is_its_own(world, engine, kind):
+def test_an_inner_unit_saves_and_loads_its_own_state(world, engine, kind):
     model = shard(engine, world)
     unit = model.body
     before = full_state(unit)
@@ -204,7 +204,7 @@ def test_state_of_a_unit_inside_is_its_own(world, engine, kind):
 
 
 @pytest.mark.parametrize("kind", StateDictType)
-def test_modules_around_units_and_ignored_ones_save_and_load_as_they_are(world, engine, kind):
+def test_modules_outside_units_and_ignored_ones_save_and_load(world, engine, kind):
     def model(seed):
         inner = bare(world, seed)
         unit = FullyShardedDataParallel(inner, ignored_modules=[inner.first])
@@ -218,7 +218,7 @@ def test_modules_around_units_and_ignored_ones_save_and_load_as_they_are(world, 
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
-def test_what_is_missing_from_the_state_stays_as_it_is(world, engine, kind):
+def test_parameters_missing_from_the_state_keep_their_values(world, engine, kind):
     model = shard(engine, world)
     state = {name: value for name, value in saved(model, kind).items() if name == "first.bias"}
     state["first.bias"] = state["first.bias"] + 1
@@ -230,7 +230,7 @@ def test_what_is_missing_from_the_state_stays_as_it_is(world, engine, kind):
 
 @pytest.mark.parametrize("kind", StateDictType)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_tensors_that_are_assigned_and_not_copied_are_kept(world, engine, use_orig_params, kind):
+def test_loading_with_assign_keeps_the_values(world, engine, use_orig_params, kind):
     first, second = (shard(engine, world, seed=s, use_orig_params=use_orig_params) for s in (0, 1))
     load(second, kind, saved(first, kind), assign=True)
     assert_named_close(full_state(second), full_state(first), EXACT)
@@ -238,7 +238,7 @@ def test_tensors_that_are_assigned_and_not_copied_are_kept(world, engine, use_or
 
 
 @pytest.mark.parametrize("kind", StateDictType)
-def test_recurrent_modules_compute_as_before_with_loaded_state(world, engine, kind):
+def test_recurrent_modules_compute_with_loaded_state(world, engine, kind):
     def model(seed):
         torch.manual_seed(seed)
         return engine.shard(nn.LSTM(8, 4), ShardSpec(use_orig_params=True, device=world.device))
@@ -261,7 +261,7 @@ def test_saving_gathers_each_group_once(world, engine, kind, gathers):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [FULL, LOCAL])
-def test_loading_what_each_rank_has_communicates_nothing(world, engine, kind):
+def test_loading_full_or_local_state_communicates_nothing(world, engine, kind):
     model = shard(engine, world)
     with kind_of(model, kind):
         state = model.state_dict()
@@ -276,7 +276,7 @@ def test_loading_what_each_rank_has_communicates_nothing(world, engine, kind):
     [(SHARDED, None), (FULL, FullStateDictConfig(rank0_only=True))],
     ids=["sharded", "rank0_only"],
 )
-def test_saving_holds_one_full_group_at_a_time(world, engine, monkeypatch, kind, config):
+def test_saving_unshards_one_group_at_a_time(world, engine, monkeypatch, kind, config):
     model = shard(engine, world)
     gather, fulls, alive = ParamGroup.full_original, [], []
 
@@ -324,7 +324,7 @@ def test_an_exception_while_loading_leaves_the_model_usable(world, engine, kind)
 # which kind
 
 
-def test_the_kind_is_set_for_all_units_and_given_back(world, engine):
+def test_the_type_is_set_for_all_units_and_restored(world, engine):
     model = shard(engine, world)
     default = FullyShardedDataParallel.get_state_dict_type(model)
     optim = FullOptimStateDictConfig(rank0_only=True)
@@ -338,7 +338,7 @@ def test_the_kind_is_set_for_all_units_and_given_back(world, engine):
     assert FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config == optim
 
 
-def test_a_config_of_another_kind_is_refused(world, engine):
+def test_a_config_of_another_type_is_refused(world, engine):
     model = shard(engine, world)
     with pytest.raises(
         TypeError, match=r"FULL_STATE_DICT goes with FullStateDictConfig of harness\.engine, got Sharded"
@@ -349,7 +349,7 @@ def test_a_config_of_another_kind_is_refused(world, engine):
 
 
 @pytest.mark.parametrize("kind", [SHARDED, LOCAL])
-def test_sharded_and_local_state_is_illegal_while_full_parameters_are_summoned(world, engine, kind):
+def test_sharded_and_local_state_is_illegal_inside_summon(world, engine, kind):
     model = shard(engine, world)
     with (
         kind_of(model, kind),

@@ -68,13 +68,13 @@ def test_policies_choose_units(world, policy, names):
     assert units(wrapped(NestedWrappedModule().to(world.device), policy)) == names
 
 
-def test_custom_policy_gives_a_unit_arguments_of_its_own(world):
+def test_custom_policy_can_override_arguments_of_a_unit(world):
     policy = CustomPolicy(lambda m: {"sharding_strategy": NONE} if isinstance(m, nn.Linear) else False)
     model = wrapped(NestedWrappedModule().to(world.device), policy, sharding_strategy=FULL)
     assert {group.sharding_strategy for group in groups(model)} == {NONE}
 
 
-def test_units_of_a_policy_have_full_precision_in_eval_as_told_above_them_or_for_themselves(world):
+def test_policy_units_inherit_or_override_full_precision_in_eval(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)).to(world.device)
     own = {bare[1]: {"full_precision_in_eval": False}}
     model = wrapped(
@@ -88,9 +88,7 @@ def test_units_of_a_policy_have_full_precision_in_eval_as_told_above_them_or_for
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("1", F32), ("0", F16), ("", F16), (None, F16)])
-def test_the_environment_asks_for_full_precision_in_eval_when_a_unit_is_made(
-    world, monkeypatch, value, dtype
-):
+def test_the_environment_variable_is_read_when_a_unit_is_made(world, monkeypatch, value, dtype):
     def set_environment(value):
         if value is None:
             monkeypatch.delenv("FSDP_USE_FULL_PREC_IN_EVAL", raising=False)
@@ -104,7 +102,7 @@ def test_the_environment_asks_for_full_precision_in_eval_when_a_unit_is_made(
     assert model.eval()(torch.ones(1, 8, device=world.device)).dtype == dtype
 
 
-def test_batch_norm_becomes_a_unit_of_its_own_in_full_precision(world):
+def test_batch_norm_becomes_a_full_precision_unit(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(world.device)
     precision = MixedPrecision(param_dtype=F16, buffer_dtype=F16)
     with pytest.warns(UserWarning, match="BatchNorm1d modules are wrapped as units of their own"):
@@ -118,7 +116,7 @@ def test_batch_norm_becomes_a_unit_of_its_own_in_full_precision(world):
     assert bare[1].running_mean.dtype == F32
 
 
-def test_a_size_policy_counts_neither_ignored_parameters_nor_those_in_chosen_modules(world):
+def test_a_size_policy_skips_ignored_and_wrapped_parameters(world):
     inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(2, 2))
     bare = nn.Sequential(nn.Sequential(inner, nn.Linear(8, 8))).to(world.device)
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=72)
@@ -139,13 +137,13 @@ class Attention(nn.MultiheadAttention):
         ({"force_leaf_modules": (), "exclude_wrap_modules": (Attention,)}, ["", "0.out_proj", "1"]),
     ],
 )
-def test_a_size_policy_keeps_leaves_whole_and_spares_excluded_classes(world, arguments, names):
+def test_a_size_policy_respects_leaf_and_excluded_classes(world, arguments, names):
     bare = nn.Sequential(Attention(8, 2), nn.Linear(8, 8), nn.Linear(2, 2)).to(world.device)
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=64, **arguments)
     assert units(wrapped(bare, policy)) == names
 
 
-def test_a_policy_does_not_reach_a_unit_that_was_wrapped_by_hand(world):
+def test_a_policy_leaves_units_wrapped_by_hand_alone(world):
     inner = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device), sharding_strategy=NONE)
     bare = nn.Sequential(nn.Bilinear(8, 8, 8).to(world.device), inner)
     model = wrapped(bare, ModuleWrapPolicy({nn.Bilinear}))
@@ -153,7 +151,7 @@ def test_a_policy_does_not_reach_a_unit_that_was_wrapped_by_hand(world):
     assert model[1] is inner
 
 
-def test_a_batch_norm_in_a_unit_that_was_wrapped_by_hand_stays_in_it(world):
+def test_a_batch_norm_in_a_unit_wrapped_by_hand_stays_in_it(world):
     inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     bare = nn.Sequential(nn.Linear(8, 8).to(world.device), FullyShardedDataParallel(inner))
     model = wrapped(bare, CustomPolicy(lambda _: False), mixed_precision=MixedPrecision(param_dtype=F16))
@@ -168,7 +166,7 @@ def test_a_shared_module_becomes_one_unit_in_all_its_places(world):
     assert units(model) == ["0"]
 
 
-def test_the_warning_about_precise_units_points_at_the_callers_line(world):
+def test_the_full_precision_warning_points_at_the_caller(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     with pytest.warns(UserWarning, match="BatchNorm1d") as caught:
         FullyShardedDataParallel(
@@ -177,7 +175,7 @@ def test_the_warning_about_precise_units_points_at_the_callers_line(world):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_a_class_that_mixed_precision_ignores_stays_precise_whatever_a_policy_says(world):
+def test_ignored_module_classes_stay_precise_under_any_policy(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     low = MixedPrecision(param_dtype=F16)
     policy = CustomPolicy(lambda m: {"mixed_precision": low})
@@ -197,28 +195,28 @@ class Marked(nn.Module):
         self.kept = wrap(nn.Linear(8, 8), sharding_strategy=GRAD_OP)
 
 
-def test_marked_modules_become_units_with_the_arguments_of_the_context_and_their_own():
+def test_wrap_merges_its_arguments_into_those_of_the_context():
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, sharding_strategy=NONE, use_orig_params=True):
         model = Marked()
     assert {g.name: g.sharding_strategy for g in groups(model)} == {"unit": NONE, "kept": GRAD_OP}
     assert list(model.unit.state_dict()) == [name for name, _ in model.unit.named_parameters()]
 
 
-def test_outside_of_a_context_marks_do_nothing():
+def test_wrap_outside_of_a_context_returns_the_module():
     module = nn.Linear(8, 8)
     with enable_wrap(wrapper_cls=nn.Sequential):
         pass
     assert wrap(module, sharding_strategy=GRAD_OP) is module
 
 
-def test_a_context_that_raises_leaves_nothing_behind():
+def test_an_exception_resets_the_enable_wrap_context():
     module = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="planted"), enable_wrap(wrapper_cls=nn.Sequential):
         raise ValueError("planted")
     assert wrap(module) is module
 
 
-def test_of_nested_contexts_the_innermost_counts():
+def test_the_innermost_enable_wrap_applies():
     with enable_wrap(wrapper_cls=nn.Sequential):
         with enable_wrap(wrapper_cls=lambda module, width: (module, width), width=3):
             inner = wrap(nn.Linear(8, 8))
@@ -226,7 +224,7 @@ def test_of_nested_contexts_the_innermost_counts():
     assert (type(inner), inner[1], type(outer)) == (tuple, 3, nn.Sequential)
 
 
-def test_a_context_is_its_threads_own():
+def test_enable_wrap_applies_to_its_own_thread():
     module, found = nn.Linear(8, 8), []
     with enable_wrap(wrapper_cls=nn.Sequential):
         thread = threading.Thread(target=lambda: found.append(wrap(module)))
