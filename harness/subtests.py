@@ -25,7 +25,7 @@ class VotingRank(Protocol):
     def agree(self, vote: Vote) -> tuple[Vote, ...]: ...
     def begin_case(self, name: str) -> None: ...
     def end_case(self) -> None: ...
-    def sever(self) -> None: ...
+    def abort(self) -> None: ...
     def repair(self) -> None: ...
 
 
@@ -126,7 +126,7 @@ class RunSubtests:
             if skip is not None:
                 raise skip
         if votes is None:  # it raised, and its own report has been sent already
-            self._rank.sever()  # frees the ranks that wait for this one
+            self._rank.abort()  # frees the ranks that wait for this one
             votes = self._rank.agree(Vote(name, outcome))
         if any(vote.outcome == "ended" for vote in votes):
             pytest.fail(_disagreement(votes), pytrace=False)
@@ -146,7 +146,7 @@ class RunSubtests:
                 outcome, skip = "skipped", error
             except (Exception, pytest.fail.Exception):
                 outcome = "failed"
-                self._rank.sever()
+                self._rank.abort()
             votes = self._rank.agree(Vote(name, outcome, str(skip or "")))
             if any(vote.outcome == "failed" for vote in votes):
                 self._rank.repair()

@@ -141,7 +141,7 @@ class Examples:
             self._hung += self.clock.monotonic() - before
         return votes, told
 
-    def _agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
+    def _agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
         """Vote.
 
         Raises:
@@ -149,7 +149,7 @@ class Examples:
             OutOfStep: another rank is elsewhere in it.
         """
         __tracebackhide__ = True
-        votes = self._rank.agree(vote, sever_after)
+        votes = self._rank.agree(vote, abort_after)
         if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
             raise LeftAlone(desync.tell_places(votes))
         if any(other.case != vote.case for other in votes):
@@ -165,7 +165,7 @@ class Examples:
         """Meet the other ranks in a new process group, unless the failure has left this one whole."""
         __tracebackhide__ = True
         left = self.ask_all(f"the end of {case}", self._rank.groups())
-        if any(each.is_severed for each in left) or len(set(left)) > 1:
+        if any(each.is_aborted for each in left) or len(set(left)) > 1:
             with _untraced():
                 self._rank.repair()
 

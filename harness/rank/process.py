@@ -85,8 +85,8 @@ class Rank:
         self._case = ""
         self._item_began = 0
         self._stacks = Stacks()
-        self._severing = threading.Lock()
-        self._severable = ""
+        self._aborting = threading.Lock()
+        self._abortable = ""
         self._progress: object = None
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.stacks_path)
@@ -159,37 +159,37 @@ class Rank:
             if self._lease.is_recalled():
                 return Close()
 
-    def agree(self, vote: Vote, sever_after: float | None = None) -> tuple[Vote, ...]:
+    def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
         """Tell all ranks how this one fared at a case of a test; return every rank's vote, in rank order.
 
         A rank that has ended the test counts as a vote with the outcome "ended".
 
         Args:
-            sever_after: seconds to wait for the others before freeing those that wait for this rank.
+            abort_after: seconds to wait for the others before freeing those that wait for this rank.
         """
         self._state = "votes"
         self.send(Voted(vote))
-        answer = self._early_order(sever_after) or self.next_order()
+        answer = self._early_order(abort_after) or self.next_order()
         self._state = "runs"
         assert isinstance(answer, Agreed)
         return answer.votes
 
     def _early_order(self, within: float | None) -> RunItem | Agreed | Close | None:
-        """Return what the controller says in so many seconds; sever the group if it says nothing."""
+        """Return what the controller says in so many seconds; abort the group if it says nothing."""
         if within is None:
             return None
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=within)
-        self.sever()
+        self.abort()
         return None
 
     def groups(self) -> GroupState:
         """Return in which state the process groups are."""
-        return GroupState(self.group.is_severed, count_collectives(), count_groups())
+        return GroupState(self.group.is_aborted, count_collectives(), count_groups())
 
     def begin_case(self, name: str) -> None:
         """Note which subtest the test has come to, and give every generator the seed of the world."""
-        self._case = self._severable = name
+        self._case = self._abortable = name
         self.reseed()
 
     def end_case(self) -> None:
@@ -207,10 +207,10 @@ class Rank:
         issued, before = issued_since(self._item_began, self.group.joined)
         return RankStatus("", "", "", issued, before, self._state, self._case)
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
         self._own_connections()
-        self.group.sever()
+        self.group.abort()
 
     def repair(self) -> None:
         """Meet the other ranks in a new process group, and let none go on before all have come.
@@ -223,8 +223,8 @@ class Rank:
 
     def _own_connections(self) -> None:
         """Let the controller cut none from here on: it may ask so late that the new group stands."""
-        with self._severing:
-            self._severable = ""
+        with self._aborting:
+            self._abortable = ""
 
     def reseed(self) -> None:
         """Give every generator of this process the seed of the world."""
@@ -244,12 +244,12 @@ class Rank:
                 case Probe(thoroughly):
                     self._answer(main, thoroughly)
                 case AbortGroup(case):
-                    with self._severing:
-                        if case == self._severable:
-                            self.group.sever()
+                    with self._aborting:
+                        if case == self._abortable:
+                            self.group.abort()
                 case Interrupt():
                     self.interrupted = True
-                    self.group.sever()  # the main thread may wait in a collective, where no signal reaches it
+                    self.group.abort()  # the main thread may wait in a collective, where no signal reaches it
                     signal.pthread_kill(main, signal.SIGINT)
                 case RunItem():
                     self._state, self._item_began = "runs", time.time_ns()

@@ -1,4 +1,4 @@
-"""The default process group of a rank: joined, severed when the rank has failed, joined anew."""
+"""The default process group of a rank: joined, aborted when the rank has failed, joined anew."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class DefaultGroup:
         self._generation = 0
         self._of_rank: list[dist.ProcessGroup] = []
         self.device = _device(spec)
-        self.is_severed = False
-        """Whether the group that was joined last has been severed."""
+        self.is_aborted = False
+        """Whether the group that was joined last has been aborted."""
         self.joined = 0
         """When that was, nanoseconds since the epoch."""
 
@@ -51,7 +51,7 @@ class DefaultGroup:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
             torch.cuda.set_device(self.device)
         self._generation += 1
-        self.is_severed = False
+        self.is_aborted = False
         self.joined = time.time_ns()
         dist.init_process_group(
             key.backend,
@@ -61,7 +61,7 @@ class DefaultGroup:
             timeout=_NO_TIMEOUT,
         )
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         """Cut this rank's connections, so that ranks that wait for it in a collective fail at once.
 
         Destroying the group would not do: it lives on while a traceback's frames, a model or work in flight
@@ -69,7 +69,7 @@ class DefaultGroup:
         """
         if not dist.is_initialized():
             return
-        self.is_severed = True
+        self.is_aborted = True
         if self._spec.key.backend == "nccl":
             dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
             return
@@ -94,7 +94,7 @@ class DefaultGroup:
 
     def repair(self) -> None:
         """Leave the group and meet the other ranks in a new one. Every rank must do so."""
-        self.sever()
+        self.abort()
         self._destroy()
         self.join()
 

@@ -61,7 +61,7 @@ class RankReporter:
         self.phases_over = PHASES.index(report.when) + 1
         self._rank.note_phases_over(self.phases_over)
         if report.when != "teardown" and _raised(report):
-            self._rank.group.sever()
+            self._rank.group.abort()
 
     def send(self, report: pytest.TestReport) -> None:
         """Send one report; at once if it tells of a failure, or of output that a death would take along."""

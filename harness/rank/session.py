@@ -128,7 +128,7 @@ class RankSession:
         item, next_item = self._collect(session, order)
         if item is None:
             self._reporter.send(_missing(order, self._collection.error_of(order.path)))
-            self.rank.group.sever()
+            self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)

@@ -73,7 +73,7 @@ class ItemRun:
         self._suspicion: Diagnosis | None = None
         self._diagnosis: Diagnosis | None = None
         self._diagnoses: dict[str, Diagnosis] = {}
-        self._severed = ""
+        self._aborted = ""
 
     def run(self, order: RunItem) -> ItemOutcome:
         """Run the item; return what each rank said of it.
@@ -185,7 +185,7 @@ class ItemRun:
             return
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
         votes = tuple(self._without_rescue(vote) for vote in votes)
-        self._severed = ""
+        self._aborted = ""
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
         agreed = packed(Agreed(votes))
@@ -195,7 +195,7 @@ class ItemRun:
 
     def _without_rescue(self, vote: Vote) -> Vote:
         """Let a case fail that stood still, though the test has caught what it was freed by."""
-        rescued = vote.case == self._severed and vote.outcome == "passed"
+        rescued = vote.case == self._aborted and vote.outcome == "passed"
         return replace(vote, outcome="failed") if rescued else vote
 
     # Standstill
@@ -231,7 +231,7 @@ class ItemRun:
             self._give_up(pending)
             return
         self._diagnoses[case] = found
-        self._severed = case
+        self._aborted = case
         for rank in pending:
             self._handles[rank].send(AbortGroup(case))
 

@@ -23,7 +23,7 @@ def test_connections_that_others_have_closed_meanwhile_do_not_keep_the_rest(monk
         fds = [closed, unconnected.fileno(), ours.fileno()]
         monkeypatch.setattr(process_group, "_gloo_connections", lambda: fds)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        group.sever()
+        group.abort()
         assert theirs.recv(1) == b""
 
 
