@@ -1,7 +1,7 @@
-"""Two pytest plugins: one knows items where they run, one hears reports where the terminal is.
+"""The table of a run: two pytest plugins, one where items are collected, one where reports arrive.
 
-Without pytest-xdist both are in one process. With it the first is in each of its workers, and what it knows
-travels with the first report of each.
+Without pytest-xdist both are in one process. With it the first is in each worker, and what it recorded
+travels with the worker's first report. Controller; must not import torch.
 """
 
 from __future__ import annotations
@@ -17,96 +17,105 @@ from typing import Any
 
 import pytest
 
-from harness.conformance.outcome import Outcome, Point, read_point
-from harness.conformance.selection import claim_of, engine_of, engines_of
-from harness.conformance.table import Cell, Claim, Run, Table
-from harness.conformance.writing import write
+from harness.conformance.registry import claim_of, engine_of, engines_of
+from harness.conformance.stored import write
+from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
 
-_ASKED = "lockstep_asked"
-"""The attribute of a report under which what was collected travels."""
+_ATTRIBUTE = "lockstep_collected"
+"""The attribute of a report under which what a worker collected travels."""
+
+LONGEST_TEXT = 12_000
+"""Characters of a failure's text that are kept; the middle of a longer one is left out."""
+
+# The message of NotOffered, after the name of its class, which pytest may add.
+_NOT_OFFERED = re.compile(r"(?:\S*NotOffered: )?\S+ does not offer: (?P<what>.+)", re.DOTALL)
+_MENDED = re.compile(r"^\[XPASS\(strict\)\] (?P<reason>.*)", re.MULTILINE)
+_ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
 
 
 def register(config: pytest.Config) -> None:
-    """Let a run write its table to the directory that `--conformance` names.
+    """Make the run write its table to the directory that `--conformance` names.
 
     Raises:
         pytest.UsageError: nothing can be written there.
     """
     if config.option.collectonly:
         return
-    knowing = Knowing(config)
-    config.pluginmanager.register(knowing, "harness-conformance-knowing")
+    items = ItemRecorder(config)
+    config.pluginmanager.register(items, "harness-conformance-items")
     if not hasattr(config, "workerinput"):
         directory = config.invocation_params.dir / config.getoption("conformance")
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise pytest.UsageError(f"--conformance {directory}: {error.strerror}") from None
-        config.pluginmanager.register(Hearing(config, directory, knowing), "harness-conformance")
+        recorder = ReportRecorder(config, directory, items.collected)
+        config.pluginmanager.register(recorder, "harness-conformance-reports")
 
 
 @dataclass
-class Asked:
-    """What a process has collected."""
+class Collected:
+    """The items of a process that are about an engine."""
 
     items: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     """By node id: claim, engine, title."""
     deselected: list[str] = field(default_factory=list)
 
 
-class Knowing:
-    """Knows which claim and engine an item is about. In each process that runs items."""
+class ItemRecorder:
+    """Record the claim and the engine of each item. In every process that runs items."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.asked = Asked()
-        self._travels = hasattr(config, "workerinput")
+        self.collected = Collected()
+        self._must_send = hasattr(config, "workerinput")
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        about = [claim_of(item) for item in items if engine_of(item)]
-        self.asked.deselected += [claim for claim in about if claim not in self.asked.deselected]
+        claims = [claim_of(item) for item in items if engine_of(item)]
+        self.collected.deselected += [claim for claim in claims if claim not in self.collected.deselected]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
             if engine := engine_of(item):
-                self.asked.items[str(item.nodeid)] = (claim_of(item), engine, _title(item))
+                self.collected.items[str(item.nodeid)] = (claim_of(item), engine, _title(item))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if self._travels:
-            self._travels = False
-            items = {nodeid: list(about) for nodeid, about in self.asked.items.items()}
-            setattr(report, _ASKED, {"items": items, "deselected": self.asked.deselected})
+        if self._must_send:
+            self._must_send = False
+            items = {nodeid: list(about) for nodeid, about in self.collected.items.items()}
+            setattr(report, _ATTRIBUTE, {"items": items, "deselected": self.collected.deselected})
 
 
-class Hearing:
-    """Hears every report, and writes the table when the run is over. In the process that has the terminal."""
+class ReportRecorder:
+    """Record every report, and write the table after the run. In the process that has the terminal."""
 
-    def __init__(self, config: pytest.Config, directory: Path, knowing: Knowing) -> None:
+    def __init__(self, config: pytest.Config, directory: Path, collected: Collected) -> None:
         self._config = config
         self._directory = directory
-        self._asked = knowing.asked
-        self._points: dict[str, list[Point]] = {}
+        self._collected = collected
+        self._cases: dict[str, list[Case]] = {}
         self._seconds: dict[str, float] = {}
-        self._over: set[str] = set()
-        self._began = time.monotonic()
+        self._finished: set[str] = set()
+        self._start = time.monotonic()
         self._when = datetime.now(UTC).isoformat(timespec="seconds")
         self._interrupted = ""
         self._table: Table | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if told := getattr(report, _ASKED, None):
-            self._hear_of_items(told)
+        if sent := getattr(report, _ATTRIBUTE, None):
+            self._merge(sent)
         nodeid = str(report.nodeid)
-        if point := read_point(report):
-            self._points.setdefault(nodeid, []).append(point)
+        if case := read_case(report):
+            self._cases.setdefault(nodeid, []).append(case)
         if not hasattr(report, "context"):  # a subtest's time is part of its test's
             self._seconds[nodeid] = self._seconds.get(nodeid, 0.0) + report.duration
             if report.when == "teardown":
-                self._over.add(nodeid)
+                self._finished.add(nodeid)
 
-    def _hear_of_items(self, told: dict[str, Any]) -> None:
-        self._asked.items.update({nodeid: tuple(about) for nodeid, about in told["items"].items()})
-        self._asked.deselected[:] = dict.fromkeys([*self._asked.deselected, *told["deselected"]])
+    def _merge(self, sent: dict[str, Any]) -> None:
+        self._collected.items.update({nodeid: tuple(about) for nodeid, about in sent["items"].items()})
+        deselected = [*self._collected.deselected, *sent["deselected"]]
+        self._collected.deselected[:] = dict.fromkeys(deselected)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self._interrupted = f"interrupted: {str(excinfo.value) or excinfo.typename}"
@@ -114,24 +123,25 @@ class Hearing:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         why = self._interrupted or str(session.shouldfail or session.shouldstop or "")
-        if not why and not self._over.issuperset(self._asked.items):
+        if not why and not self._finished.issuperset(self._collected.items):
             why = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else "interrupted"
         self._table = self._make_table(why or "complete")
         write(self._table, self._directory)
 
     def _make_table(self, ended: str) -> Table:
         table = Table(list(engines_of(self._config)))
-        for nodeid, (claim, engine, title) in self._asked.items.items():
+        for nodeid, (claim, engine, title) in self._collected.items.items():
             table.claims.setdefault(claim, Claim(claim, title))
-            points = self._points.get(nodeid, [])
-            # A test that was interrupted has said nothing, but for what broke before.
-            if nodeid in self._over or any(point.outcome == Outcome.BROKEN for point in points):
-                cell = Cell(_without_the_frame(points), round(self._seconds.get(nodeid, 0.0), 4))
+            cases = self._cases.get(nodeid, [])
+            # Of a test that was interrupted only what failed before is certain.
+            if nodeid in self._finished or any(case.outcome == Outcome.BROKEN for case in cases):
+                cell = Cell(_without_the_frame(cases), round(self._seconds.get(nodeid, 0.0), 4))
                 table.cells.setdefault(claim, {})[engine] = cell
-        left_out = [claim for claim in self._asked.deselected if claim not in table.claims]
-        seconds = round(time.monotonic() - self._began, 1)
+        left_out = [claim for claim in self._collected.deselected if claim not in table.claims]
+        seconds = round(time.monotonic() - self._start, 1)
         arguments = tuple(map(str, self._config.invocation_params.args))
-        table.runs.append(Run(self._when, seconds, arguments, _versions(), ended, tuple(left_out)))
+        versions = {name: version(name) for name in ("torch", "lockstep-harness", "pytest")}
+        table.runs.append(Run(self._when, seconds, arguments, versions, ended, tuple(left_out)))
         return table
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -146,12 +156,12 @@ class Hearing:
 def summary(table: Table) -> list[str]:
     """Return a line for each engine."""
     if not table.claims:
-        return ["no claim was asked of an engine"]
+        return ["no test of an engine was run"]
     width = max(len(engine) for engine in table.engines)
     claims = list(table.claims.values())
     lines = []
     for engine in table.engines:
-        words = [f"{table.share(engine, claims)} points held", f"{table.claims_held(engine, claims)} claims"]
+        words = [f"{table.share(engine, claims)} cases held", f"{table.claims_held(engine, claims)} claims"]
         for outcome in Outcome:
             number = sum(table.cell(claim, engine).outcome == outcome for claim in claims)
             if number and outcome != Outcome.HELD:
@@ -160,16 +170,54 @@ def summary(table: Table) -> list[str]:
     return lines
 
 
-def _without_the_frame(points: list[Point]) -> tuple[Point, ...]:
-    """Leave out that a test passed as a whole where its subtests say it, or its tear-down says otherwise."""
-    telling = (point for point in points if point.name or not point.outcome.holds)
-    return tuple(telling) or tuple(points[:1])
+def _without_the_frame(cases: list[Case]) -> tuple[Case, ...]:
+    """Drop that a test passed as a whole where its subtests say so, or its tear-down says otherwise."""
+    needed = (case for case in cases if case.name or not case.outcome.holds)
+    return tuple(needed) or tuple(cases[:1])
 
 
 def _title(item: pytest.Item) -> str:
+    """Return the first sentence of the test's docstring."""
     text = inspect.getdoc(getattr(item, "obj", None)) or ""
     return re.split(r"(?<=[.?])\s|\n\s*\n", text, maxsplit=1)[0].replace("\n", " ")
 
 
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "lockstep-harness", "pytest")}
+def read_case(report: pytest.TestReport) -> Case | None:
+    """Return what a report says of a claim; None if it adds nothing to other reports of the test."""
+    name = _name_of(report)
+    if hasattr(report, "wasxfail") and report.skipped:
+        reason = report.wasxfail.removeprefix("reason: ").replace("[NOTRUN]", "not tried:")
+        return Case(name, Outcome.DEVIATION, reason)
+    if report.skipped:
+        return _skipped(name, report)
+    if report.failed:
+        text = report.longreprtext
+        if mended := _MENDED.search(text):
+            return Case(name, Outcome.MENDED, mended["reason"])
+        return None if not name and _ONLY_SUBTESTS.fullmatch(text) else _broken(name, report, text)
+    return Case(name, Outcome.HELD) if report.when == "call" else None
+
+
+def _name_of(report: pytest.TestReport) -> str:
+    context = getattr(report, "context", None)  # of a subtest
+    if context is None:
+        return ""
+    settings = ", ".join(f"{key}={value}" for key, value in context.kwargs.items())
+    return " ".join(filter(None, (context.msg, settings))) or "a subtest"
+
+
+def _skipped(name: str, report: pytest.TestReport) -> Case:
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    reason = text.removeprefix("Skipped: ")
+    if found := _NOT_OFFERED.fullmatch(reason):
+        return Case(name, Outcome.NOT_OFFERED, found["what"])
+    return Case(name, Outcome.SKIPPED, reason)
+
+
+def _broken(name: str, report: pytest.TestReport, text: str) -> Case:
+    when = "" if report.when == "call" else f"in {report.when}\n"
+    text = when + text
+    if len(text) > LONGEST_TEXT:
+        half = LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return Case(name, Outcome.BROKEN, text=text)

@@ -12,8 +12,7 @@ import pytest
 import harness
 from harness.conformance.collecting import summary
 from harness.conformance.registry import built_in_names
-from harness.conformance.stored import NoTable, load, merge
-from harness.conformance.writing import write
+from harness.conformance.stored import NoTable, load, merge, write
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +51,7 @@ def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
         suites = Path(harness.__file__).parents[1] / "suites"
         if not suites.is_dir():
             return _refuse("the suites are not part of the installed package: name the paths of a checkout's")
-        # Models that are drawn meet now one, now another known deviation: no point is sure to fail.
+        # Models that are drawn meet now one, now another known deviation: no case is sure to fail.
         words += [str(suites), f"--ignore={suites / 'properties'}"]
     engines = list(dict.fromkeys(options.engine or built_in_names()))
     words = [item for word in words for item in _items(word, engines)]

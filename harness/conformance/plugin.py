@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.conformance.deviations import Deviation, known_deviations
-from harness.conformance.registry import EngineError, built_in_names, check_name, find
-from harness.conformance.selection import DEFAULT, FIXTURE, claim_of, engine_of, engines_of
+from harness.conformance.registry import (
+    DEFAULT,
+    FIXTURE,
+    EngineError,
+    built_in_names,
+    check_name,
+    claim_of,
+    engine_of,
+    engines_of,
+    find,
+)
 from harness.protocol import RANK_PLUGIN
 
 if TYPE_CHECKING:
@@ -73,13 +82,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Any:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark an item that its engine is known to break as a whole."""
     for deviation in _deviations(item):
-        if deviation.points is None:
+        if deviation.cases is None:
             item.add_marker(pytest.mark.xfail(strict=True, reason=deviation.reason, run=deviation.run))
 
 
 def pytest_ranks_expected_failures(item: pytest.Item) -> Sequence[Deviation]:
     """Return the known deviations that are about single cases of an item."""
-    return [deviation for deviation in _deviations(item) if deviation.points is not None]
+    return [deviation for deviation in _deviations(item) if deviation.cases is not None]
 
 
 def _deviations(item: pytest.Item) -> tuple[Deviation, ...]:

@@ -1,4 +1,7 @@
-"""The engines by their names. Does not import torch, nor any engine, before one is asked for."""
+"""Engines by their names, and those that a run and an item are about. Used on both sides.
+
+Neither torch nor an engine is imported before `find` is called.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ import sys
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine
 
-__all__ = ["EngineError", "built_in_names", "check_name", "find", "known_names"]
 
 _HOMES = {
     "lockstep": "harness.conformance.adapters.lockstep:Lockstep",
@@ -23,6 +27,14 @@ _HOMES = {
 
 ENTRY_POINTS = "lockstep.engines"
 """The group of entry points under which an installed package offers engines of its own."""
+
+
+DEFAULT = "lockstep"
+FIXTURE = "engine_name"
+"""The fixture through which the plugin's fixture `engine` gets its name.
+
+A fixture `engine` of a project's own that does not use it has nothing to do with the engines of a run.
+"""
 
 
 class EngineError(ValueError):
@@ -147,3 +159,31 @@ def _check_face(name: str, found: object) -> None:
         raise EngineError(
             name, f"it lacks {', '.join(missing)} of harness.conformance.Engine; see docs/your_engine.md"
         )
+
+
+# The engines of a run
+
+
+def engines_of(config: pytest.Config) -> tuple[str, ...]:
+    """Return the engines under test as `--engine` names them, each once, in the order they were given."""
+    return tuple(dict.fromkeys(config.getoption("engine") or [DEFAULT]))
+
+
+def engine_of(item: pytest.Item) -> str | None:
+    """Return the name of the engine that the item runs on; None if it does not ask for one."""
+    if FIXTURE not in getattr(item, "fixturenames", ()):
+        return None
+    engines = engines_of(item.config)
+    callspec = getattr(item, "callspec", None)
+    name = callspec.params.get(FIXTURE) if callspec is not None and len(engines) > 1 else engines[0]
+    return name if name in engines else None
+
+
+def claim_of(item: pytest.Item) -> str:
+    """Return the item's node id without the engine: its id in a run of one engine."""
+    nodeid, engine = str(item.nodeid), engine_of(item)
+    if engine is None or len(engines_of(item.config)) == 1:
+        return nodeid
+    if nodeid.endswith(f"[{engine}]"):
+        return nodeid.removesuffix(f"[{engine}]")
+    return f"{nodeid.removesuffix(f'-{engine}]')}]"

@@ -1,4 +1,4 @@
-"""The table as JSON: written, read, and several brought together."""
+"""The table in files: written as JSON, Markdown and a page, read as JSON, merged. Without torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.conformance.outcome import Outcome, Point
-from harness.conformance.table import Cell, Claim, Run, Table
+from harness.conformance.render import to_markdown, to_page
+from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
 
 FORMAT = 1
 
@@ -18,13 +18,20 @@ class NoTable(ValueError):
     """A file that holds no table of this format."""
 
 
+def write(table: Table, directory: Path) -> None:
+    """Write conformance.json, .md and .html; those of an earlier run are replaced."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for suffix, text in (("json", dump(table)), ("md", to_markdown(table)), ("html", to_page(table))):
+        (directory / f"conformance.{suffix}").write_text(text, encoding="utf-8")
+
+
 def dump(table: Table) -> str:
     """Return the table as JSON."""
     claims = [
         {
             "id": claim.id,
             "title": claim.title,
-            "engines": {engine: _cell(cell) for engine, cell in table.cells.get(claim.id, {}).items()},
+            "engines": {engine: _to_dict(cell) for engine, cell in table.cells.get(claim.id, {}).items()},
         }
         for claim in table.claims.values()
     ]
@@ -38,12 +45,12 @@ def dump(table: Table) -> str:
     return f'{json.dumps(head)[:-1]}, "claims": [\n{lines}\n]}}\n'
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
-    points = [
-        {name: value for name, value in dataclasses.asdict(point).items() if value or name == "name"}
-        for point in cell.points
+def _to_dict(cell: Cell) -> dict[str, Any]:
+    cases = [
+        {name: value for name, value in dataclasses.asdict(case).items() if value or name == "name"}
+        for case in cell.cases
     ]
-    return {"outcome": cell.outcome, "seconds": cell.seconds, "points": points}
+    return {"outcome": cell.outcome, "seconds": cell.seconds, "cases": cases}
 
 
 def load(path: Path) -> Table:
@@ -53,35 +60,35 @@ def load(path: Path) -> Table:
         NoTable: the file cannot be read, or is no table of this format; the message names it.
     """
     try:
-        told = json.loads(path.read_text())
-        if told["format"] != FORMAT:
-            raise NoTable(f"{path}: format {told['format']}, this version reads {FORMAT}")
-        return _table(told)
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise NoTable(f"{path}: format {content['format']}, this version reads {FORMAT}")
+        return _to_table(content)
     except NoTable:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NoTable(f"{path} is no conformance.json: {type(error).__name__}: {error}") from None
 
 
-def _table(told: dict[str, Any]) -> Table:
-    table = Table(list(told["engines"]))
-    for claim in told["claims"]:
+def _to_table(content: dict[str, Any]) -> Table:
+    table = Table(list(content["engines"]))
+    for claim in content["claims"]:
         table.claims[claim["id"]] = Claim(claim["id"], claim["title"])
-        table.cells[claim["id"]] = {name: _read_cell(cell) for name, cell in claim["engines"].items()}
+        table.cells[claim["id"]] = {name: _to_cell(cell) for name, cell in claim["engines"].items()}
     table.runs = [
         Run(**run | {"arguments": tuple(run["arguments"]), "deselected": tuple(run["deselected"])})
-        for run in told["runs"]
+        for run in content["runs"]
     ]
     return table
 
 
-def _read_cell(cell: dict[str, Any]) -> Cell:
-    points = (Point(**point | {"outcome": Outcome(point["outcome"])}) for point in cell["points"])
-    return Cell(tuple(points), cell["seconds"])
+def _to_cell(cell: dict[str, Any]) -> Cell:
+    cases = (Case(**case | {"outcome": Outcome(case["outcome"])}) for case in cell["cases"])
+    return Cell(tuple(cases), cell["seconds"])
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    """Bring tables together. Where several hold the same claim of the same engine, the last one counts."""
+    """Merge tables. Where several hold the same claim of the same engine, the last one counts."""
     merged = Table(list(dict.fromkeys(engine for table in tables for engine in table.engines)))
     for table in tables:
         for claim in table.claims.values():

@@ -1,12 +1,40 @@
-"""Claims x engines: what was found, and what follows from it."""
+"""Claims x engines: outcomes, and what follows from them. Must not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 
-from harness.conformance.outcome import Outcome, Point
+
+class Outcome(StrEnum):
+    """Ordered: of the outcomes of a claim's cases, the first in this list is the claim's."""
+
+    BROKEN = "broken"
+    MENDED = "mended"
+    DEVIATION = "known deviation"
+    HELD = "held"
+    NOT_OFFERED = "not offered"
+    SKIPPED = "skipped"
+    NOT_RUN = "not run"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine did what was claimed, expected or not."""
+        return self in (Outcome.HELD, Outcome.MENDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One subtest of a claim, or, with no name, the test itself."""
+
+    name: str
+    outcome: Outcome
+    reason: str = ""
+    """The capability that is not offered, why the engine deviates, why the test was skipped."""
+    text: str = ""
+    """What pytest says of a failure."""
 
 
 @dataclass(frozen=True)
@@ -47,48 +75,53 @@ class Claim:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one engine made of one claim. No points: the test was not run, or did not come to its end."""
+    """One engine and one claim. No cases: the test was not run, or did not come to its end."""
 
-    points: tuple[Point, ...] = ()
+    cases: tuple[Case, ...] = ()
     seconds: float = 0.0
     """Set-up, call and tear-down."""
 
     @cached_property
     def outcome(self) -> Outcome:
-        found = {point.outcome for point in self.points}
+        found = {case.outcome for case in self.cases}
         return next((outcome for outcome in Outcome if outcome in found), Outcome.NOT_RUN)
 
     @property
     def held(self) -> int:
-        return sum(point.outcome.holds for point in self.points)
+        return sum(case.outcome.holds for case in self.cases)
 
     @property
     def num_named(self) -> int:
-        return sum(bool(point.name) for point in self.points)
+        return sum(bool(case.name) for case in self.cases)
 
     @property
-    def came_through(self) -> bool:
-        """Whether the test itself came to its end, however its subtests fared."""
-        return bool(self.points) and all(point.name or point.outcome.holds for point in self.points)
+    def finished(self) -> bool:
+        """Whether the test itself came to its end, whatever became of its subtests."""
+        return bool(self.cases) and all(case.name or case.outcome.holds for case in self.cases)
 
-    def having(self, outcome: Outcome) -> list[Point]:
-        return [point for point in self.points if point.outcome == outcome]
+    def having(self, outcome: Outcome) -> list[Case]:
+        return [case for case in self.cases if case.outcome == outcome]
+
+    def reasons(self, outcome: Outcome | str) -> list[str]:
+        """Return the reasons that the cases of this outcome give, each once."""
+        found = (case.reason for case in self.cases if case.outcome == outcome)
+        return list(dict.fromkeys(filter(None, found)))
 
 
 @dataclass(frozen=True)
 class Share:
-    """How much of something an engine holds."""
+    """How many of some cases or claims an engine holds."""
 
     held: int
-    asked: int
+    total: int
 
     def __str__(self) -> str:
         # Rounded down: 100 % means all.
-        return f"{self.held} of {self.asked} ({self.percent} %)" if self.asked else "none asked"
+        return f"{self.held} of {self.total} ({self.percent} %)" if self.total else "none"
 
     @property
     def percent(self) -> int:
-        return 100 * self.held // self.asked if self.asked else 0
+        return 100 * self.held // self.total if self.total else 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +141,7 @@ class Run:
 
 @dataclass
 class Table:
-    """Claims in the order in which they were collected, engines in which they were asked for."""
+    """Claims in the order of collection, engines in the order of the options that name them."""
 
     engines: list[str]
     claims: dict[str, Claim] = field(default_factory=dict)
@@ -119,34 +152,36 @@ class Table:
     def cell(self, claim: Claim, engine: str) -> Cell:
         return self.cells.get(claim.id, {}).get(engine, Cell())
 
-    def asked(self, claim: Claim, engine: str) -> int:
-        """Return how many points of the claim the engine was asked.
+    def num_cases(self, claim: Claim, engine: str) -> int:
+        """Return the number of the claim's cases for the engine.
 
-        One that did not come to the end of the claim's subtests was asked as many as the others.
+        Where the test did not come to the end of its subtests, it is that of the other engines.
         """
         cells = self.cells.get(claim.id, {})
         mine = cells.get(engine, Cell())
-        if mine.came_through:
-            return len(mine.points)
+        if mine.finished:
+            return len(mine.cases)
         return max((cell.num_named for cell in cells.values()), default=0) or 1
 
-    def offered(self, claim: Claim, engine: str) -> int:
-        """Return how many of the points that the engine was asked are about something it offers."""
+    def num_offered(self, claim: Claim, engine: str) -> int:
+        """Return how many of the claim's cases are about something that the engine offers."""
         cell = self.cell(claim, engine)
         if cell.outcome == Outcome.NOT_OFFERED:
             return 0
-        return self.asked(claim, engine) - len(cell.having(Outcome.NOT_OFFERED))
+        return self.num_cases(claim, engine) - len(cell.having(Outcome.NOT_OFFERED))
 
     def share(self, engine: str, claims: Iterable[Claim]) -> Share:
-        """Return how many points of these claims the engine holds."""
+        """Return how many cases of these claims the engine holds."""
         claims = list(claims)
         held = sum(self.cell(claim, engine).held for claim in claims)
-        return Share(held, sum(self.asked(claim, engine) for claim in claims))
+        return Share(held, sum(self.num_cases(claim, engine) for claim in claims))
 
     def share_of_offered(self, engine: str, claims: Iterable[Claim]) -> Share:
-        """Return how many of the points that are about something it offers the engine holds."""
+        """Return how many of the cases that are about something it offers the engine holds."""
         claims = list(claims)
-        return Share(self.share(engine, claims).held, sum(self.offered(claim, engine) for claim in claims))
+        return Share(
+            self.share(engine, claims).held, sum(self.num_offered(claim, engine) for claim in claims)
+        )
 
     def claims_held(self, engine: str, claims: Iterable[Claim]) -> Share:
         """Return how many of these claims the engine holds, wherever it offers what they are about."""
@@ -158,7 +193,7 @@ class Table:
         return cell.outcome.holds and not cell.having(Outcome.DEVIATION)
 
     def only(self, engine: str) -> list[Claim]:
-        """Return the claims that this engine holds, and no other although each was asked."""
+        """Return the claims that this engine holds and no other does, although each was run."""
         others = [other for other in self.engines if other != engine]
         if not others:
             return []

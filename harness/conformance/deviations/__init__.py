@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from harness.conformance.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
 from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.dtensor_meshes import DTENSOR_MESHES
-from harness.conformance.deviations.norms import DTENSOR_NORMS
+from harness.conformance.deviations.shared import DTENSOR_MESHES, DTENSOR_NORMS
 
 __all__ = ["Deviation", "known_deviations"]
 

@@ -1,4 +1,4 @@
-"""What is known of a claim that an engine breaks, and which tests and points it is about. Without torch."""
+"""A known deviation of an engine, and the tests and cases that it is about. Must not import torch."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ TRACKER = "https://github.com/pytorch/pytorch/issues"
 class Deviation:
     """A strict expected failure: where the engine holds one of these claims after all, the run fails.
 
-    ``claims``: patterns of node ids below the folder of suites, without the engine's name. ``points``:
-    patterns of subtests; None says that the test fails as a whole. In patterns ``*`` stands for anything, and
-    all else for itself. ``why``: in a sentence. ``issue``: its number in pytorch/pytorch. ``run``: whether to
-    try at all; a world that hangs costs time each time.
+    Attributes:
+        claims: patterns of node ids below the folder of suites, without the engine's name. In patterns `*`
+            stands for any text, and all else for itself.
+        why: the reason, in a sentence.
+        cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
+        issue: its number in pytorch/pytorch.
+        run: whether to try at all; a world that hangs costs time each time.
     """
 
     claims: tuple[str, ...]
     why: str
-    points: tuple[str, ...] | None = None
+    cases: tuple[str, ...] | None = None
     issue: int | None = None
     run: bool = True
 
     @property
     def reason(self) -> str:
-        """What reports say of it."""
+        """The reason that reports give."""
         return f"{self.why} (pytorch#{self.issue})" if self.issue else self.why
 
     def is_about(self, claim: str) -> bool:
-        """Whether the test of this node id is meant, or points of it."""
+        """Whether the test of this node id is meant, or cases of it."""
         return any(fits(f"/{claim}", f"*/{pattern}") for pattern in self.claims)
 
     def is_about_case(self, case: str) -> bool:
-        """Whether, of a test that is meant, this subtest is."""
-        return any(fits(case, pattern) for pattern in self.points or ())
+        """Whether this case, of a test that is meant, is meant too."""
+        return any(fits(case, pattern) for pattern in self.cases or ())
 
 
 def fits(text: str, pattern: str) -> bool:

@@ -1,7 +1,7 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
 from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.torch_engines import (
+from harness.conformance.deviations.shared import (
     AGAIN,
     AMP_SCALER,
     IN_LOW_PRECISION,
@@ -17,7 +17,7 @@ _REENTRANT = (
 OWN: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
-        points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
+        cases=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
         why=AGAIN,
     ),
     Deviation(
@@ -26,7 +26,7 @@ OWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (0,), (0, 1)]]",),
-        points=("strategy=NO_SHARD, *offload=False, precision=Precision(), sync=True",),
+        cases=("strategy=NO_SHARD, *offload=False, precision=Precision(), sync=True",),
         why=_UNUSED,
     ),
     Deviation(
@@ -34,7 +34,7 @@ OWN: tuple[Deviation, ...] = (
             "core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0, 1), (0,), (0,)]]",
             "core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (1,), (0,)]]",
         ),
-        points=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
+        cases=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
         why=_UNUSED,
     ),
     Deviation(
@@ -54,7 +54,7 @@ OWN: tuple[Deviation, ...] = (
             "core/test_shapes.py::*[thawing*",
             "core/test_shapes.py::*[skipping*",
         ),
-        points=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
+        cases=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
         why=_UNUSED,
     ),
     Deviation(
@@ -62,7 +62,7 @@ OWN: tuple[Deviation, ...] = (
             "core/test_shapes.py::*[checkpointed_reentrant*",
             "core/test_shapes.py::*[checkpointed_inside_a_unit_reentrant*",
         ),
-        points=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
+        cases=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
         why=_REENTRANT,
     ),
     Deviation(
@@ -83,7 +83,7 @@ OWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-NO_SHARD-*",),
-        points=("precision=Precision(), *offload=False",),
+        cases=("precision=Precision(), *offload=False",),
         why=IN_LOW_PRECISION,
     ),
 )

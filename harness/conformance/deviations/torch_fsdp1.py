@@ -1,23 +1,29 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
 from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.norms import NAN
-from harness.conformance.deviations.torch_engines import (
+from harness.conformance.deviations.shared import (
     AGAIN,
     FSDPS,
+    IN_LOW_PRECISION,
+    NAN,
     ONE_RANK,
     UNREDUCED,
 )
-from harness.conformance.deviations.torch_fsdp1_mixed import MIXED, ONE_SHARD, OTHER_DTYPE, ROOT, WHOLE
 
 _UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
 _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were given up"
 _EMPTY = "a group without elements is refused"
+_ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
+_WHOLE = "what is not sharded has no state of its own to show, and is never given up"
+_OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assigned to it"
+_ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
+_CAST_BACK = "gradients that are kept are cast to the dtype of the parameters that compute"
+_UNCAST = "a unit that is recomputed does not cast its inputs"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
-        points=("strategy=FULL_SHARD, *offload=False*", "strategy=SHARD_GRAD_OP, *offload=False*"),
+        cases=("strategy=FULL_SHARD, *offload=False*", "strategy=SHARD_GRAD_OP, *offload=False*"),
         why=AGAIN,
         issue=136861,
         run=False,
@@ -42,7 +48,7 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
-        points=("strategy=NO_SHARD, *offload=False*",),
+        cases=("strategy=NO_SHARD, *offload=False*",),
         why=AGAIN,
         issue=136861,
     ),
@@ -70,7 +76,7 @@ CORE: tuple[Deviation, ...] = (
             "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[FULL_SHARD]",
             "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[SHARD_GRAD_OP]",
         ),
-        why=OTHER_DTYPE,
+        why=_OTHER_DTYPE,
     ),
     Deviation(
         claims=(
@@ -87,12 +93,12 @@ CORE: tuple[Deviation, ...] = (
             "core/test_states.py::test_full_parameters_give_their_memory_back[*-FULL_SHARD-0]",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-FULL_SHARD]",
         ),
-        why=ROOT,
+        why=_ROOT,
     ),
     Deviation(
         claims=("core/test_core.py::TestParamInit::test_param_change_after_init*",),
-        points=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP, use_orig_params=False"),
-        why=ROOT,
+        cases=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP, use_orig_params=False"),
+        why=_ROOT,
     ),
     Deviation(
         claims=(
@@ -100,7 +106,7 @@ CORE: tuple[Deviation, ...] = (
             "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-NO_SHARD]",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-NO_SHARD]",
         ),
-        why=WHOLE,
+        why=_WHOLE,
     ),
     Deviation(
         claims=("core/test_states.py::test_a_cast_shard_exists_only_while_its_gather_is_under_way[-bf16]",),
@@ -126,7 +132,7 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_shapes.py::test_gradients_and_parameters_*[skipping-*-ranks]",),
-        points=("strategy=SHARD_GRAD_OP, use_orig_params=False",),
+        cases=("strategy=SHARD_GRAD_OP, use_orig_params=False",),
         why="a unit whose output is left out of the loss keeps its full parameters",
     ),
     Deviation(
@@ -141,12 +147,12 @@ CORE: tuple[Deviation, ...] = (
             "core/test_shapes.py::test_gradients_and*[checkpointed_inside_a_unit_reentrant-*-ranks]",
             "core/test_shapes.py::test_models_train_*[checkpointed_inside_a_unit_reentrant]",
         ),
-        points=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP*"),
+        cases=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP*"),
         why=_REENTRANT,
     ),
     Deviation(
         claims=("core/test_shapes.py::*[nothing*",),
-        points=("*use_orig_params=False", "*use_orig_params=True"),
+        cases=("*use_orig_params=False", "*use_orig_params=True"),
         why=_EMPTY,
     ),
     Deviation(
@@ -172,7 +178,7 @@ CORE: tuple[Deviation, ...] = (
             "core/test_hybrid.py::test_it_learns_the_same_with_one_replica_or_one_shard[2-*-2-ranks]",
             "core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_is_exact[*-2-*-2-ranks]",
         ),
-        why=ONE_SHARD,
+        why=_ONE_SHARD,
     ),
 )
 
@@ -194,7 +200,7 @@ SCALER: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("grad_scaler/test_gradients.py::test_low_precision_gradients_beside_fp32_parameters*",),
-        why=OTHER_DTYPE,
+        why=_OTHER_DTYPE,
     ),
     Deviation(
         claims=(
@@ -205,6 +211,127 @@ SCALER: tuple[Deviation, ...] = (
     Deviation(
         claims=("grad_scaler/test_scale.py::test_it_never_grows_to_inf*",),
         why="on CPU the scale grows to inf",
+    ),
+)
+
+MIXED: tuple[Deviation, ...] = (
+    Deviation(
+        claims=("mixed_precision/test_submodules.py::*::test_mixed_precision_with_ignored_module",),
+        cases=("*use_orig_params=True",),
+        why="the forward after one that raised warns of gradients of torch's own views",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_full_shard[*-no_offload-none]",
+            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-reduce_only]",
+        ),
+        cases=("*",),
+        why=_ROOT,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-fp16]",
+            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-params_and_buffers]",
+            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-all_different]",
+            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-fp16]",
+            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-params_and_buffers]",
+            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-all_different]",
+        ),
+        cases=("*backward_prefetch*", "offload=False, *"),
+        why="to ask for the state before the first forward casts buffers for good",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-none]",
+            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-reduce_only]",
+        ),
+        cases=("offload=False, *",),
+        why=_WHOLE,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_eval.py::*::test_full_precision_in_eval_buffers[environment-*-True]",),
+        why="buffers stay cast in eval",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_gradients.py::TestFSDPMixedPrecisionSharded::test_grads_reduced_precision",
+        ),
+        cases=("offload=False, use_orig_params=True",),
+        why=_OTHER_DTYPE,
+    ),
+    # Before the cases that are merely rounded.
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-FULL_SHARD-*",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-SHARD_GRAD_OP-*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-4-ranks]",
+        ),
+        cases=("*keep_low_precision_grads=True), use_orig_params=True, offload=False",),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*-4-ranks]",
+        ),
+        cases=("*offload=False",),
+        why=IN_LOW_PRECISION,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-2-ranks]",),
+        cases=("*offload=False",),
+        why=_ONE_SHARD,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-FULL_SHARD-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-SHARD_GRAD_OP-*",
+        ),
+        cases=("keep=True, use_orig_params=False, offload=False",),
+        why=_CAST_BACK,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-FULL_SHARD-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-SHARD_GRAD_OP-*",
+        ),
+        cases=("keep=True, use_orig_params=True, offload=False",),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_numerics.py::test_unsynced_gradients_add_up_in_the_reduce_dtype*",),
+        cases=("*offload=False",),
+        why="unsynced gradients add up in the dtype that modules compute in",
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[False-FULL_SHARD]",
+            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[False-SHARD_GRAD_OP]",
+        ),
+        why=_CAST_BACK,
+    ),
+    Deviation(
+        claims=(
+            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[True-FULL_SHARD]",
+            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[True-SHARD_GRAD_OP]",
+        ),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_recomputation.py::test_recomputation_casts_as_*[-*",),
+        cases=("units=('inner'_), *",),
+        why=_UNCAST,
+        issue=148831,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_recomputation.py::test_a_norm_in_full_precision_is_recomputed_*[-*",),
+        why=_UNCAST,
+        issue=148831,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_train_eval.py::*::test_train_ema_eval_flow*",),
+        cases=("*offload=False",),
+        why="full parameters that an evaluation has left are used by the next, changed or not",
     ),
 )
 

@@ -1,9 +1,9 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
 from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.norms import DTENSOR_NORMS
-from harness.conformance.deviations.torch_engines import (
+from harness.conformance.deviations.shared import (
     AMP_SCALER,
+    DTENSOR_NORMS,
     FP16_REFUSED,
     FSDPS,
     IN_LOW_PRECISION,
@@ -25,7 +25,7 @@ _AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer ma
 CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_*[[(0,), (0,), (0, 1)]]",),
-        points=(
+        cases=(
             "*precision=Precision(param_dtype=bfloat16;reduce_dtype=float32), sync=False",
             "*precision=Precision(reduce_dtype=bfloat16), sync=False",
         ),
@@ -45,10 +45,10 @@ CORE: tuple[Deviation, ...] = (
         why="a frozen group that backward does not reach is prefetched",
     ),
     Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=ONE_RANK),
-    Deviation(claims=("core/test_shapes.py::*[nothing*",), points=("*",), why=_EMPTY),
+    Deviation(claims=("core/test_shapes.py::*[nothing*",), cases=("*",), why=_EMPTY),
     Deviation(
         claims=("core/test_shapes.py::*[checkpointed_reentrant*",),
-        points=("*",),
+        cases=("*",),
         why="a unit that reentrant checkpointing recomputes twice in a step gets a wrong gradient",
     ),
     Deviation(
@@ -79,7 +79,7 @@ REPLICATE: tuple[Deviation, ...] = (
         claims=(
             "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-one_group-[(0,), (0,), (0, 1)]]",
         ),
-        points=_REDUCED_IN_ANOTHER,
+        cases=_REDUCED_IN_ANOTHER,
         why=_ACCUMULATED,
         issue=196996,
     ),
@@ -88,7 +88,7 @@ REPLICATE: tuple[Deviation, ...] = (
             "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (0,), (0, 1)]]",
             "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (1,), (0,)]]",
         ),
-        points=_REDUCED_IN_ANOTHER,
+        cases=_REDUCED_IN_ANOTHER,
         why="a backward without sync raises while a unit has never been gathered",
     ),
     Deviation(
@@ -123,7 +123,7 @@ REPLICATE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),
-        points=("place=''", "place=module.0", "place=module.1*", "place=module.2"),
+        cases=("place=''", "place=module.0", "place=module.1*", "place=module.2"),
         why=_EXCEPTION,
     ),
     Deviation(
@@ -181,7 +181,7 @@ SCALER: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("grad_scaler/test_agreement.py::test_an_inf_on_one_rank_of_a_hybrid_model*",),
-        points=("*",),
+        cases=("*",),
         why="ranks agree inside a replica only",
     ),
     Deviation(
@@ -211,7 +211,7 @@ MIXED: tuple[Deviation, ...] = (
             "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*",
             "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",
         ),
-        points=(
+        cases=(
             "precision=Precision(), *",
             "precision=Precision(reduce_dtype=*",
             "precision=Precision(param_dtype=float16), *",

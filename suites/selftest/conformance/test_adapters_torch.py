@@ -189,7 +189,7 @@ deviations._TABLES["lockstep"] = (
     Deviation(("test_it.py::test_breaks*",), "it breaks"),
     Deviation(("test_it.py::test_holds",), "it was mended", issue=7),
     Deviation(("test_it.py::test_hangs",), "it hangs", run=False),
-    Deviation(("test_it.py::test_points",), "some points break", points=("n=1", "n=2*")),
+    Deviation(("test_it.py::test_points",), "some points break", cases=("n=1", "n=2*")),
 )
 """
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.conformance.outcome import Outcome, Point
 from harness.conformance.stored import dump, load
-from harness.conformance.table import Claim, Share, Table
+from harness.conformance.table import Case, Claim, Outcome, Share, Table
 
 PROJECT = Path(__file__).parents[3]
 
@@ -128,7 +127,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 STEP = "claims/test_step.py"
 OUTCOMES = {
-    # claim: (title, outcome and points held of each engine)
+    # claim: (title, outcome and cases held of each engine)
     f"{STEP}::TestStep::test_moves_all_weights": ("Weights move <b>alike</b>.", "held 3/3", "broken 2/3"),
     f"{STEP}::TestStep::test_shards": ("", "held 2/2", "not offered 0/2"),
     f"{STEP}::test_half_of_it": ("", "held 2/2", "held 1/2"),
@@ -152,27 +151,27 @@ def test_the_table_holds_each_claim_with_what_each_engine_made_of_it(written: Wr
 
 def told(table: Table, claim: Claim, engine: str) -> str:
     cell = table.cell(claim, engine)
-    assert (cell.seconds > 0) == bool(cell.points)
-    return f"{cell.outcome} {cell.held}/{table.asked(claim, engine)}"
+    assert (cell.seconds > 0) == bool(cell.cases)
+    return f"{cell.outcome} {cell.held}/{table.num_cases(claim, engine)}"
 
 
-def test_points_carry_names_reasons_and_failures(written: Written) -> None:
+def test_cases_carry_names_reasons_and_failures(written: Written) -> None:
     table = written.table
-    points = {claim.name: table.cell(claim, "other:Other").points for claim in table.claims.values()}
-    assert points["shards"] == (Point("", Outcome.NOT_OFFERED, "sharding"),)
-    assert points["half of it"][1] == Point("offload=True", Outcome.NOT_OFFERED, "offload to CPU")
-    assert points["rounding"] == (Point("", Outcome.DEVIATION, "rounds twice, pytorch#144045"),)
-    assert points["on a gpu"] == (Point("", Outcome.SKIPPED, "needs a GPU"),)
-    broken = points["moves all weights"][1]
+    cases = {claim.name: table.cell(claim, "other:Other").cases for claim in table.claims.values()}
+    assert cases["shards"] == (Case("", Outcome.NOT_OFFERED, "sharding"),)
+    assert cases["half of it"][1] == Case("offload=True", Outcome.NOT_OFFERED, "offload to CPU")
+    assert cases["rounding"] == (Case("", Outcome.DEVIATION, "rounds twice, pytorch#144045"),)
+    assert cases["on a gpu"] == (Case("", Outcome.SKIPPED, "needs a GPU"),)
+    broken = cases["moves all weights"][1]
     assert (broken.name, broken.outcome) == ("lr=2", Outcome.BROKEN)
     assert broken.text.startswith("all 2 ranks failed")
     assert "a <weight> | stood still" in broken.text
-    (tear_down,) = points["tear down"]
+    (tear_down,) = cases["tear down"]
     assert tear_down.text.startswith("in teardown\n")
     assert "left behind" in tear_down.text
 
 
-def test_shares_tell_points_and_claims_of_all_and_of_what_is_offered(written: Written) -> None:
+def test_shares_count_cases_and_claims_of_all_and_of_what_is_offered(written: Written) -> None:
     table = written.table
     claims = list(table.claims.values())
     assert table.share("lockstep", claims) == Share(9, 11)
@@ -183,9 +182,9 @@ def test_shares_tell_points_and_claims_of_all_and_of_what_is_offered(written: Wr
     assert only == ["moves all weights", "shards", "rounding", "tear down"]
     assert table.only("other:Other") == []
     lines = written.process.stdout.splitlines()
-    assert "lockstep     9 of 11 (81 %) points held, 5 of 7 (71 %) claims, 1 broken, 1 skipped" in lines
+    assert "lockstep     9 of 11 (81 %) cases held, 5 of 7 (71 %) claims, 1 broken, 1 skipped" in lines
     assert (
-        "other:Other  3 of 11 (27 %) points held, 1 of 7 (14 %) claims, 3 broken, 1 known deviation, "
+        "other:Other  3 of 11 (27 %) cases held, 1 of 7 (14 %) claims, 3 broken, 1 known deviation, "
         "1 not offered, 1 skipped"
     ) in lines
     assert f"written to {written.directory / 'conformance.html'}" in lines

@@ -8,16 +8,15 @@ import pytest
 
 from harness.__main__ import main
 from harness.conformance import Capability, NotOffered
-from harness.conformance.markdown import to_markdown
-from harness.conformance.outcome import Outcome, Point, read_point
-from harness.conformance.page import to_page
+from harness.conformance.collecting import read_case
+from harness.conformance.render import to_markdown, to_page
 from harness.conformance.stored import NoTable, dump, load, merge
-from harness.conformance.table import Cell, Claim, Run, Share, Table
+from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Share, Table
 
 
 def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
     table = Table([engine], {claim: Claim(claim)})
-    table.cells[claim] = {engine: Cell((Point("", outcome, text="E  why"),), 0.5)}
+    table.cells[claim] = {engine: Cell((Case("", outcome, text="E  why"),), 0.5)}
     settings = {"when": "2026-01-01", "seconds": 1.0, "arguments": (), "versions": {}, "ended": "complete"}
     table.runs.append(Run(**settings | run))
     return table
@@ -40,7 +39,7 @@ def test_tables_of_single_engines_become_one_and_the_last_word_counts(
     for number, table in enumerate(tables):
         (tmp_path / f"{number}.json").write_text(dump(table))
     assert main(["conformance", "--merge", "0.json", "1.json", "2.json", "--output", "all"]) == 0
-    told = "A  1 of 2 (50 %) points held, 1 of 2 (50 %) claims, 1 not run"
+    told = "A  1 of 2 (50 %) cases held, 1 of 2 (50 %) claims, 1 not run"
     assert capsys.readouterr().out.splitlines()[0] == told
     merged = load(tmp_path / "all" / "conformance.json")
     assert merged == merge(tables)
@@ -92,24 +91,24 @@ def skipped(reason: str) -> pytest.TestReport:
 def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
     error = NotOffered("torch-ddp", Capability.SHARDING)
     for text in (f"Skipped: {error}", f"harness.conformance.capabilities.NotOffered: {error}"):
-        assert read_point(skipped(text)) == Point("", Outcome.NOT_OFFERED, "sharding")
-    assert read_point(skipped("Skipped: no")) == Point("", Outcome.SKIPPED, "no")
+        assert read_case(skipped(text)) == Case("", Outcome.NOT_OFFERED, "sharding")
+    assert read_case(skipped("Skipped: no")) == Case("", Outcome.SKIPPED, "no")
 
 
-def failed(text: str) -> Point | None:
+def failed(text: str) -> Case | None:
     where = ("test.py", 0, "test")
-    return read_point(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
+    return read_case(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
 
 
 def test_what_holds_although_it_was_known_not_to_is_told_from_what_broke() -> None:
-    assert failed("rank 0 of 1 failed\n[XPASS(strict)] rounds twice\n") == Point(
+    assert failed("rank 0 of 1 failed\n[XPASS(strict)] rounds twice\n") == Case(
         "", Outcome.MENDED, "rounds twice"
     )
     claim = Claim("test.py::test")
-    deviates = Point("a=1", Outcome.DEVIATION, "why")
+    deviates = Case("a=1", Outcome.DEVIATION, "why")
     mended = {
-        "all": Cell((Point("", Outcome.MENDED),)),
-        "some": Cell((Point("a=2", Outcome.MENDED), deviates)),
+        "all": Cell((Case("", Outcome.MENDED),)),
+        "some": Cell((Case("a=2", Outcome.MENDED), deviates)),
     }
     table = Table(list(mended), {claim.id: claim}, {claim.id: mended})
     assert [table.holds(claim, engine) for engine in table.engines] == [True, False]
@@ -121,24 +120,24 @@ def test_that_subtests_failed_is_said_by_them_alone() -> None:
 
 
 def test_a_long_failure_loses_its_middle() -> None:
-    point = failed("start" + "x" * 100_000 + "end")
-    assert point is not None
-    assert len(point.text) < 13_000
-    assert (point.text[:6], point.text[-4:]) == ("startx", "xend")
-    assert "[88008 characters left out]" in point.text
+    case = failed("start" + "x" * 100_000 + "end")
+    assert case is not None
+    assert len(case.text) < 13_000
+    assert (case.text[:6], case.text[-4:]) == ("startx", "xend")
+    assert "[88008 characters left out]" in case.text
 
 
-def test_an_engine_that_broke_before_the_points_was_asked_as_many_as_the_others() -> None:
+def test_an_engine_that_broke_before_its_cases_has_as_many_as_the_others() -> None:
     claim = Claim("s/test_x.py::test_1")
-    held = tuple(Point(f"a={number}", Outcome.HELD) for number in range(5))
+    held = tuple(Case(f"a={number}", Outcome.HELD) for number in range(5))
     cells = {
         "whole": Cell(held),
-        "died": Cell((*held[:2], Point("", Outcome.BROKEN))),
-        "refused": Cell((Point("", Outcome.NOT_OFFERED, "sharding"),)),
+        "died": Cell((*held[:2], Case("", Outcome.BROKEN))),
+        "refused": Cell((Case("", Outcome.NOT_OFFERED, "sharding"),)),
     }
     table = Table([*cells, "absent"], {claim.id: claim}, {claim.id: cells})
     assert [table.share(engine, [claim]) for engine in table.engines] == [
         Share(held, 5) for held in (5, 2, 0, 0)
     ]
-    assert [table.share_of_offered(engine, [claim]).asked for engine in table.engines] == [5, 5, 0, 5]
-    assert table.only("whole") == []  # the absent one was not asked
+    assert [table.share_of_offered(engine, [claim]).total for engine in table.engines] == [5, 5, 0, 5]
+    assert table.only("whole") == []  # the absent one was not run

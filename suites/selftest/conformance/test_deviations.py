@@ -52,7 +52,7 @@ def test_every_deviation_is_of_an_engine_that_can_be_named() -> None:
 def test_of_a_claim_that_deviates_as_a_whole_one_reason_is_told(claims: list[str]) -> None:
     for engine in deviations._TABLES:
         for claim in claims:
-            told = [entry.why for entry in deviations.known_deviations(engine, claim) if entry.points is None]
+            told = [entry.why for entry in deviations.known_deviations(engine, claim) if entry.cases is None]
             assert len(told) <= 1, (engine, claim)
 
 

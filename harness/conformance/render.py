@@ -1,0 +1,253 @@
+"""The table as an HTML page that needs nothing from elsewhere, and as Markdown. Controller; without torch.
+
+The templates decide what stands where. Here are the words that both share, escaping, and what links lead to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from functools import cache, partial
+from html import escape
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+
+__all__ = ["to_markdown", "to_page"]
+
+MARKS = {
+    Outcome.BROKEN: "✗",
+    Outcome.MENDED: "!",
+    Outcome.DEVIATION: "≈",
+    Outcome.HELD: "✓",
+    Outcome.NOT_OFFERED: "-",
+    Outcome.SKIPPED: "○",
+    Outcome.NOT_RUN: "·",
+}
+
+LETTERS = {
+    Outcome.BROKEN: "b",
+    Outcome.MENDED: "m",
+    Outcome.DEVIATION: "d",
+    Outcome.HELD: "h",
+    Outcome.NOT_OFFERED: "o",
+    Outcome.SKIPPED: "s",
+    Outcome.NOT_RUN: "n",
+}
+"""Classes of the page's cells, one letter each: there are thousands."""
+
+MEANINGS = {
+    Outcome.HELD: "the engine holds the claim, in so many of its cases",
+    Outcome.BROKEN: "it does not, and this was not expected",
+    Outcome.DEVIATION: "it does not, and that is known, with the reason",
+    Outcome.MENDED: "it holds what it was known not to hold: the list of known deviations is to be changed",
+    Outcome.NOT_OFFERED: "the claim is about something that the engine does not have",
+    Outcome.SKIPPED: "this machine cannot run it, for want of a GPU for example",
+    Outcome.NOT_RUN: "the run ended before, or another run was about it",
+}
+
+_WORDS = {Outcome.BROKEN: ["broken"], Outcome.MENDED: ["mended"], Outcome.DEVIATION: ["deviates"]}
+
+MOST_TEXTS = 3
+"""Failures of one claim on one engine whose text the page shows; the others are named."""
+
+_ISSUE = re.compile(r"https?://[^\s<>\"')]+|\bpytorch(?:/pytorch)?#(\d+)")
+
+
+def to_page(table: Table) -> str:
+    """Return the whole report as HTML."""
+    return _render("page.html.j2", table)
+
+
+def to_markdown(table: Table) -> str:
+    """Return the whole report as Markdown."""
+    return _render("report.md.j2", table)
+
+
+def _render(template: str, table: Table) -> str:
+    anchors, deviations = _anchors(table), _known_deviations(table)
+    return (
+        _environment(html=template.endswith(".html.j2"))
+        .get_template(template)
+        .render(
+            table=table,
+            anchors=anchors,
+            deviations=deviations,
+            failures=_failures(table),
+            left_out=_left_out(table),
+            in_words=partial(_in_words, table),
+            states=partial(_states, table),
+            link_of=partial(_link_of, table, anchors),
+            share_of_offered=partial(_share_of_offered, table),
+            count_outcomes=partial(_count_outcomes, table),
+        )
+    )
+
+
+@cache
+def _environment(html: bool) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("harness.conformance"),
+        autoescape=html,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "escaped": escape if html else _escape_markdown,
+        "linked": _linked_html if html else _linked_markdown,
+        "brief": _brief,
+        "counted": _counted,
+        "described": _described,
+    }
+    environment.globals |= {
+        "MARKS": MARKS,
+        "LETTERS": LETTERS,
+        "MEANINGS": MEANINGS,
+        "MOST_TEXTS": MOST_TEXTS,
+    }
+    return environment
+
+
+# The cells of the table
+
+
+def _in_words(table: Table, claim: Claim, engine: str) -> str:
+    """Return a cell's outcome with its cases: "✓ 24/24", "✗ broken 20/24", "· not run"."""
+    cell = table.cell(claim, engine)
+    match cell.outcome:
+        case Outcome.NOT_RUN:
+            words = [cell.outcome.value]
+        case Outcome.NOT_OFFERED | Outcome.SKIPPED:
+            words = [f"{cell.outcome.value}: {'; '.join(cell.reasons(cell.outcome))}"]
+        case outcome:
+            held = f"{cell.held}/{table.num_cases(claim, engine)}"
+            words = [*_WORDS.get(outcome, ()), held, *_words_of_others(cell)]
+    return " ".join([MARKS[cell.outcome], *words])
+
+
+def _words_of_others(cell: Cell) -> list[str]:
+    """Say how many cases of a claim that was run were not."""
+    others = [Outcome.NOT_OFFERED, Outcome.SKIPPED]
+    return [f"({number} {outcome.value})" for outcome in others if (number := len(cell.having(outcome)))]
+
+
+def _states(table: Table, claim: Claim) -> str:
+    """Return the letters by which the page's filter finds a row, x where engines differ."""
+    letters = {LETTERS[table.cell(claim, engine).outcome] for engine in table.engines}
+    return "".join(sorted({*letters, *("x" if len(letters) > 1 else "")})) or "n"
+
+
+def _share_of_offered(table: Table, engine: str, claims: list[Claim]) -> str:
+    """Return how much the engine holds of the cases that are about something it offers."""
+    share = table.share_of_offered(engine, claims)
+    return f"{share.percent} % of the {share.total} it offers" if share.total else "offers none of it"
+
+
+def _count_outcomes(table: Table, engine: str, claims: list[Claim]) -> list[tuple[Outcome, int]]:
+    """Return how many of these claims have each outcome, where any has."""
+    found = Counter(table.cell(claim, engine).outcome for claim in claims)
+    return [(outcome, found[outcome]) for outcome in MEANINGS if found[outcome]]
+
+
+# What the cells link to
+
+
+@dataclass(frozen=True)
+class _Anchors:
+    """Ids of elements of the page."""
+
+    groups: dict[str, str]
+    failures: dict[tuple[str, str], str]
+    """By claim's id and engine."""
+    deviations: dict[tuple[str, str], str]
+    """By engine and reason."""
+
+
+def _anchors(table: Table) -> _Anchors:
+    pairs = [(claim, engine) for claim in table.claims for engine in table.engines]
+    return _Anchors(
+        {group: f"g{number}" for number, group in enumerate(table.by("group"))},
+        {pair: f"f{number}" for number, pair in enumerate(pairs)},
+        {pair: f"d{number}" for number, pair in enumerate(_known_deviations(table))},
+    )
+
+
+def _link_of(table: Table, anchors: _Anchors, claim: Claim, engine: str) -> str:
+    """Return the anchor of what the page says of a cell further down; "" if it says nothing."""
+    cell = table.cell(claim, engine)
+    if cell.outcome == Outcome.BROKEN:
+        return anchors.failures[claim.id, engine]
+    if cell.outcome == Outcome.DEVIATION:
+        return anchors.deviations[engine, cell.reasons(Outcome.DEVIATION)[0]]
+    return ""
+
+
+def _failures(table: Table) -> list[tuple[Claim, str, list[Case]]]:
+    """Return each claim that an engine breaks, with the cases."""
+    pairs = [(claim, engine) for claim in table.claims.values() for engine in table.engines]
+    found = [(claim, engine, table.cell(claim, engine).having(Outcome.BROKEN)) for claim, engine in pairs]
+    return [(claim, engine, broken) for claim, engine, broken in found if broken]
+
+
+def _known_deviations(table: Table) -> dict[tuple[str, str], list[Claim]]:
+    """Return the claims that each engine is known not to hold, by engine and reason."""
+    found: dict[tuple[str, str], list[Claim]] = {}
+    for claim in table.claims.values():
+        for engine in table.engines:
+            for reason in table.cell(claim, engine).reasons(Outcome.DEVIATION):
+                found.setdefault((engine, reason), []).append(claim)
+    return found
+
+
+def _left_out(table: Table) -> list[str]:
+    """Return the claims that the arguments of a run left out, and that no other run was about."""
+    claims = (claim for run in table.runs for claim in run.deselected)
+    return [claim for claim in dict.fromkeys(claims) if claim not in table.claims]
+
+
+# Words and escaping
+
+
+def _brief(case: Case) -> str:
+    """Return the line of a failure that says most: pytest's first line of the error."""
+    lines = [line for line in case.text.splitlines() if line.strip()]
+    errors = (line.removeprefix("E").strip() for line in lines if line.startswith("E  "))
+    return next(errors, lines[0] if lines else "")
+
+
+def _counted(claims: Sized) -> str:
+    return f"{len(claims)} claim{'s' if len(claims) != 1 else ''}"
+
+
+def _described(run: Run) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
+    ended = "ran to its end" if run.ended == "complete" else f"did not run to its end ({run.ended})"
+    return f"{run.when}, {run.seconds:g} s, {versions}: pytest {' '.join(run.arguments)}: {ended}."
+
+
+def _escape_markdown(text: str) -> str:
+    """Escape what Markdown would interpret, and take out line breaks."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", re.sub(r"\s+", " ", text))
+
+
+def _linked_html(text: str) -> str:
+    return _linked(text, escape, lambda to, name: f'<a href="{escape(to)}">{escape(name)}</a>')
+
+
+def _linked_markdown(text: str) -> str:
+    return _linked(text, _escape_markdown, lambda address, name: f"[{_escape_markdown(name)}]({address})")
+
+
+def _linked(text: str, escape: Callable[[str], str], link: Callable[[str, str], str]) -> str:
+    """Escape a reason, and make links of the issues and addresses that it names."""
+    parts, end = [], 0
+    for found in _ISSUE.finditer(text):
+        address = f"https://github.com/pytorch/pytorch/issues/{found[1]}" if found[1] else found[0]
+        parts += [escape(text[end : found.start()]), link(address, found[0])]
+        end = found.end()
+    return "".join([*parts, escape(text[end:])])
