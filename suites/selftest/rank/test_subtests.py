@@ -11,6 +11,7 @@ import torch
 
 from harness.protocol import Vote
 from harness.subtests import RunSubtests, describe_case, describe_value, parse_selection
+from suites.selftest.project import copy_project
 
 
 class Colour(enum.Enum):
@@ -61,11 +62,11 @@ def test_a_value_is_named_in_one_word(value: object, word: str) -> None:
     assert describe_value(value) == word
 
 
-def test_a_point_is_named_by_its_settings() -> None:
+def test_a_case_is_named_by_its_settings() -> None:
     assert describe_case({"dtype": torch.bfloat16, "offload": False}) == "dtype=bfloat16, offload=False"
 
 
-def test_a_selection_reads_what_a_point_is_named() -> None:
+def test_a_selection_reads_the_name_of_a_case() -> None:
     assert parse_selection(["dtype=bfloat16, offload=False", "a=1"]) == {
         "dtype": "bfloat16",
         "offload": "False",
@@ -74,7 +75,7 @@ def test_a_selection_reads_what_a_point_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["offload", "=1", "offload=", "a=1,a=2"])
-def test_a_selection_that_makes_no_sense_is_refused(text: str) -> None:
+def test_an_invalid_selection_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--subtest"):
         parse_selection([text])
 
@@ -89,7 +90,7 @@ def test_the_product_runs_with_the_last_setting_fastest(subtests: pytest.Subtest
     assert rank.seeded == 4
 
 
-def test_a_selection_runs_only_the_points_it_names(subtests: pytest.Subtests) -> None:
+def test_a_selection_runs_only_the_cases_it_names(subtests: pytest.Subtests) -> None:
     seen: list[int] = []
     run = RunSubtests(AloneInTheWorld(), subtests, {"a": "2"})
     run({"a": [1, 2], "b": [0, 1]}, lambda a, b: seen.append(a * 10 + b))
@@ -111,105 +112,36 @@ def test_a_selection_runs_only_the_points_it_names(subtests: pytest.Subtests) ->
         ({"a": [1, "1"]}, "two values that read the same"),
     ],
 )
-def test_settings_that_would_run_nothing_or_mislead_are_refused(
+def test_empty_or_ambiguous_settings_are_refused(
     subtests: pytest.Subtests, settings: dict[str, list[object]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         RunSubtests(AloneInTheWorld(), subtests, {})(settings, print, c=1)
 
 
-CASES = """
-import os, time
-import pytest
-if "RANK" in os.environ:
-    import torch, torch.distributed as dist
-pytestmark = pytest.mark.ranks(2)
-
-def test_one_bad_point(world, run_subtests):
-    def claim(a, b):
-        group = dist.group.WORLD  # which the traceback keeps alive
-        assert world.rank == 0 or (a, b) != (2, "x")
-        world.assert_same([a, b, torch.rand(2)])
-        with open(f"reached-{world.rank}.txt", "a") as file:
-            print(a, b, file=file)
-    run_subtests({"a": [1, 2, 3], "b": ["x", "y"]}, claim)
-
-def test_work_in_flight(world, run_subtests):
-    def claim(a):
-        if world.rank == 1 and a == 0:
-            work = dist.all_reduce(torch.ones(2), async_op=True)
-            raise ValueError("left work in flight")
-        assert world.gather(a) == [a, a]
-    run_subtests({"a": [0, 1]}, claim)
-
-def test_skips_must_agree(world, run_subtests):
-    def claim(a):
-        if a == 0 or (a == 1 and world.rank == 1):
-            pytest.skip("no")
-        if a == 2:
-            assert world.gather(a) == [a, a]
-    run_subtests({"a": [0, 1, 2]}, claim)
-
-def test_skipped_points_are_skipped(world, run_subtests):
-    run_subtests({"all": [0]}, lambda all: pytest.skip("nobody"))
-    run_subtests({"a": [2], "b": ["x"]}, lambda a, b: world.barrier())
-
-def test_the_same_settings_twice(world, run_subtests):
-    def first(a): raise ValueError("in the first")
-    def second(a): raise ValueError("in the second")
-    run_subtests({"a": [1]}, first)
-    run_subtests({"a": [1]}, second)
-
-def test_ranks_disagree_on_the_points(world, run_subtests):
-    run_subtests({"a": [world.rank, 2]}, lambda a: None)
-
-def test_a_rank_leaves_early(world, run_subtests):
-    if world.rank == 0:
-        run_subtests({"a": [1, 2]}, lambda a: None)
-
-def test_points_after_that_pass(world, run_subtests):
-    run_subtests({"a": [1, 2]}, lambda a: world.barrier())
-
-def test_all_meet_before_the_next_point(world, run_subtests, monkeypatch):
-    from harness.rank.process_group import DefaultGroup
-    join = DefaultGroup.join
-    def join_late(group):
-        join(group)
-        time.sleep(0.3 * world.rank)
-        (world.shared_tmp_path / f"met-{world.rank}").touch()
-    monkeypatch.setattr(DefaultGroup, "join", join_late)
-    def claim(a):
-        assert {path.name for path in world.shared_tmp_path.iterdir()} == {"met-0", "met-1"}
-    run_subtests({"a": [1, 2]}, claim)
-
-def test_death_in_a_point(world, run_subtests):
-    run_subtests({"a": [1, 2]}, lambda a: os._exit(5) if a == 2 and world.rank else world.barrier())
-"""
-
-
-def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
+def test_cases_fail_on_all_ranks_by_name_and_the_rest_runs(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    pytester.makepyfile(test_points=CASES)
+    copy_project("subtests", pytester.path)
     result = pytester.runpytest_subprocess("-rA", "-v", "-W", "ignore", timeout=120)
     result.assert_outcomes(passed=2, failed=18, skipped=2)
     result.stdout.fnmatch_lines_random(
         [
-            "SUBFAILED[[]a=2, b=x[]] test_points.py::test_one_bad_point - rank 1: *assert *",
-            "FAILED test_points.py::test_one_bad_point - contains 1 failed subtest",
+            "SUBFAILED[[]a=2, b=x[]] test_cases.py::test_one_bad_case - rank 1: *assert *",
+            "FAILED test_cases.py::test_one_bad_case - contains 1 failed subtest",
             "SUBFAILED[[]a=0[]] *::test_work_in_flight - rank 1: ValueError: left work in flight",
             "SUBFAILED[[]a=1[]] *::test_skips_must_agree - *: rank 0 passed; rank 1 skipped (no)",
             "*ranks disagree on which subtest comes next: rank 0 at [[]a=0[]]; rank 1 at [[]a=1[]]*",
             "FAILED *::test_a_rank_leaves_early - rank 0: *rank 1 had already ended the test",
-            "SUBFAILED[[]a=2[]] *::test_death_in_a_point - rank 1: exited with code 5",
-            "FAILED test_points.py::test_death_in_a_point - rank 1: exited with code 5",
-            "FAILED test_points.py::test_the_same_settings_twice - contains 2 failed subtests",
-            "SUBFAILED[[]a=1[]] *::test_all_meet_before_the_next_point - *",
-            "FAILED *::test_all_meet_before_the_next_point - contains 1 failed subtest",
-            "*::test_skipped_points_are_skipped SUBSKIPPED[[]all=0[]] (nobody)*",
-            "rank 0: lost its connection to rank 1 at test_points.py:* (Connection closed by peer)",
-            "pytest test_points.py::test_one_bad_point -W ignore --subtest a=2,b=x",
+            "SUBFAILED[[]a=2[]] *::test_death_in_a_case - rank 1: exited with code 5",
+            "FAILED test_cases.py::test_death_in_a_case - rank 1: exited with code 5",
+            "FAILED test_cases.py::test_the_same_settings_twice - contains 2 failed subtests",
+            "SUBFAILED[[]a=1[]] *::test_all_meet_before_the_next_case - *",
+            "FAILED *::test_all_meet_before_the_next_case - contains 1 failed subtest",
+            "*::test_skipped_cases_are_skipped SUBSKIPPED[[]all=0[]] (not today)*",
+            "rank 0: lost its connection to rank 1 at test_cases.py:* (Connection closed by peer)",
+            "pytest test_cases.py::test_one_bad_case -W ignore --subtest a=2,b=x",
         ]
     )
     for rank in (0, 1):
@@ -217,20 +149,20 @@ def test_points_fail_on_all_ranks_by_name_and_the_rest_runs(
         assert reached == ["1 x", "1 y", "2 y", "3 x", "3 y"]
 
 
-def test_the_line_of_a_failed_point_runs_that_point_alone(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_points=CASES)
-    tests = [f"test_points.py::{name}" for name in ("test_one_bad_point", "test_skipped_points_are_skipped")]
+def test_the_re_run_line_of_a_failed_case_runs_it_alone(pytester: pytest.Pytester) -> None:
+    copy_project("subtests", pytester.path)
+    tests = [f"test_cases.py::{name}" for name in ("test_one_bad_case", "test_skipped_cases_are_skipped")]
     result = pytester.runpytest_subprocess(*tests, "--subtest", "a=2,b=x", "-v", "-W", "ignore", timeout=60)
     result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*::test_one_bad_point SUBFAILED[[]a=2, b=x[]]*"])
+    result.stdout.fnmatch_lines(["*::test_one_bad_case SUBFAILED[[]a=2, b=x[]]*"])
     cases = re.findall(r"::(test_\w+) SUB(\w+)\[(.*?)\]", result.stdout.str())
     assert cases == [
-        ("test_one_bad_point", "FAILED", "a=2, b=x"),
-        ("test_skipped_points_are_skipped", "PASSED", "a=2, b=x"),
+        ("test_one_bad_case", "FAILED", "a=2, b=x"),
+        ("test_skipped_cases_are_skipped", "PASSED", "a=2, b=x"),
     ]
 
 
-def test_a_selection_that_makes_no_sense_is_refused_before_anything_runs(pytester: pytest.Pytester) -> None:
+def test_an_invalid_selection_is_a_usage_error(pytester: pytest.Pytester) -> None:
     told = re.escape("--subtest 'offload': write KEY=VALUE,KEY=VALUE")
     with pytest.raises(pytest.UsageError, match=f"^{told}$"):
         pytester.parseconfigure("--subtest", "offload")

@@ -45,7 +45,7 @@ FAULTS = """
             os.kill(os.getpid(), signal.SIGKILL)
 
     @on_two_ranks
-    def test_points(world, run_subtests):
+    def test_cases(world, run_subtests):
         run_subtests({"n": [1, 2]}, lambda n: expect(n == 1))
 
     @on_two_ranks
@@ -161,8 +161,8 @@ def test_the_cause_the_rank_and_the_command_are_properties_of_a_failed_case(faul
 
 
 def test_the_properties_of_a_point_name_the_point(faults: Session) -> None:
-    [case] = faults.cases("test_points")
-    again = "pytest test_faults.py::test_points -o junit_logging=all -p no:cacheprovider --subtest n=2"
+    [case] = faults.cases("test_cases")
+    again = "pytest test_faults.py::test_cases -o junit_logging=all -p no:cacheprovider --subtest n=2"
     told = dict(properties(case))
     assert (told["rank"], told["cause"], told["rerun"]) == ("0, 1", "AssertionError: not as expected", again)
 
@@ -241,7 +241,7 @@ def test_a_failure_on_ranks_is_annotated_with_rank_cause_and_command(faults: Ses
 def test_every_failure_is_annotated_once_and_without_ranks_too(faults: Session) -> None:
     titles = [re.findall("title=(.*?)::", line)[0] for line in faults.annotations()]
     assert titles == [
-        *("test_fails", "test_fails_elsewhere", "test_dies", "test_points [n=2]"),
+        *("test_fails", "test_fails_elsewhere", "test_dies", "test_cases [n=2]"),
         *("test_fails_twice", "test_fails_twice", "test_says_too_much", "test_says_too_much_in_lines"),
         "test_without_ranks",
     ]
@@ -299,5 +299,5 @@ def test_annotations_are_written_in_github_actions_and_by_one_plugin(
 
 def test_merged_reports_can_be_written_as_json_and_read_again(faults: Session) -> None:
     told = [json.loads(line) for line in (faults.path / "reports.txt").read_text().splitlines()]
-    assert len(told) == 10 * 3 + 2  # two points
+    assert len(told) == 10 * 3 + 2  # two cases
     assert [each for each in told if each[3] is not True] == []

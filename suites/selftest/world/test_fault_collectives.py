@@ -61,7 +61,7 @@ def test_a_rank_outside_of_a_group_is_reported_too(session: FaultSession) -> Non
 
 
 def test_a_deadlocked_case_is_named_and_the_other_cases_run(session: FaultSession) -> None:
-    verdict = session["test_points"]
+    verdict = session["test_cases"]
     assert "rank 1 waits in all_reduce #2 (float [2]), which rank 0 never reached: " in verdict.text
     assert "it has ended the subtest [n=2]" in verdict.text
     assert "--subtest n=2" in verdict.text
@@ -69,13 +69,13 @@ def test_a_deadlocked_case_is_named_and_the_other_cases_run(session: FaultSessio
 
 
 def test_a_case_that_catches_the_abort_of_its_deadlock_fails(session: FaultSession) -> None:
-    verdict = session["test_rescue_in_a_point"]
+    verdict = session["test_rescue_in_a_case"]
     assert "rank 0 waits in all_reduce #2 (float [5]), which rank 1 never reached: " in verdict.text
-    assert "contains 1 failed subtest" in verdict.text  # the next point runs in a new group
+    assert "contains 1 failed subtest" in verdict.text  # the next case runs in a new group
 
 
 def test_a_collective_after_all_cases_belongs_to_none_of_them(session: FaultSession) -> None:
-    verdict = session["test_one_missing_after_points"]
+    verdict = session["test_one_missing_after_cases"]
     sentence = "rank 1 waits in all_reduce #3 (float [6]), which rank 0 never reached: it has ended the test"
     assert verdict.head()[0] == sentence
     assert "--subtest" not in verdict.text

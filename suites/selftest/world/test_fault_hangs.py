@@ -114,7 +114,7 @@ def test_a_thread_that_is_left_does_not_block_its_rank(session: FaultSession) ->
 def test_a_rank_that_hangs_in_a_case_is_to_blame(
     session: FaultSession,
 ) -> None:
-    head = session["test_sleep_in_a_point"].head()
+    head = session["test_sleep_in_a_case"].head()
     place = f"{session.place('# in a case')} in claim"
     assert head[0] == f"rank 0 waits at the end of [n=1] for rank 1: rank 1 is at {place}"
     assert head[1].startswith("rank 1 of 2 timed out after 1 s, in ")

@@ -145,7 +145,7 @@ def test_outside_of_a_group(world):
         dist.barrier()
 
 
-def test_points(world, run_subtests):
+def test_cases(world, run_subtests):
     def claim(n):
         if (world.rank, n) != (0, 2):
             dist.all_reduce(torch.ones(n))
@@ -153,7 +153,7 @@ def test_points(world, run_subtests):
     run_subtests({"n": [1, 2, 3]}, claim)
 
 
-def test_rescue_in_a_point(world, run_subtests):
+def test_rescue_in_a_case(world, run_subtests):
     def claim(n):
         if n != 2:
             world.barrier()
@@ -164,7 +164,7 @@ def test_rescue_in_a_point(world, run_subtests):
     run_subtests({"n": [1, 2, 3]}, claim)
 
 
-def test_one_missing_after_points(world, run_subtests):
+def test_one_missing_after_cases(world, run_subtests):
     run_subtests({"n": [1, 2]}, lambda n: world.barrier())
     if world.rank == 1:
         dist.all_reduce(torch.ones(6))

@@ -121,7 +121,7 @@ def test_tear_down(hangs_in_tear_down):
     pass
 
 
-def test_sleep_in_a_point(world, run_subtests):
+def test_sleep_in_a_case(world, run_subtests):
     def claim(n):
         if world.rank == 1:
             time.sleep(100)  # in a case

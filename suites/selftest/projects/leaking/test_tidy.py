@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 
 import pytest
-from noting import SLEEP
+from pids import SLEEP
 
 if "RANK" in os.environ:
     import torch
@@ -29,7 +29,7 @@ def test_ends_what_it_starts(world, tmp_path):
     segment = SharedMemory(create=True, size=100)
     segment.close()
     segment.unlink()
-    files = [open(tmp_path / "file")]  # noqa: SIM115
+    files = [open(tmp_path / "file")]
     files.append(files)
     files[0].close()
 

@@ -1,4 +1,4 @@
-"""What the tests beside it start, noted for who looks whether it lives on."""
+"""The processes that tests start, noted for the check whether they live on."""
 
 import os
 

@@ -67,7 +67,7 @@ def test_closed_stream(only):
 
 
 def test_prints(world):
-    print("heard from", world.rank)  # noqa: T201
+    print("heard from", world.rank)
 
 
 def test_destroyed_group(only):

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from noting import note
+from pids import note
 
 if "RANK" in os.environ:
     import torch
@@ -60,7 +60,7 @@ def test_copy_in_a_subtest(world, subtests):
     assert wait_for(pid) == 1
 
 
-def test_copy_in_a_point(world, run_subtests):
+def test_copy_in_a_case(world, run_subtests):
     def claim(n):
         pid = os.fork()
         assert pid, "voted by the copy"

@@ -9,7 +9,7 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 
 import pytest
-from noting import SLEEP, note
+from pids import SLEEP, note
 
 pytestmark = pytest.mark.ranks(2)
 kept = []
@@ -50,7 +50,7 @@ def test_thread(only):
 
 def test_file(only):
     if only:
-        kept.append(open("kept.txt", "w"))  # noqa: SIM115
+        kept.append(open("kept.txt", "w"))
 
 
 def test_socket(only):
@@ -68,7 +68,7 @@ def test_segment(only):
 
 def test_child_of_a_failed_test(only, tmp_path):
     if only:
-        _file = open(tmp_path / "in_the_traceback", "w")  # noqa: SIM115
+        _file = open(tmp_path / "in_the_traceback", "w")
         note(subprocess.Popen(SLEEP).pid)
         assert not only
 

@@ -1,10 +1,10 @@
-"""What each policy makes something else of."""
+"""Tests whose outcome depends on the policy."""
 
 import os
 import subprocess
 
 import pytest
-from noting import SLEEP, note
+from pids import SLEEP, note
 
 pytestmark = pytest.mark.ranks(2)
 kept = []
@@ -13,7 +13,7 @@ kept = []
 def test_leaves(only):
     if only:
         note(subprocess.Popen(SLEEP).pid)
-        kept.append(open("kept.txt", "w"))  # noqa: SIM115
+        kept.append(open("kept.txt", "w"))
 
 
 def test_leaves_state(only):

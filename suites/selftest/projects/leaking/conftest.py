@@ -1,4 +1,4 @@
-"""A conftest.py. In the controller: what pytest is told of each test, and which noted processes live then."""
+"""Reports of each test as JSON, with the processes of `pids` that live when it is over."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-told = {}
+reports = {}
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def only(world):
 
 def of(nodeid):
     start = {"outcomes": {}, "warnings": [], "errors": "", "stderr": "", "alive": []}
-    return told.setdefault(nodeid.split("::", 1)[1], start)
+    return reports.setdefault(nodeid.split("::", 1)[1], start)
 
 
 def pytest_warning_recorded(warning_message, nodeid):
@@ -41,4 +41,4 @@ def pytest_runtest_logfinish(nodeid):
 
 def pytest_sessionfinish():
     if "RANK" not in os.environ:
-        pathlib.Path("told.json").write_text(json.dumps(told))
+        pathlib.Path("reports.json").write_text(json.dumps(reports))

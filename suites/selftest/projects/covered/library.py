@@ -1,0 +1,19 @@
+"""Lines that run in the controller, on one rank, before a rank is killed, and never."""
+
+
+def in_the_controller():
+    return "a line of the controller's"
+
+
+def on_rank(rank):
+    if rank == 1:
+        return "a line of rank 1's"
+    return "a line of rank 0's"
+
+
+def before_the_end():
+    return "a line that ran a while before a rank was killed"
+
+
+def never():
+    return "a line that never runs"
