@@ -84,7 +84,7 @@ class Buffers:
     """The buffers of one unit, cast for computation.
 
     Args:
-        slots: The buffers by name within the unit's module.
+        refs: The buffers.
         goes_back: Keep the values before a cast as well: a buffer that did not change while it was cast goes
             back to every bit it had, and not to rounded values.
 
@@ -92,38 +92,38 @@ class Buffers:
         dtypes: The dtypes of cast buffers before the cast, in which `state_dict` saves them.
     """
 
-    def __init__(self, slots: Mapping[str, ParamRef], goes_back: bool) -> None:
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._slots = dict(slots)
+    def __init__(self, refs: Iterable[ParamRef], goes_back: bool) -> None:
+        self.dtypes: dict[ParamRef, torch.dtype] = {}
+        self._refs = tuple(refs)
         self._goes_back = goes_back
-        self._values: dict[str, Tensor] = {}
+        self._values: dict[ParamRef, Tensor] = {}
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         """Cast floating-point buffers to `dtype`, or back for None, and move all buffers to `device`."""
-        if not self._slots:
+        if not self._refs:
             return
         # A tensor that is made in inference mode cannot be written to in training.
         with torch.inference_mode(False), torch.no_grad():
-            for name, slot in self._slots.items():
-                buffer = slot.module._buffers.get(slot.name)
+            for ref in self._refs:
+                buffer = ref.module._buffers.get(ref.name)
                 if buffer is not None:
-                    buffer = self._cast(name, buffer, dtype) if buffer.is_floating_point() else buffer
-                    slot.module._buffers[slot.name] = buffer.to(device or buffer.device)
+                    buffer = self._cast(ref, buffer, dtype) if buffer.is_floating_point() else buffer
+                    ref.module._buffers[ref.name] = buffer.to(device or buffer.device)
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a cast of the module, such as `half()`, to the dtypes that buffers are restored to."""
-        self.dtypes = {name: fn(torch.empty(0, dtype=dtype)).dtype for name, dtype in self.dtypes.items()}
+        self.dtypes = {ref: fn(torch.empty(0, dtype=dtype)).dtype for ref, dtype in self.dtypes.items()}
 
-    def _cast(self, name: str, buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def _cast(self, ref: ParamRef, buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
         if dtype and buffer.dtype != dtype:
-            self.dtypes[name] = buffer.dtype
+            self.dtypes[ref] = buffer.dtype
             if self._goes_back:
-                self._values[name] = buffer
+                self._values[ref] = buffer
             return buffer.to(dtype)
-        return buffer if dtype else self._restore(name, buffer)
+        return buffer if dtype else self._restore(ref, buffer)
 
-    def _restore(self, name: str, buffer: Tensor) -> Tensor:
-        value = self._values.pop(name, None)
+    def _restore(self, ref: ParamRef, buffer: Tensor) -> Tensor:
+        value = self._values.pop(ref, None)
         if value is not None and torch.equal(value.to(buffer.device, buffer.dtype), buffer):
             buffer = value.to(buffer.device)  # the module may have been moved since
-        return buffer.to(self.dtypes.get(name, buffer.dtype))
+        return buffer.to(self.dtypes.get(ref, buffer.dtype))

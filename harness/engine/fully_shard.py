@@ -193,7 +193,7 @@ def _build(modules: Sequence[nn.Module], asked: Asked, name: str) -> Unit:
     _move(owned, asked, device)
     precision = Precision(asked.mixed_precision, modules[0], full_in_eval=False)
     group = _group(params, _group_settings(asked, name, precision, device), asked.placing)
-    return Unit(group, Buffers({}, goes_back=False), _unit_settings(asked, precision, device))
+    return Unit(group, Buffers((), goes_back=False), _unit_settings(asked, precision, device))
 
 
 def _unit_settings(asked: Asked, precision: Precision, device: torch.device) -> UnitSettings:

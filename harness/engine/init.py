@@ -59,9 +59,7 @@ def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], boo
     _place(params, buffers, plan, name)
     _refuse_disagreement(params, plan, name)
     if plan.sync_module_states:
-        tensors = [param.parameter.data for param in params] + [
-            s.module._buffers[s.name] for s in buffers.values()
-        ]
+        tensors = [param.parameter.data for param in params] + [s.module._buffers[s.name] for s in buffers]
         collectives.broadcast((t for t in tensors if t is not None), plan.axes.groups)
     device = _compute_device(params, plan) if plan.offload else plan.device
     precision = Precision(plan.mixed_precision, module, plan.full_precision_in_eval)
@@ -171,13 +169,13 @@ def full_precision_in_eval(argument: object) -> bool:
     return argument
 
 
-def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Mapping[str, ParamRef]:
-    return {
-        f"{module_name}.{name}" if module_name else name: ParamRef(module, name)
-        for module_name, module in modules
+def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[ParamRef]:
+    return [
+        ParamRef(module, name)
+        for _, module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
-    }
+    ]
 
 
 def _made(modules: Sequence[tuple[str, nn.Module]], plan: Plan, unit: str) -> tuple[Param, ...]:
@@ -192,7 +190,7 @@ def _made(modules: Sequence[tuple[str, nn.Module]], plan: Plan, unit: str) -> tu
     return collect(modules, plan.ignored.parameters)
 
 
-def _place(params: Iterable[Param], buffers: Mapping[str, ParamRef], plan: Plan, unit: str) -> None:
+def _place(params: Iterable[Param], buffers: Iterable[ParamRef], plan: Plan, unit: str) -> None:
     if plan.device is None:
         return
     for param in params:
@@ -204,7 +202,7 @@ def _place(params: Iterable[Param], buffers: Mapping[str, ParamRef], plan: Plan,
             )
         if not plan.offload:
             param.parameter.data = param.parameter.data.to(plan.device)
-    for ref in buffers.values():
+    for ref in buffers:
         buffer = ref.module._buffers[ref.name]
         ref.module._buffers[ref.name] = buffer if buffer is None else buffer.to(plan.device)
 

@@ -129,8 +129,7 @@ def _tensor(slot: ParamRef) -> Tensor:
 
 
 def _replace(slot: ParamRef, tensor: Tensor) -> None:
-    # `ParamRef.put` would make it the last parameter of the module, and the order must be the same on ranks that
-    # had nothing on meta.
+    # `ParamRef.put` would move it to the end of the parameters, whose order must be the same on all ranks.
     setattr(slot.module, slot.name, tensor)
 
 

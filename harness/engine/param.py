@@ -354,11 +354,3 @@ def clean_name(name: str) -> str:
 def joined(prefix: str, name: str) -> str:
     """Return ``name`` below the module that is called ``prefix``, ``""`` for the model itself."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def registered_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all modules as they are registered, under which `load_state_dict` looks for them."""
-    yield prefix
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from registered_names(child, joined(prefix, name))

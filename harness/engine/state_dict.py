@@ -1,6 +1,9 @@
-"""The state of one unit, saved and loaded in one of three kinds (`StateDictType`). Runs on ranks."""
+"""State of one unit, saved and loaded in each `StateDictType`; and summoned parameters. Runs on ranks.
 
-from collections import OrderedDict
+Modules save and load themselves, as in an unsharded model; meanwhile they see other tensors in place of their
+parameters.
+"""
+
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,11 +21,12 @@ from harness.engine.gradients import VisibleGradients
 from harness.engine.local_shard import LocalShard
 from harness.engine.param import FLAT, INNER, ParamRef, clean_name, joined
 from harness.engine.param_group import ParamGroup
+from harness.engine.torch_internals import module_versions, new_state_dict
 from harness.engine.unit import Unit
 from harness.engine.unsharded import fill_with_nan
 
 _SIGNATURE = "lockstep_shard"
-"""Under which key the version numbers of a local state dict's modules tell whose shard it is."""
+"""The key, among the version numbers of modules in a local state dict, of the signature of its shard."""
 
 SAME_SHARD = (
     "A local state dict loads on the same rank, world size and wrapping only; save a sharded or a full one "
@@ -31,7 +35,7 @@ SAME_SHARD = (
 
 
 def signature(shard: LocalShard) -> str:
-    """Say of which parameters ``shard`` is which part, so that it is not taken for another."""
+    """Return a description of `shard` that no other rank, world size or wrapping has."""
     index = shard.settings.axes.index
     shapes = ", ".join(f"{e.name}{list(e.shape)}" for e in shard.params)
     return f"shard {index} of {shard.layout.num_shards} of {shapes}"
@@ -39,10 +43,9 @@ def signature(shard: LocalShard) -> str:
 
 @dataclass(frozen=True)
 class UnitState:
-    """Save and load the state of ``unit``, which ``wrapper`` stands for in the model.
+    """Saves and loads the state of `unit`, which `wrapper` stands for in the model.
 
-    Modules save and load themselves, as in an unsharded model; what they see meanwhile in the place of their
-    parameters is what this is about. Units below take part through their own wrappers.
+    Units below take part through their own wrappers.
     """
 
     unit: Unit
@@ -61,15 +64,18 @@ class UnitState:
 
     @torch.no_grad()
     def save(self, destination: dict[str, Any] | None, prefix: str, keep_vars: bool) -> dict[str, Any]:
-        """Return this unit's state and that of the units below it, added to ``destination`` if given.
+        """Return this unit's state and that of the units below it, added to `destination` if given.
 
-        All ranks take part. Raises RuntimeError inside forward and backward, and for other kinds than full
-        inside `summon_full_params`.
+        A collective of all ranks.
+
+        Raises:
+            RuntimeError: Inside forward and backward, and for sharded and local state inside
+                `summon_full_params`.
         """
         self._refuse_when_busy()
-        result = _empty() if destination is None else destination
-        found = result if self._keeps() else _empty()
-        with self._shown():
+        result = new_state_dict() if destination is None else destination
+        found = result if self._is_destination() else new_state_dict()
+        with self._parameters_to_save():
             self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         if self.is_local and self.unit.group:
             self._add_flat(found, prefix, keep_vars)
@@ -85,37 +91,51 @@ class UnitState:
     def before_load(
         self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], errors: list[str]
     ) -> None:
-        """Give the wrapped module its names in ``state``, and memory to copy its parameters into."""
+        """Give `state` the names of the wrapped module, and its parameters memory to load into."""
         refuse_when_busy([self.unit], "load_state_dict")
         self._refuse_rank0_only(state, prefix)
         for name in [name for name in state if name.startswith(prefix)]:
             state[f"{prefix}{INNER}.{name[len(prefix) :]}"] = state.pop(name)
         group = self.unit.group
-        if self.is_local:
+        if not self.is_local:
+            self._unshard_dtensors(state, f"{prefix}{INNER}.")
             if group:
-                self._take_local(group, state, prefix, metadata, errors)
-        else:
-            self._make_whole(state, f"{prefix}{INNER}.")
-            if group:
-                group.summon(_full_of_own(group), None)
+                group.summon(_padded_with_own_shard(group), None)
+        elif group:
+            # The wrapper loads the flat shard itself, under the name that it has in the state.
+            value = state.pop(f"{prefix}{INNER}.{FLAT}", None)
+            shard = group.shard
+            saved, here = metadata.get(_SIGNATURE, signature(shard)), signature(shard)
+            if value is None or value.shape != shard.flat.shape or saved != here:
+                given = "nothing" if value is None else f"{saved}, {value.numel()} elements"
+                errors.append(
+                    f"{prefix}{FLAT}: this rank holds {here}, {shard.flat.numel()} elements, and was given "
+                    f"{given}. {SAME_SHARD}"
+                )
+                value = shard.flat.detach()  # stays as it is
+            state[prefix + FLAT] = value
+            group.free()
+            shard.reclaim()
+            shard.hide()
+            ParamRef(self.wrapper, FLAT).put(shard.flat)
 
     def after_load(self) -> None:
-        """Keep what `before_load` made room for."""
+        """Write the loaded parameters to the shard, and make modules see it again."""
         group = self.unit.group
         if not group:
             return
         if not self.is_local:
             group.dismiss(writeback=True)
             return
-        slot = ParamRef(self.wrapper, FLAT)
-        loaded = slot.read()
-        if isinstance(loaded, Tensor) and loaded is not group.shard.flat:  # exchanged by assign=True
+        ref = ParamRef(self.wrapper, FLAT)
+        loaded = ref.read()
+        if isinstance(loaded, Tensor) and loaded is not group.shard.flat:  # replaced by assign=True
             group.shard.flat.data.copy_(loaded.detach())
-        slot.clear()
+        ref.clear()
         group.shard.show()
 
     def abandon_load(self) -> None:
-        """Show modules their shards again after an exception."""
+        """Make modules see their shards again after an exception."""
         if group := self.unit.group:
             if group.state is GroupState.SUMMONED:
                 group.dismiss(writeback=False)
@@ -125,57 +145,52 @@ class UnitState:
 
     def _refuse_when_busy(self) -> None:
         summoned = self.unit.group and self.unit.group.state is GroupState.SUMMONED
-        if self.unit.root_state.busy or (
-            summoned and self.settings.state_dict_type is not StateDictType.FULL_STATE_DICT
-        ):
+        # Summoned parameters are what full state consists of.
+        is_full = self.settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        if self.unit.root_state.busy or (summoned and not is_full):
             refuse_when_busy([self.unit], "state_dict")
 
-    def _keeps(self) -> bool:
-        """Tell whether this rank gets the state that it helps to make."""
+    def _is_destination(self) -> bool:
+        """Return whether this rank keeps the state."""
         if not self.settings.rank0_only:
             return True
-        # A unit without parameters of its own goes with the units around it.
+        # A unit without parameters of its own has no axes; it follows the units around it.
         groups = [unit.group for unit in (self.unit, *self.unit.root_state.units) if unit.group]
         return groups[0].settings.axes.is_first if groups else dist.get_rank() == 0
 
-    def _shown(self) -> AbstractContextManager[None]:
-        """Let modules see, in the place of their parameters, what they are to save."""
+    def _parameters_to_save(self) -> AbstractContextManager[None]:
+        """Return a context in which modules see what they are to save in place of their parameters."""
         group = self.unit.group
         if not group or group.state is GroupState.SUMMONED:
             return nullcontext()
         if self.is_local:
             group.shard.reclaim()
-            return _showing(group.shard, None)
+            return _replaced_parameters(group.shard, None)
         views = group.shard.in_full(group.full_original())
-        if not self._keeps():
-            return _showing(group.shard, None)
+        if not self._is_destination():
+            return _replaced_parameters(group.shard, None)
         if self.settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            return _showing(group.shard, as_dtensors(views, group.shard))
+            return _replaced_parameters(group.shard, as_dtensors(views, group.shard))
         if self.settings.state_dict_config.offload_to_cpu:
+            # Here, not at the end of `save`: device memory then holds one unsharded group at a time.
             views = [view.cpu() for view in views]
-        return _showing(group.shard, views)
+        return _replaced_parameters(group.shard, views)
 
     def _add_flat(self, found: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         assert self.unit.group
         shard = self.unit.group.shard
         found[prefix + FLAT] = shard.flat if keep_vars else shard.flat.detach()
-        versions = getattr(found, "_metadata", {})
-        versions.setdefault(prefix[:-1], {})[_SIGNATURE] = signature(shard)
+        module_versions(found).setdefault(prefix[:-1], {})[_SIGNATURE] = signature(shard)
 
     def _buffer_dtypes(self) -> Iterator[tuple[str, torch.dtype]]:
-        """Yield the names of cast buffers, all that a shared one has, with the dtype each is saved in."""
-        modules = [(clean_name(n), m) for n, m in self.module.named_modules(remove_duplicate=False)]
-        first = dict(reversed(modules))
-        dtypes = {}
-        for name, dtype in self.unit.buffers.dtypes.items():
-            path, _, buffer = name.rpartition(".")
-            dtypes[first.get(path), buffer] = dtype
-        for path, module in modules:
-            for buffer in module._buffers:
-                if dtype_there := dtypes.get((module, buffer)):
-                    yield joined(path, buffer), dtype_there
+        """Yield each name of each cast buffer with the dtype to save it in; shared modules have several."""
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            for name in module._buffers:
+                if dtype := self.unit.buffers.dtypes.get(ParamRef(module, name)):
+                    yield joined(clean_name(path), name), dtype
 
     def _refuse_rank0_only(self, state: dict[str, Any], prefix: str) -> None:
+        """Raise RuntimeError on all ranks if some of them, but not all, have nothing to load."""
         group = self.unit.group
         if not self.settings.rank0_only or not group:
             return
@@ -184,38 +199,13 @@ class UnitState:
         count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), axes.groups)
         if 0 < count < axes.size:
             raise RuntimeError(
-                "load_state_dict: with rank0_only some ranks were given nothing to load. Loading wants the "
+                "load_state_dict: with rank0_only some ranks were given nothing to load. Loading needs the "
                 "full state dict on every rank; torch.load(..., mmap=True) reads it without a copy. Or load "
                 "on rank 0 before wrapping, and wrap with sync_module_states=True."
             )
 
-    def _take_local(
-        self,
-        group: ParamGroup,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        errors: list[str],
-    ) -> None:
-        """Let the wrapper itself load the flat shard, under its own name."""
-        shard = group.shard
-        value = state.pop(f"{prefix}{INNER}.{FLAT}", None)
-        saved, here = metadata.get(_SIGNATURE, signature(shard)), signature(shard)
-        if value is None or value.shape != shard.flat.shape or saved != here:
-            given = "nothing" if value is None else f"{saved}, {value.numel()} elements"
-            errors.append(
-                f"{prefix}{FLAT}: this rank holds {here}, {shard.flat.numel()} elements, and was given "
-                f"{given}. {SAME_SHARD}"
-            )
-            value = shard.flat.detach()  # stays as it is
-        state[prefix + FLAT] = value
-        group.free()
-        shard.reclaim()
-        shard.hide()
-        ParamRef(self.wrapper, FLAT).put(shard.flat)
-
-    def _make_whole(self, state: dict[str, Any], prefix: str) -> None:
-        """Replace `DTensor`s by full tensors, but for those that units below will load."""
+    def _unshard_dtensors(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace `DTensor`s by full tensors, except for those that units below will load."""
         modules = self.module.named_modules(remove_duplicate=False)
         below = tuple(f"{name}." for name, module in modules if INNER in module._modules)
         for name, value in state.items():
@@ -225,21 +215,22 @@ class UnitState:
 
 
 @contextmanager
-def _showing(shard: LocalShard, values: Sequence[Tensor] | None) -> Iterator[None]:
-    """Let modules see ``values``, one per entry, in the place of the shard; nothing for None."""
+def _replaced_parameters(shard: LocalShard, values: Sequence[Tensor] | None) -> Iterator[None]:
+    """Make modules see `values`, one per parameter, in place of the shard; nothing for None."""
     shard.hide()
     try:
-        for entry, value in zip(shard.params, values or (), strict=values is not None):
-            entry.put(nn.Parameter(value, requires_grad=shard.is_trainable(entry)))
+        for param, value in zip(shard.params, values or (), strict=values is not None):
+            param.put(nn.Parameter(value, requires_grad=shard.is_trainable(param)))
         yield
     finally:
         shard.show()
 
 
-def _full_of_own(group: ParamGroup) -> Tensor:
-    """Return a full flat tensor (padded numel) with this rank's shard in its place, and NaN elsewhere.
+def _padded_with_own_shard(group: ParamGroup) -> Tensor:
+    """Return an unsharded flat tensor (padded numel) with this rank's shard in its place and NaN elsewhere.
 
-    Enough to load into: a rank keeps its own part only, and that with its old values where nothing is loaded.
+    This is enough to load into without communication: a rank keeps its own shard alone, and where nothing is
+    loaded that has its old values.
     """
     group.free()
     shard = group.shard
@@ -254,38 +245,15 @@ def _full_of_own(group: ParamGroup) -> Tensor:
     return full
 
 
-def _empty() -> dict[str, Any]:
-    """Return what `nn.Module.state_dict` starts from: a dict that carries the version numbers of modules."""
-    empty: OrderedDict[str, Any] = OrderedDict()
-    empty._metadata = OrderedDict()  # type: ignore[attr-defined]
-    return empty
-
-
 def as_dtensors(full: Iterable[Tensor], shard: LocalShard) -> list[DTensor]:
-    """Return this rank's part of tensors that all ranks of the group hold in full, in memory of its own.
+    """Return `DTensor`s of tensors that all ranks of the group hold in full, in new memory.
 
-    Cut along dim 0 as torch.chunk does: uneven, perhaps empty at the end. What is on every rank anyway, 0-dim
-    tensors and those of NO_SHARD, is replicated. Communicates nothing.
+    They are sharded along dim 0 as torch.chunk does: uneven, perhaps empty on the last ranks. 0-dim tensors
+    and those of NO_SHARD are replicated. Communicates nothing.
     """
-    group = shard.settings.axes.process_group
-    mesh = DeviceMesh.from_group(group, shard.device.type)
+    mesh = DeviceMesh.from_group(shard.settings.axes.process_group, shard.device.type)
     no_shard = shard.settings.strategy is ShardingStrategy.NO_SHARD
     return [_as_dtensor(tensor, mesh, replicated=no_shard or tensor.dim() == 0) for tensor in full]
-
-
-def full_tensor(value: Tensor, name: str) -> Tensor:
-    """Return a `DTensor` in full, and any other tensor as it is. A collective of the tensor's own mesh.
-
-    Raises ValueError on a rank that is not in that mesh.
-    """
-    if not isinstance(value, DTensor):
-        return value
-    if value.device_mesh.get_coordinate() is None:
-        raise ValueError(
-            f"{name!r} is a DTensor over {value.device_mesh}, and this rank is not among its ranks; save it "
-            "with torch.distributed.checkpoint, and load it into the state_dict of the model here."
-        )
-    return collectives.full_tensor(value)
 
 
 def _as_dtensor(full: Tensor, mesh: DeviceMesh, replicated: bool) -> DTensor:
@@ -298,10 +266,32 @@ def _as_dtensor(full: Tensor, mesh: DeviceMesh, replicated: bool) -> DTensor:
     )
 
 
+def full_tensor(value: Tensor, name: str) -> Tensor:
+    """Return a `DTensor` in full, and any other tensor as it is. A collective of the tensor's own mesh.
+
+    Raises:
+        ValueError: On a rank that is not in that mesh.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if value.device_mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name!r} is a DTensor over {value.device_mesh}, and this rank is not among its ranks; save it "
+            "with torch.distributed.checkpoint, and load it into the state_dict of the model here."
+        )
+    return collectives.full_tensor(value)
+
+
 @dataclass(frozen=True)
 class Summon:
-    """``writeback``: keep changes; ``rank0_only``: other ranks go on seeing shards; ``with_grads``: also
-    gather gradients into `.grad`."""
+    """Options of `summon_full_params`.
+
+    Attributes:
+        writeback: Write changes to the shards.
+        rank0_only: Show unsharded parameters on rank 0 alone.
+        offload_to_cpu: Keep the unsharded parameters on CPU.
+        with_grads: Gather the gradients into `.grad`, too.
+    """
 
     writeback: bool = True
     rank0_only: bool = False
@@ -318,24 +308,14 @@ class Summon:
 
 @contextmanager
 def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
-    """Let modules of ``units`` see full original parameters inside the context. A collective of all ranks."""
-    groups = [unit.group for unit in units if unit.group]
+    """Make modules of `units` see unsharded original parameters in the context. A collective of all ranks."""
     with ExitStack() as stack:
-        for group in groups:
-            _summon_group(group, options, stack)
+        for group in [unit.group for unit in units if unit.group]:
+            _summon(group, options, stack)
         yield
 
 
-def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
-    """Raise RuntimeError if a forward or backward is going on, or full parameters are summoned already."""
-    for unit in units:
-        if unit.root_state.busy:
-            raise RuntimeError(f"{what} is illegal inside forward and backward; call it between steps.")
-        if unit.group and unit.group.state is GroupState.SUMMONED:
-            raise RuntimeError(f"{what} is illegal inside summon_full_params; leave that context first.")
-
-
-def _summon_group(group: ParamGroup, options: Summon, stack: ExitStack) -> None:
+def _summon(group: ParamGroup, options: Summon, stack: ExitStack) -> None:
     full = group.full_original()
     gradients = None
     if options.with_grads:
@@ -344,8 +324,16 @@ def _summon_group(group: ParamGroup, options: Summon, stack: ExitStack) -> None:
     if options.rank0_only and not group.settings.axes.is_first:
         return
     if options.offload_to_cpu:
-        cpu = torch.device("cpu")
-        full = full.to(cpu)
-        gradients = [g if g is None else g.to(cpu) for g in gradients] if gradients else None
+        full = full.cpu()
+        gradients = [g if g is None else g.cpu() for g in gradients] if gradients else None
     group.summon(full, gradients)
     stack.callback(group.dismiss, options.writeback)
+
+
+def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
+    """Raise RuntimeError inside forward and backward, and inside `summon_full_params`."""
+    for unit in units:
+        if unit.root_state.busy:
+            raise RuntimeError(f"{what} is illegal inside forward and backward; call it between steps.")
+        if unit.group and unit.group.state is GroupState.SUMMONED:
+            raise RuntimeError(f"{what} is illegal inside summon_full_params; leave that context first.")

@@ -28,11 +28,11 @@ from harness.engine.param import INNER as _INNER
 from harness.engine.param import ParamRef, clean_name
 from harness.engine.root import RootState
 from harness.engine.state_dict import Summon, refuse_when_busy, summoned
-from harness.engine.wrapper_state import StateFront
+from harness.engine.wrapper_state import WrapperState
 from harness.engine.wrapping import AutoWrap, MakeUnit, WrapFunction, WrapPolicy, as_policy
 
 
-class FullyShardedDataParallel(StateFront):
+class FullyShardedDataParallel(WrapperState):
     """Shard ``module`` over the ranks of ``process_group``; every rank calls everything here in step.
 
     The parameters of ``module`` that no unit below it holds make one group. Gradients are the mean over
