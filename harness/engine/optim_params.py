@@ -1,4 +1,6 @@
-"""Which original parameters an optimizer's parameter stands for, and their state in its state. On ranks."""
+"""The parameters of an optimizer, the original parameters in them, and the state of both. Runs on ranks."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,45 +19,49 @@ from harness.engine.state_dict import signature
 from harness.engine.unit import Unit
 
 State = dict[str, Any]
-"""What an optimizer keeps for one parameter: tensors and other values by their names."""
+"""The state that an optimizer keeps for one parameter: tensors and other values by their names."""
 
 
 @dataclass(frozen=True)
-class Original:
-    """One original parameter: its name and shape in the unsharded model, and what this rank holds of it."""
+class OriginalParam:
+    """A parameter of the unsharded model, and the slice of it that this rank holds."""
 
     name: str
     shape: torch.Size
     piece: Piece
 
-    def of(self, flat: Tensor) -> Tensor:
-        """Return a view of this rank's piece (1-D) of what lies in ``flat`` as the group's shard does."""
-        return flat[self.piece.shard_start : self.piece.shard_stop]
+    def slice_of(self, shard: Tensor) -> Tensor:
+        """Return a view of this rank's slice (1-D) in a tensor with the layout of the group's shard."""
+        return shard[self.piece.shard_start : self.piece.shard_stop]
 
     @property
-    def is_described_here(self) -> bool:
-        """Whether this rank holds the first element, and so tells the others of the state.
+    def is_reported_here(self) -> bool:
+        """Whether this rank, which holds the first element, reports the state to the others.
 
-        Nobody does for a parameter without elements: only a flat parameter has any state of it, and what a
-        checkpoint contains should not depend on that.
+        No rank does for a parameter without elements: only a flat parameter has state of one, and the
+        contents of a checkpoint should not depend on that.
         """
         return self.piece.start == 0 and len(self.piece) > 0
 
 
 @dataclass(frozen=True)
-class Laid:
-    """State of an original parameter that is cut as the parameter is: this rank's 1-D ``piece`` of it."""
+class FlatSlice:
+    """This rank's slice (1-D) of a state tensor that is sharded as its original parameter is."""
 
-    piece: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
-class Place:
-    """One parameter that an optimizer may have. ``shard`` None: no unit holds it, and nothing is cut."""
+class OptimParam:
+    """A parameter that an optimizer may have, and the originals in it.
+
+    Attributes:
+        shard: The shard that it is part of. None: it is in no unit, and not sharded.
+    """
 
     name: str
     parameter: nn.Parameter
-    originals: tuple[Original, ...]
+    originals: tuple[OriginalParam, ...]
     shard: LocalShard | None
 
     @property
@@ -63,56 +69,55 @@ class Place:
         return self.shard is not None and self.parameter is self.shard.flat
 
     @property
-    def is_cut(self) -> bool:
+    def is_reshaped(self) -> bool:
         """Whether the parameter has another shape than the original one."""
         return self.shard is not None and (self.is_flat or not self.shard.whole)
 
     def split(self, state: State) -> dict[str, State]:
-        """Return the state of each original parameter, with what lies as the parameter does `Laid`."""
+        """Return the state of each original parameter, with a `FlatSlice` of what is sharded."""
         for name, value in state.items():
-            if self.is_cut and isinstance(value, Tensor) and value.dim() and not self._lies(value):
+            scalar = not isinstance(value, Tensor) or not value.dim()
+            if self.is_reshaped and not scalar and not self._is_sharded(value):
                 raise NotImplementedError(
                     f"optim_state_dict: {name!r} of {self.name!r} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(self.parameter.shape)}; it is not known how to cut it. "
+                    f"parameter {tuple(self.parameter.shape)}; it is not known how to shard it. "
                     "Use LOCAL_STATE_DICT."
                 )
-        return {original.name: self._split_one(original, state) for original in self.originals}
+
+        def part(value: Any, original: OriginalParam) -> Any:
+            if not self._is_sharded(value):
+                return value
+            return FlatSlice(original.slice_of(value) if self.is_flat else value.reshape(-1))
+
+        return {o.name: {name: part(value, o) for name, value in state.items()} for o in self.originals}
 
     def join(self, states: Mapping[str, State]) -> State | None:
-        """Return what the optimizer keeps, from what `split` returned; None if that is nothing here.
+        """Return the optimizer's state from the result of `split`; None if this rank keeps none.
 
-        A part of a flat parameter that has no state gets zeros, as if it had never had a gradient.
+        A part of a flat parameter without state gets zeros, as if it never had a gradient.
         """
         held = [(o, states[o.name]) for o in self.originals if o.name in states]
         if not self.is_flat:
             # A rank that holds nothing of a parameter never steps it, and keeps nothing for it.
-            held = [(o, state) for o, state in held if len(o.piece) or not self.is_cut]
+            held = [(o, state) for o, state in held if len(o.piece) or not self.is_reshaped]
         names = dict.fromkeys(name for _, state in held for name in state)
         joined = {n: self._join_one(n, [(o, state[n]) for o, state in held if n in state]) for n in names}
         return joined if held else None
 
-    def _split_one(self, original: Original, state: State) -> State:
-        def part(value: Any) -> Any:
-            if not self._lies(value):
-                return value
-            return Laid(original.of(value) if self.is_flat else value.reshape(-1))
-
-        return {name: part(value) for name, value in state.items()}
-
-    def _lies(self, value: object) -> bool:
-        """Tell whether ``value`` has one element for each of the parameter's, and there is a shard to cut."""
+    def _is_sharded(self, value: object) -> bool:
+        """Return whether `value` has one element for each element of a sharded parameter."""
         if self.shard is None or not isinstance(value, Tensor):
             return False
         return value.dim() > 0 and value.shape == self.parameter.shape
 
-    def _join_one(self, name: str, values: Sequence[tuple[Original, Any]]) -> Any:
+    def _join_one(self, name: str, values: Sequence[tuple[OriginalParam, Any]]) -> Any:
         (first, value), *others = values
-        if isinstance(value, Laid):
+        if isinstance(value, FlatSlice):
             if not self.is_flat:
-                return value.piece.view_as(self.parameter)
-            flat = value.piece.new_zeros(self.parameter.numel())
+                return value.values.view_as(self.parameter)
+            flat = value.values.new_zeros(self.parameter.numel())
             for original, part in values:
-                original.of(flat).copy_(part.piece)
+                original.slice_of(flat).copy_(part.values)
             return flat
         for original, other in others:
             if not _equal(value, other):
@@ -124,19 +129,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places:
-    """All parameters of a model that an optimizer may have, and the originals of each shard, by entry."""
-
-    by_parameter: Mapping[Tensor, Place]
-    shards: tuple[tuple[LocalShard, tuple[Original, ...]], ...]
-
-
-@dataclass(frozen=True)
 class OptimizerView:
-    """An optimizer of parameters in ``places``. ``world``: the rank that is first in all of it is rank 0."""
+    """An optimizer, and all parameters of a model that it may have.
 
-    places: Places
+    Attributes:
+        shards: The shards of all groups, each with its original parameters in order.
+        world: The groups whose common first rank is rank 0 of rank0_only.
+    """
+
     optimizer: torch.optim.Optimizer
+    params: Mapping[Tensor, OptimParam]
+    shards: tuple[tuple[LocalShard, tuple[OriginalParam, ...]], ...]
     settings: StateDictSettings
     world: tuple[dist.ProcessGroup, ...]
 
@@ -145,66 +148,64 @@ class OptimizerView:
         return self.settings.state_dict_type
 
     @property
-    def keeps(self) -> bool:
-        """Whether this rank gets the state that it helps to make."""
+    def is_destination(self) -> bool:
+        """Whether this rank keeps the state that is saved."""
         return not self.settings.optim_rank0_only or all(dist.get_rank(group) == 0 for group in self.world)
 
     @cached_property
-    def groups(self) -> list[list[Place]]:
-        """The places of the optimizer's parameters, group by group; ValueError if one has none."""
+    def groups(self) -> list[list[OptimParam]]:
+        """The optimizer's parameters, group by group; ValueError if one is not the model's."""
         for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                if parameter not in self.places.by_parameter:
+                if parameter not in self.params:
                     raise ValueError(
                         f"param group {number} of the optimizer has a parameter of shape "
                         f"{tuple(parameter.shape)} that is not one of the model's. Make the optimizer from "
                         "the wrapped model's parameters(); with use_orig_params=False, after wrapping."
                     )
-        return [
-            [self.places.by_parameter[p] for p in group["params"]] for group in self.optimizer.param_groups
-        ]
+        return [[self.params[parameter] for parameter in g["params"]] for g in self.optimizer.param_groups]
 
-    def names(self, places: Iterable[Place]) -> list[str]:
-        """Return how a state dict of this kind calls what ``places`` hold."""
+    def names(self, params: Iterable[OptimParam]) -> list[str]:
+        """Return the names that a state dict of this kind has for `params`."""
         if self.kind is StateDictType.LOCAL_STATE_DICT:
-            return [place.name for place in places]
-        return [original.name for place in places for original in place.originals]
+            return [param.name for param in params]
+        return [original.name for param in params for original in param.originals]
 
     def signatures(self) -> dict[str, str]:
-        """Say of each group, by its first parameter, which part of it this rank holds."""
-        return {originals[0].name: signature(shard) for shard, originals in self.places.shards}
+        """Return the signatures of all shards by their first parameter."""
+        return {originals[0].name: signature(shard) for shard, originals in self.shards}
 
 
-def find_places(model: nn.Module, units: Iterable[tuple[str, Unit]]) -> Places:
-    """Return the places of ``model``, whose units are given with their names."""
-    places: dict[Tensor, Place] = {}
+def view_of(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    units: Sequence[tuple[str, Unit]],
+    settings: StateDictSettings,
+    group: dist.ProcessGroup | None,
+) -> OptimizerView:
+    """Return the view of `optimizer` and `model`, whose units are given with their names."""
+    params: dict[Tensor, OptimParam] = {}
     shards = []
-    for prefix, unit in units:
-        if not unit.group:
-            continue
-        shard = unit.group.shard
+    sharded = [(prefix, unit.group.shard) for prefix, unit in units if unit.group]
+    for prefix, shard in sharded:
         originals = tuple(
-            Original(joined(prefix, entry.name), entry.shape, piece)
-            for entry, piece in zip(shard.params, shard.pieces, strict=True)
+            OriginalParam(joined(prefix, param.name), param.shape, piece)
+            for param, piece in zip(shard.params, shard.pieces, strict=True)
         )
         shards.append((shard, originals))
         if not shard.settings.use_orig_params:
-            places[shard.flat] = Place(joined(prefix, FLAT), shard.flat, originals, shard)
+            params[shard.flat] = OptimParam(joined(prefix, FLAT), shard.flat, originals, shard)
             continue
-        for entry, original in zip(shard.params, originals, strict=True):
-            places[entry.parameter] = Place(original.name, entry.parameter, (original,), shard)
+        for param, original in zip(shard.params, originals, strict=True):
+            params[param.parameter] = OptimParam(original.name, param.parameter, (original,), shard)
     for name, parameter in model.named_parameters():
-        if parameter not in places:
-            everything = Original(clean_name(name), parameter.shape, Piece(0, parameter.numel(), 0))
-            places[parameter] = Place(everything.name, parameter, (everything,), None)
-    return Places(places, tuple(shards))
-
-
-def world_of(units: Iterable[tuple[str, Unit]]) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of the outermost unit that has parameters, else the default one."""
+        if parameter not in params:
+            whole = OriginalParam(clean_name(name), parameter.shape, Piece(0, parameter.numel(), 0))
+            params[parameter] = OptimParam(whole.name, parameter, (whole,), None)
     default = dist.group.WORLD
     assert default is not None
-    return next((unit.group.settings.axes.groups for _, unit in units if unit.group), (default,))
+    outermost = sharded[0][1].settings.axes.groups if sharded else (default,)
+    return OptimizerView(optimizer, params, tuple(shards), settings, (group,) if group else outermost)
 
 
 def _equal(left: Any, right: Any) -> bool:

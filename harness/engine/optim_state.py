@@ -1,7 +1,7 @@
 """The state of a sharded optimizer under original parameter names, saved and loaded. Runs on ranks."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,146 +10,130 @@ from torch import Tensor
 
 from harness.engine import collectives
 from harness.engine.api import StateDictType
-from harness.engine.local_shard import LocalShard
-from harness.engine.optim_params import Laid, OptimizerView, Original, Place, State
+from harness.engine.optim_params import FlatSlice, OptimizerView, OptimParam, OriginalParam, State
 from harness.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor
 
 SHARDS = "lockstep_shards"
-"""Where a local state dict says whose shards it is about."""
+"""The key of the signatures of all shards in a local state dict."""
+
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as one number per parameter, whatever the parameter's shape."""
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Stands for a tensor that is cut over the ranks, in what they tell each other of their state."""
+class _ShardedTensor:
+    """Stands for a sharded tensor in the state that ranks report to each other."""
 
     dtype: torch.dtype
 
 
 @torch.no_grad()
 def save(view: OptimizerView, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict``, which is as the optimizer returned it, under names and in the view's kind.
+    """Return the optimizer's `state_dict` under parameter names and of the view's kind.
 
-    A collective; one tensor per parameter of one group is gathered at a time. Tensors are in new memory, on
-    CPU if the kind's config says so; those of 0 dimensions are on CPU.
+    A collective; it gathers one state tensor per parameter of one group at a time. Tensors are in new memory,
+    and on CPU if they are 0-dim or the config says so.
     """
     held = {
-        place.name: (place, state_dict["state"][number])
+        param.name: (param, state_dict["state"][number])
         for own, group in zip(view.groups, state_dict["param_groups"], strict=True)
-        for place, number in zip(own, group["params"], strict=True)
+        for param, number in zip(own, group["params"], strict=True)
         if number in state_dict["state"]
     }
     groups = [
-        options_of(group) | {"params": view.names(own)}
+        _options_of(group) | {"params": view.names(own)}
         for own, group in zip(view.groups, state_dict["param_groups"], strict=True)
     ]
     if view.kind is StateDictType.LOCAL_STATE_DICT:
         state = {name: _copied(view, state) for name, (_, state) in held.items()}
         return {"state": state, "param_groups": groups, SHARDS: view.signatures()}
     local: dict[str, State] = {}
-    for place, state in held.values():
-        local |= place.split(state)
+    for param, state in held.values():
+        local |= param.split(state)
     state = _gathered(view, local)
-    if not view.keeps:
+    if not view.is_destination:
         return {}
     names = (name for group in groups for name in group["params"])
     return {"state": {name: state[name] for name in names if name in state}, "param_groups": groups}
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of what a param group says beside which parameters it has."""
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a param group without its parameters."""
     return copy.deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
 
 
 def _gathered(view: OptimizerView, local: Mapping[str, State]) -> dict[str, State]:
-    """Return the state of all original parameters, empty where nobody keeps it, from each rank's own."""
-    described = _described(view, local)
-    result = {name: _copied(view, state) for name, state in described.items()}
-    for shard, originals in view.places.shards:
-        states = [described.get(original.name, {}) for original in originals]
-        kinds = dict.fromkeys((key, v) for state in states for key, v in state.items() if isinstance(v, _Cut))
-        for key, cut in kinds:
-            pieces = {
-                o: local.get(o.name, {}).get(key)
-                for o, state in zip(originals, states, strict=True)
-                if state.get(key) == cut
+    """Return the state of all original parameters, from each rank's own in `local`."""
+    reported = _reported(view, local)
+    result = {name: _copied(view, state) for name, state in reported.items()}
+    for shard, originals in view.shards:
+        states = [reported.get(original.name, {}) for original in originals]
+        # What is gathered together needs one dtype. An optimizer may give parameters different ones.
+        kinds = dict.fromkeys(
+            (key, v) for state in states for key, v in state.items() if isinstance(v, _ShardedTensor)
+        )
+        for key, kind in kinds:
+            slices = {
+                original: local.get(original.name, {}).get(key)
+                for original, state in zip(originals, states, strict=True)
+                if state.get(key) == kind
             }
-            values = _unsharded(view, shard, originals, pieces, cut)
-            for original, value in values.items() if view.keeps else ():
-                result[original.name][key] = value
+            flat = torch.zeros(shard.layout.shard_numel, dtype=kind.dtype, device=shard.flat.device)
+            for original, piece in slices.items():
+                if piece is not None:
+                    original.slice_of(flat).copy_(piece.values)
+            gathered = shard.in_full(shard.gather(flat))
+            values = [full for original, full in zip(originals, gathered, strict=True) if original in slices]
+            if view.kind is StateDictType.SHARDED_STATE_DICT:
+                values = [*as_dtensors(values, shard)]
+            for original, value in zip(slices, values, strict=True) if view.is_destination else ():
+                result[original.name][key] = _offloaded(view, value)
     return result
 
 
-def _described(view: OptimizerView, local: Mapping[str, State]) -> dict[str, State]:
-    """Return the state of all original parameters with `_Cut` for what is cut, the same on all ranks.
+def _reported(view: OptimizerView, local: Mapping[str, State]) -> dict[str, State]:
+    """Return the state of all original parameters with `_ShardedTensor` for what is sharded.
 
-    Each rank tells of the parameters whose first element it holds, as only some ranks know each one.
+    The ranks gather it, as each one knows the state of the parameters alone of which it holds a part.
     """
-    sharded = {original.name for _, originals in view.places.shards for original in originals}
-    described = {name: state for name, state in local.items() if name not in sharded}
-    for world in dict.fromkeys(shard.settings.axes.process_group for shard, _ in view.places.shards):
-        mine = {
-            original.name: _description(local[original.name])
-            for shard, originals in view.places.shards
-            for original in originals
-            if shard.settings.axes.process_group is world
-            and original.is_described_here
-            and original.name in local
-        }
-        for part in collectives.gather_objects(mine, world):
-            described |= part
-    return described
+    worlds = {
+        o.name: shard.settings.axes.process_group for shard, originals in view.shards for o in originals
+    }
+    reported_here = {o.name for _, originals in view.shards for o in originals if o.is_reported_here}
+    result = {name: state for name, state in local.items() if name not in worlds}
+    for world in dict.fromkeys(worlds.values()):
+        names = [name for name in local if worlds.get(name) is world and name in reported_here]
+        for part in collectives.gather_objects({name: _report(local[name]) for name in names}, world):
+            result |= part
+    return result
 
 
-def _description(state: State) -> State:
-    def describe(value: Any) -> Any:
-        if isinstance(value, Laid):
-            return _Cut(value.piece.dtype)
+def _report(state: State) -> State:
+    def report(value: Any) -> Any:
+        if isinstance(value, FlatSlice):
+            return _ShardedTensor(value.values.dtype)
         return value.cpu() if isinstance(value, Tensor) else value
 
-    return {key: describe(value) for key, value in state.items()}
-
-
-def _unsharded(
-    view: OptimizerView,
-    shard: LocalShard,
-    originals: Sequence[Original],
-    pieces: Mapping[Original, Laid | None],
-    cut: _Cut,
-) -> dict[Original, Tensor]:
-    """Return what the ranks' ``pieces`` of some ``originals`` of one group are together."""
-    flat = torch.zeros(shard.layout.shard_numel, dtype=cut.dtype, device=shard.flat.device)
-    for original, laid in pieces.items():
-        if laid is not None:
-            original.of(flat).copy_(laid.piece)
-    gathered = shard.in_full(shard.gather(flat))
-    values = [full for original, full in zip(originals, gathered, strict=True) if original in pieces]
-    if view.kind is StateDictType.SHARDED_STATE_DICT:
-        values = list(as_dtensors(values, shard))
-    return dict(zip(pieces, (_placed(view, value) for value in values), strict=True))
+    return {key: report(value) for key, value in state.items()}
 
 
 def _copied(view: OptimizerView, state: State) -> State:
-    """Return a copy of what is not cut, with the same keys in the same order."""
     return {
-        key: _placed(view, value.clone()) if isinstance(value, Tensor) else copy.deepcopy(value)
+        key: _offloaded(view, value.clone()) if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in state.items()
     }
 
 
-def _placed(view: OptimizerView, tensor: Tensor) -> Tensor:
+def _offloaded(view: OptimizerView, tensor: Tensor) -> Tensor:
     return tensor.cpu() if view.settings.optim_state_dict_config.offload_to_cpu else tensor
-
-
-_ONE_NUMBER = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep as one number per parameter, whatever the parameter's shape."""
 
 
 @torch.no_grad()
 def load(view: OptimizerView, state_dict: Mapping[str, Any], named: bool) -> dict[str, Any]:
-    """Return ``state_dict``, of any wrapping and world size or none, as the optimizer loads it.
+    """Return `state_dict` in the form that the optimizer loads.
 
-    A collective; one tensor of one parameter is made full at a time. With rank0_only ``state_dict`` is rank
-    0's and empty elsewhere. Keys are numbers, or the parameters' names here if ``named``.
+    A collective; it unshards one tensor of one parameter at a time. With rank0_only `state_dict` is rank 0's
+    and empty elsewhere. Keys are numbers, or the parameters' names here if `named`.
     """
     given = state_dict
     if view.settings.optim_rank0_only:
@@ -160,29 +144,27 @@ def load(view: OptimizerView, state_dict: Mapping[str, Any], named: bool) -> dic
             "Pass what optim_state_dict returned, on every rank or, with rank0_only, on rank 0."
         )
     groups = list(_options(view, given["param_groups"]))
-    places = [place for own in view.groups for place in own]
-    states = _states(view, given, state_dict.get("state", {}), places)
-    keys = {place.name: place.name if named else number for number, place in enumerate(places)}
+    params = [param for own in view.groups for param in own]
+    states: Mapping[str, State | None]
+    if view.kind is StateDictType.LOCAL_STATE_DICT:
+        states = _local(view, given, params)
+    else:
+        slices = _slices(view, given["state"], state_dict.get("state", {}), params)
+        states = {param.name: param.join(slices) for param in params}
+    keys = {param.name: param.name if named else number for number, param in enumerate(params)}
     for own, group in zip(view.groups, groups, strict=True):
-        group["params"] = [keys[place.name] for place in own]
+        group["params"] = [keys[param.name] for param in own]
     return {
         "state": {keys[name]: state for name, state in states.items() if state is not None},
         "param_groups": groups,
     }
 
 
-def _states(
-    view: OptimizerView, given: Mapping[str, Any], source: Mapping[str, State], places: Sequence[Place]
-) -> dict[str, State | None]:
-    """Return what the optimizer keeps for each of ``places``, None for nothing."""
-    if view.kind is StateDictType.LOCAL_STATE_DICT:
-        return _local(view, given, places)
-    pieces = _pieces(view, given["state"], source)
-    return {place.name: place.join(pieces) for place in places}
-
-
 def _without_elements(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks must know before tensors are sent: on the meta device, but for single numbers."""
+    """Return `state_dict` with its tensors on the meta device, except 0-dim ones.
+
+    This is what all ranks need before rank 0 broadcasts one tensor after the other.
+    """
 
     def bare(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
@@ -196,59 +178,67 @@ def _options(view: OptimizerView, saved: Sequence[Mapping[str, Any]]) -> Iterato
     """Yield, for each param group of the optimizer, the options that its parameters were saved with."""
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     wanted = [name for own in view.groups for name in view.names(own)]
-    _refuse_difference(wanted, home)
+    missing = [name for name in wanted if name not in home]
+    unexpected = sorted(home.keys() - set(wanted))
+    if missing or unexpected:
+        raise ValueError(
+            "optim_state_dict_to_load: the state is of other parameters than the optimizer's. Missing: "
+            f"{missing}. Unexpected: {unexpected}."
+        )
     for number, own in enumerate(view.groups):
-        names = view.names(own)
-        homes = {home[name] for name in names}
+        homes = {home[name] for name in view.names(own)}
         if len(homes) > 1:
             raise ValueError(
                 f"optim_state_dict_to_load: param group {number} of the optimizer holds parameters of the "
                 f"saved groups {sorted(homes)}; make the optimizer with the param groups it was saved with."
             )
         group = view.optimizer.param_groups[number]
-        options = options_of(saved[homes.pop()] if homes else group)
+        options = _options_of(saved[homes.pop()] if homes else group)
         yield options | {k: list(v) for k, v in group.items() if k == "param_names"}
 
 
-def _refuse_difference(wanted: Collection[str], saved: Collection[str]) -> None:
-    missing = [name for name in wanted if name not in saved]
-    unexpected = sorted(set(saved) - set(wanted))
-    if missing or unexpected:
-        raise ValueError(
-            "optim_state_dict_to_load: the state is of other parameters than the optimizer's. Missing: "
-            f"{missing}. Unexpected: {unexpected}."
-        )
-
-
-def _local(view: OptimizerView, given: Mapping[str, Any], places: Sequence[Place]) -> dict[str, State | None]:
+def _local(view: OptimizerView, given: Mapping[str, Any], params: Sequence[OptimParam]) -> dict[str, State]:
     if given.get(SHARDS) != view.signatures():
         raise ValueError(
             f"optim_state_dict_to_load: this rank holds {view.signatures()}, and was given "
             f"{given.get(SHARDS)}. {SAME_SHARD}"
         )
-    own = {place.name for place in places}
+    own = {param.name for param in params}
     return {name: copy.deepcopy(state) for name, state in given["state"].items() if name in own}
 
 
-def _pieces(view: OptimizerView, given: Mapping[str, State], source: Mapping[str, State]) -> dict[str, State]:
-    """Return this rank's part of each original parameter's state. ``source``: rank 0's, with elements."""
-    numbers = _one_number_keys(view, given)
-    pieces: dict[str, State] = {}
-    for place in (place for own in view.groups for place in own):
-        for original in (o for o in place.originals if o.name in given):
-            pieces[original.name] = {}
+def _slices(
+    view: OptimizerView,
+    given: Mapping[str, State],
+    source: Mapping[str, State],
+    params: Sequence[OptimParam],
+) -> dict[str, State]:
+    """Return this rank's part of each original parameter's state.
+
+    `given` may be on the meta device; `source` is then rank 0's state with its elements.
+    """
+    scalars = _scalar_keys(given, params)
+    slices: dict[str, State] = {}
+    for param in params:
+        for original in (o for o in param.originals if o.name in given):
+            slices[original.name] = {}
             for key, value in given[original.name].items():
                 if isinstance(value, Tensor):
-                    rank_0s = source.get(original.name, {}).get(key)
-                    full = _full(view, place, original, value, rank_0s)
-                    value = _part(place, original, full, f"{key!r} of {original.name!r}", key in numbers)
-                pieces[original.name][key] = value
-    return pieces
+                    if value.is_meta:
+                        full = _broadcast(view, param, value, source.get(original.name, {}).get(key))
+                    else:
+                        full = full_tensor(value, original.name)
+                    value = _part(param, original, full, key, scalar=full.dim() == 0 and key in scalars)
+                slices[original.name][key] = value
+    return slices
 
 
-def _one_number_keys(view: OptimizerView, given: Mapping[str, State]) -> set[str]:
-    """Return what is kept as one number per parameter; with 0-dim parameters alone shapes cannot tell."""
-    shapes = {o.name: o.shape for own in view.groups for place in own for o in place.originals}
+def _scalar_keys(given: Mapping[str, State], params: Sequence[OptimParam]) -> set[str]:
+    """Return the keys of state with one number per parameter.
+
+    The shapes of state tell, except where all parameters are 0-dim.
+    """
+    shapes = {original.name: original.shape for param in params for original in param.originals}
     seen = [
         (key, value.dim() == 0)
         for name, state in given.items()
@@ -256,31 +246,28 @@ def _one_number_keys(view: OptimizerView, given: Mapping[str, State]) -> set[str
         for key, value in state.items()
         if isinstance(value, Tensor)
     ]
-    return {key for key, single in seen if single} | (_ONE_NUMBER - {key for key, _ in seen})
+    return {key for key, single in seen if single} | (_SCALARS - {key for key, _ in seen})
 
 
-def _full(
-    view: OptimizerView, place: Place, original: Original, value: Tensor, source: Tensor | None
-) -> Tensor:
-    """Return ``value`` with all its elements: from its `DTensor`, or from rank 0 if it came without."""
-    if not value.is_meta:
-        return full_tensor(value, original.name)
-    device = place.shard.device if place.shard else place.parameter.device
-    wire = torch.empty(value.shape, dtype=value.dtype, device=device) if source is None else source.to(device)
-    collectives.broadcast([wire], view.world)
-    return wire
+def _broadcast(view: OptimizerView, param: OptimParam, value: Tensor, elements: Tensor | None) -> Tensor:
+    """Return rank 0's `elements` of `value`, which is on the meta device, on all ranks."""
+    device = param.shard.device if param.shard else param.parameter.device
+    elements = torch.empty(value.shape, dtype=value.dtype) if elements is None else elements
+    buffer = elements.to(device)
+    collectives.broadcast([buffer], view.world)
+    return buffer
 
 
-def _part(place: Place, original: Original, full: Tensor, what: str, one_number: bool) -> Laid | Tensor:
-    """Return what this rank keeps of ``full``, in memory of its own."""
-    if place.shard is None or (full.dim() == 0 and (original.shape or one_number)):
+def _part(param: OptimParam, original: OriginalParam, full: Tensor, key: str, scalar: bool) -> Any:
+    """Return what this rank keeps of `full`, in new memory."""
+    if param.shard is None or scalar:
         return full.clone()
     if full.shape == original.shape:
-        piece = full.reshape(-1)[original.piece.start : original.piece.stop]
-        return Laid(piece.to(device=place.parameter.device, copy=True))
-    if not place.is_cut:
+        values = full.reshape(-1)[original.piece.start : original.piece.stop]
+        return FlatSlice(values.to(device=param.parameter.device, copy=True))
+    if not param.is_reshaped:
         return full.clone()
     raise ValueError(
-        f"optim_state_dict_to_load: {what} has shape {tuple(full.shape)}, the parameter "
-        f"{tuple(original.shape)}; load the state of the same model."
+        f"optim_state_dict_to_load: {key!r} of {original.name!r} has shape {tuple(full.shape)}, the "
+        f"parameter {tuple(original.shape)}; load the state of the same model."
     )

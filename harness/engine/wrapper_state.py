@@ -16,7 +16,7 @@ from harness.engine.api import (
     StateDictType,
     settings_for,
 )
-from harness.engine.optim_params import OptimizerView, find_places, world_of
+from harness.engine.optim_params import OptimizerView, view_of
 from harness.engine.param import INNER, clean_name, joined
 from harness.engine.state_dict import UnitState, refuse_when_busy
 from harness.engine.torch_internals import module_versions, new_state_dict
@@ -194,7 +194,7 @@ def _registered_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 def _view(model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> OptimizerView:
     settings = WrapperState.get_state_dict_type(model)
     units = [(name, wrapper._unit) for name, wrapper in _wrappers(model)]
-    return OptimizerView(find_places(model, units), optim, settings, (group,) if group else world_of(units))
+    return view_of(optim, model, units, settings, group)
 
 
 def _before_load(
