@@ -1,66 +1,59 @@
-"""One rank's run of one example, up to the moment at which it tells the others."""
+"""One rank's run of one example, up to its vote. Runs inside a rank."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import unittest
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
-from hypothesis.internal.conjecture.data import ConjectureData, Status
-from hypothesis.internal.escalation import get_trimmed_traceback
 
+from harness.output import truncate
 from harness.properties.crashed import CrashGuard
-from harness.properties.messages import ExampleResult, RunningExampleFile
-from harness.properties.origin import origin_of
-from harness.properties.recorder import Recorder
+from harness.properties.hypothesis_internals import (
+    ConjectureData,
+    DataObserver,
+    Status,
+    choices_to_bytes,
+    count_spans,
+    forget_drawn_objects,
+    get_trimmed_traceback,
+    origin_of,
+    restore_structure,
+    structure_of,
+)
+from harness.properties.messages import Drawn, ExampleResult, RunningExampleFile
 from harness.protocol import BROKEN_CONNECTION, Vote
 
-__hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
+__hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
-# Of an example's data: what its structure consists of, as far as the engine goes by it. Releases of
-# Hypothesis call the first by either name.
-_STRUCTURE = (
-    "nodes",
-    "_nodes",
-    "_nodes_tuple",
-    "length",
-    "depth",
-    "max_depth",
-    "has_discards",
-    "labels_for_structure_stack",
-    "tags",
-    "arg_spans",
-    "misaligned_at",
-    "status",
-    "frozen",
-    "_ConjectureData__span_record",
-    "_ConjectureData__spans",
-    "_ConjectureData__result",
-)
+MAX_VALUE = 80
+"""Characters of a drawn value that a message shows."""
+_KILL = "kill"
 
 
 class Attempt:
-    """An example under way.
+    """One execution of an example.
 
     Attributes:
-        error: What it has raised.
-        result: What it has returned.
+        error: The exception it raised.
+        result: The value it returned.
     """
 
-    def __init__(self, data: ConjectureData, running: RunningExampleFile, lost: CrashGuard) -> None:
+    def __init__(self, data: ConjectureData, running: RunningExampleFile, guard: CrashGuard) -> None:
         self.data = data
         self.error: BaseException | None = None
         self.result: object = None
-        self.recorder = Recorder(data, running, lost)
+        self.recorder = Recorder(data, running, guard)
 
     def run(self, function: Callable[[ConjectureData], object]) -> None:
-        """Draw, run the body, keep what comes of it.
+        """Draw, run the body, keep its result or exception.
 
         Raises:
-            KeyboardInterrupt, pytest.exit.Exception: nothing is to go on.
+            KeyboardInterrupt, pytest.exit.Exception: the run is to end.
         """
         __tracebackhide__ = True
         try:
@@ -69,33 +62,27 @@ class Attempt:
             raise
         except BaseException as error:
             self.error = error.with_traceback(get_trimmed_traceback(error))
-        self._forget_values()
-
-    def _forget_values(self) -> None:
-        """Forget drawn objects: those alive steer shrinking, and a traceback on one rank keeps some alive."""
-        record = self.data._ConjectureData__span_record  # type: ignore[attr-defined]
-        values = getattr(record, "span_values", {})
-        for place in [place for place, value in values.items() if isinstance(value, weakref.ref)]:
-            del values[place]
+        forget_drawn_objects(self.data)
 
     def vote(self, case: str, seconds: float) -> Vote:
         outcome, reason = self._outcome()
-        mine = ExampleResult(
+        failure = self.error if outcome == "failed" else None
+        result = ExampleResult(
             self.recorder.digest(),
             seconds,
             dict(self.data.draw_times),
             dict(self.data.target_observations),
-            origin_of(self.error) if outcome == "failed" and self.error is not None else None,
-            BROKEN_CONNECTION.search(str(self.error)) is not None if outcome == "failed" else False,
+            origin=None if failure is None else origin_of(failure),
+            lost_connection=failure is not None and BROKEN_CONNECTION.search(str(failure)) is not None,
         )
-        return Vote(case, outcome, reason, mine.pack(), renews_deadline=True)
+        return Vote(case, outcome, reason, result.pack(), renews_deadline=True)
 
     def _outcome(self) -> tuple[str, str]:
         match self.error:
             case None:
                 return "passed", ""
             case StopTest() if self.data.status == Status.OVERRUN:
-                return "gave up", "it draws too much"
+                return "gave up on", "too much data drawn"
             case StopTest():
                 return "rejected", str(self.data.events.get("gave up because", ""))
             case UnsatisfiedAssumption():
@@ -104,30 +91,105 @@ class Attempt:
                 return "skipped", str(self.error)
         return "failed", ""
 
-    # What the engines must know alike
-
     def keep(self) -> bytes:
-        """Return what other ranks need to take this example over."""
-        attributes = {name: vars(self.data)[name] for name in _STRUCTURE if name in vars(self.data)}
-        attributes |= {"_ConjectureData__spans": None, "_ConjectureData__result": None}
-        state = self.data._random.getstate() if self.data._random is not None else None
-        # As bytes, so that the controller, which passes it on, need not import Hypothesis to read it.
-        return pickle.dumps((self.recorder.events, attributes, state))
+        """Return the draws of this example, for the ranks that take it over."""
+        # Bytes, so that the controller, which passes them on, need not import Hypothesis to read them.
+        return pickle.dumps((self.recorder.events, structure_of(self.data)))
 
     def take_over(self, kept: bytes) -> None:
-        """Let this example have drawn what another rank's has drawn, and have been stopped there."""
-        self.recorder.events, attributes, state = pickle.loads(kept)
-        for name, value in attributes.items():
-            setattr(self.data, name, value)
+        """Replace the draws of this example by those that another rank has kept, up to where it stopped."""
+        self.recorder.events, structure = pickle.loads(kept)
+        restore_structure(self.data, structure)
         self.recorder.reopen()
-        if state is not None and self.data._random is not None:
-            self.data._random.setstate(state)
 
-    def share(self, told: Sequence[ExampleResult]) -> None:
-        """Take the times of the slowest rank, which health checks go by, and the best of all targets."""
-        slowest = max(told, key=lambda each: sum(each.draw_times.values()))
+    def share(self, results: Sequence[ExampleResult]) -> None:
+        """Take the draw times of the slowest rank, which health checks read, and the best of all targets."""
+        slowest = max(results, key=lambda result: sum(result.draw_times.values()))
         self.data.draw_times = dict(slowest.draw_times)
         targets = self.data.target_observations
-        for each in told:
-            for label, value in each.targets.items():
+        for result in results:
+            for label, value in result.targets.items():
                 targets[label] = max(value, targets.get(label, value))
+
+
+class Recorder(DataObserver):
+    """Records the draws of one example in place of the engine's observer, until all ranks have voted.
+
+    The engine's observer builds a tree of all draws for good: it must not see draws of one rank alone.
+    """
+
+    def __init__(self, data: ConjectureData, running: RunningExampleFile, guard: CrashGuard) -> None:
+        self._data = data
+        self._running = running
+        self._check = guard.check if guard.is_expected else None
+        self._observer = data.observer
+        self.events: list[Any] = []
+        self._conclusion: tuple[Any, ...] | None = None
+        data.observer = self
+
+    def draw_integer(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
+        self._record("integer", value, constraints, was_forced)
+
+    def draw_float(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
+        self._record("float", value, constraints, was_forced)
+
+    def draw_string(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
+        self._record("string", value, constraints, was_forced)
+
+    def draw_bytes(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
+        self._record("bytes", value, constraints, was_forced)
+
+    def draw_boolean(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
+        self._record("boolean", value, constraints, was_forced)
+
+    def _record(self, kind: str, value: Any, constraints: Any, was_forced: bool) -> None:
+        if self._check is not None:
+            self._check()
+        self._running.draw(choices_to_bytes((value,)))
+        self.events.append((kind, value, constraints, was_forced, len(self._data.draw_times)))
+
+    def kill_branch(self) -> None:
+        self.events.append((_KILL, None, {}, False, 0))
+
+    def conclude_test(self, status: Status, interesting_origin: Any) -> None:
+        self._conclusion = (status, interesting_origin)
+
+    def digest(self) -> bytes:
+        """Return a digest of the values drawn, of their bounds, and of the structure of the example."""
+        parts: list[object] = [(event[0], event[1], *_bounds(event[2])) for event in self.events]
+        parts.append((count_spans(self._data), self._data.depth, self._data.frozen))
+        return hashlib.blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).digest()
+
+    def describe(self) -> list[Drawn]:
+        """Return the draws in words."""
+        names = [name.removeprefix("generate:") for name in self._data.draw_times]
+        return [_describe(event, names) for event in self.events if event[0] != _KILL]
+
+    def reopen(self) -> None:
+        """Forget that the example has ended."""
+        self._conclusion = None
+
+    def hand_over(self) -> None:
+        """Replay the draws to the engine's observer, which may raise that the test is flaky."""
+        self._data.observer = self._observer
+        for kind, value, constraints, was_forced, _ in self.events:
+            if kind == _KILL:
+                self._observer.kill_branch()
+            else:
+                draw = getattr(self._observer, f"draw_{kind}")
+                draw(value, constraints=constraints, was_forced=was_forced)
+        if self._conclusion is not None:
+            self._observer.conclude_test(*self._conclusion)
+
+
+def _bounds(constraints: dict[str, Any]) -> Iterable[Any]:
+    """Return the numbers among a draw's constraints: its alphabet or its weights are long to write."""
+    return (value for value in constraints.values() if value is None or isinstance(value, int | float))
+
+
+def _describe(event: Any, names: list[str]) -> Drawn:
+    kind, value, constraints, _, place = event
+    low, high = constraints.get("min_value"), constraints.get("max_value")
+    bounds = f" of {low} to {high}" if kind == "integer" and low is not None and high is not None else ""
+    where = names[place] if place < len(names) else ""
+    return Drawn(f"{truncate(repr(value), MAX_VALUE)} ({kind}{bounds})", where)

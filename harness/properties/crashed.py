@@ -1,4 +1,4 @@
-"""Examples that cost a world: not run again, but failed at once where they would have cost another."""
+"""Examples in which a rank died or hung: failed at once when they come up again. Runs inside a rank."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from _pytest.outcomes import Failed
-from hypothesis import stateful
-from hypothesis.strategies._internal.core import DataObject
+import pytest
 
+from harness.properties.hypothesis_internals import call_after_draws, call_before_rules
 from harness.properties.messages import VICTIM_OF_AN_EXAMPLE, RunningExampleFile
 from harness.protocol import CrashedExample
 
-__hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
-_WRAPPED = "_lockstep_wrapped"
+__hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
 
-class RankCrashed(Failed):
-    """A rank has died or hung in this example, in a world before this one.
+class RankCrashed(pytest.fail.Exception):  # type: ignore[misc, name-defined]
+    """A rank died or hung in this example in an earlier world.
 
-    A failure that no `except Exception` of a test's body catches.
+    A failure that an `except Exception` in a test's body does not catch.
 
     Attributes:
-        number: which of the lost examples it is.
+        index: its place among the examples that ended a world.
     """
 
-    def __init__(self, number: int, crashed: CrashedExample) -> None:
+    def __init__(self, index: int, crashed: CrashedExample) -> None:
         super().__init__(f"{VICTIM_OF_AN_EXAMPLE}{crashed.how}", pytrace=False)
-        self.number = number
+        self.index = index
 
 
 class CrashGuard:
-    """Looks out for them, at the moments at which a body goes on: as it begins, after a draw, in a rule.
+    """Fails an example that ended an earlier world, before it can end this one.
+
+    It checks where a body continues: as it begins, after each draw, as each rule of a state machine begins.
 
     Attributes:
-        has_met_last: whether the one that was lost last has come up.
+        has_met_last: whether the latest of these examples has come up.
     """
 
     def __init__(self, running: RunningExampleFile) -> None:
@@ -49,11 +49,11 @@ class CrashGuard:
 
     @property
     def is_expected(self) -> bool:
-        """Whether any may come up."""
+        """Whether any of these examples may come up."""
         return bool(self._crashed)
 
     def check(self) -> None:
-        """Raise if the example has come to where it cost a world.
+        """Raise if the example has come to where it ended a world.
 
         Raises:
             RankCrashed: it has.
@@ -62,46 +62,18 @@ class CrashGuard:
         if not self._crashed:
             return
         now = self._running.now()
-        for number, crashed in enumerate(self._crashed):
+        for index, crashed in enumerate(self._crashed):
             if crashed.example.is_same(now):
-                self.has_met_last = self.has_met_last or number == len(self._crashed) - 1
-                raise RankCrashed(number, crashed)
+                self.has_met_last = self.has_met_last or index == len(self._crashed) - 1
+                raise RankCrashed(index, crashed)
 
-    def watch(self) -> None:
+    def install(self) -> None:
         """Check after each draw of a body, and as each rule of a state machine begins."""
-        draw = DataObject.draw
+        call_after_draws(self.check)
+        call_before_rules(self.check)
 
-        @functools.wraps(draw)
-        def draw_and_check(data: DataObject, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            drawn = draw(data, *args, **kwargs)
-            self.check()
-            return drawn
-
-        DataObject.draw = draw_and_check  # type: ignore[method-assign, assignment]
-        set_up = stateful.RuleBasedStateMachine.setup_state.__func__  # type: ignore[attr-defined]
-
-        def setup_state(cls: Any) -> Any:
-            state = set_up(cls)
-            for rule in (*state.rules, *state.initializers):
-                if not hasattr(rule.function, _WRAPPED):
-                    object.__setattr__(rule, "function", self._checked(rule.function))
-            return state
-
-        stateful.RuleBasedStateMachine.setup_state = classmethod(setup_state)  # type: ignore[assignment]
-
-    def _checked(self, function: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> object:
-            __tracebackhide__ = True
-            self.check()
-            return function(*args, **kwargs)
-
-        setattr(checked, _WRAPPED, True)
-        return checked
-
-    def body(self, test: Callable[..., object]) -> Callable[..., object]:
-        """Return the body of a property, made to check as it begins."""
+    def wrap_body(self, test: Callable[..., object]) -> Callable[..., object]:
+        """Return the body of a property with a check at its beginning."""
 
         @functools.wraps(test)
         def body(*args: Any, **kwargs: Any) -> object:

@@ -1,4 +1,4 @@
-"""What is said of ranks that are out of step in a property test."""
+"""Ranks that are out of step in a property test: the exceptions, and their messages."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from harness.properties.messages import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Dra
 from harness.protocol import Vote
 
 END = "the end of a property"
-"""Where ranks wait for each other before they leave it."""
+"""Case at which ranks wait for each other before they leave a property."""
 
 _DRAW = (
-    "\nEvery rank must draw the same. Draw on all ranks, in no branch and with no bounds or filter that "
-    "depend on the rank; what is to differ between ranks take with world.pick(...) from what all have drawn"
+    "\nEvery rank must make the same draws: in no branch, and with no bounds or filter, that depend on the "
+    "rank. Draw the values of all ranks on every rank, and select this rank's with world.pick(...)"
 )
 _DECIDE = (
-    "\nassume(), skips, filters and health checks must say the same on all ranks: decide on what all ranks "
-    "share, a value that was gathered, say"
+    "\nassume(), skips, filters and health checks must decide alike on all ranks: base them on what all "
+    "ranks share, a gathered value for example"
 )
 
 
 class OutOfStep(BaseException):
-    """Ranks have drawn or decided differently. No example: search and shrinking make no sense any more.
+    """Ranks drew or decided differently, so search and shrinking cannot go on.
 
     Not an `Exception`, which Hypothesis would take for a failing example and try to shrink.
     """
 
 
 class LeftAlone(OutOfStep):
-    """Another rank has ended the test: what goes on here means nothing."""
+    """Another rank has ended the test, so results of this one mean nothing from here on."""
 
 
-def tell_places(votes: Sequence[Vote]) -> str:
+def describe_places(votes: Sequence[Vote]) -> str:
     """Say where each rank is, as they are not at the same example."""
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended" or vote.case == END]
     if ended:
@@ -40,49 +40,45 @@ def tell_places(votes: Sequence[Vote]) -> str:
     return f"ranks disagree on what comes next: {where}"
 
 
-def tell_runs(case: str, facts: Sequence[Mapping[str, str]]) -> str:
-    """Say in what ranks differ as they begin a property test; `facts` are those of each rank, by name."""
+def describe_settings(case: str, facts: Sequence[Mapping[str, str]]) -> str:
+    """Say in which setting ranks differ as they begin a property; `facts` are the settings of each rank."""
     name = next((name for name in facts[0] if len({each[name] for each in facts}) > 1), "seed")
-    said = "; ".join(f"rank {rank} has the {name} {each[name]}" for rank, each in enumerate(facts))
-    return f"ranks begin [{case}] differently: {said}.\nSeed and settings must be the same on all ranks"
+    words = "; ".join(f"rank {rank} has the {name} {each[name]}" for rank, each in enumerate(facts))
+    return f"ranks begin [{case}] differently: {words}.\nSeed and settings must be the same on all ranks"
 
 
-def tell_outcomes(votes: Sequence[Vote]) -> str:
-    """Say how each rank fared with an example that some did not accept."""
-    words = "; ".join(f"rank {rank} {_word(vote)}" for rank, vote in enumerate(votes))
+def describe_outcomes(votes: Sequence[Vote]) -> str:
+    """Say how an example ended on each rank, as some did not accept it."""
+    words = "; ".join(f"rank {rank} {_outcome_word(vote)}" for rank, vote in enumerate(votes))
     return f"ranks disagree in {votes[0].case}: {words}.{_DECIDE}"
 
 
-def tell_draws(case: str, drawn: Sequence[Sequence[Drawn]]) -> str:
-    """Say which draw of an example was the first that ranks did not share."""
-    number = next(
-        (
-            place
-            for place in range(max(map(len, drawn)))
-            if len({draws[place].what if place < len(draws) else "" for draws in drawn}) > 1
-        ),
-        None,
-    )
-    if number is None:  # their bounds differ in what is not written out
-        return f"ranks have drawn differently in {case}.{_DRAW}"
-    words = "; ".join(f"rank {rank} drew {_draw_word(draws, number)}" for rank, draws in enumerate(drawn))
-    return f"ranks have drawn differently in {case}: {words}.{_DRAW}"
+def _outcome_word(vote: Vote) -> str:
+    return f"{vote.outcome} it ({vote.reason})" if vote.reason else f"{vote.outcome} it"
+
+
+def describe_draws(case: str, drawn: Sequence[Sequence[Drawn]]) -> str:
+    """Name the first draw of an example that ranks did not share."""
+    for number in range(max(map(len, drawn))):
+        if len({draws[number].value if number < len(draws) else "" for draws in drawn}) > 1:
+            words = "; ".join(
+                f"rank {rank} drew {_draw_word(draws, number)}" for rank, draws in enumerate(drawn)
+            )
+            return f"ranks drew different values in {case}: {words}.{_DRAW}"
+    return f"ranks drew with different bounds in {case}.{_DRAW}"  # bounds that no message writes out
 
 
 def _draw_word(draws: Sequence[Drawn], number: int) -> str:
     if number >= len(draws):
         return "nothing more"
     draw = draws[number]
-    return f"{draw.what} for {draw.where}" if draw.where else draw.what
+    return f"{draw.value} for {draw.where}" if draw.where else draw.value
 
 
-def tell_victim(culprits: Sequence[int]) -> str:
+def describe_victim(culprits: Sequence[int]) -> str:
+    """Return the message of a rank that found nothing wrong with an example that failed elsewhere."""
     return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(map(str, culprits))}"
 
 
-def _word(vote: Vote) -> str:
-    return f"{vote.outcome} it ({vote.reason})" if vote.reason else f"{vote.outcome} it"
-
-
-def example(number: int) -> str:
+def example_case(number: int) -> str:
     return f"{EXAMPLE}{number}"

@@ -1,75 +1,65 @@
-"""Hypothesis's run of one property, made to keep in step: what ranks put in place of its own classes."""
+"""Hypothesis's execution of one property, kept in step: its classes, database and constants on ranks.
+
+Runs inside a rank. Hypothesis offers a hook for the body of a test, but not for that of a state machine, nor
+for what happens between two examples: draws, deadlines, explicit examples. So its classes are replaced.
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import threading
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, core, settings
-from hypothesis.internal import scrutineer
-from hypothesis.internal.conjecture import engine
-from hypothesis.internal.conjecture.data import ConjectureData
+from hypothesis import Phase, settings
+from hypothesis.database import ExampleDatabase
 
 from harness.exceptions import PeerFailed
-from harness.properties.constants import SharedConstants
-from harness.properties.database import LockstepDatabase
+from harness.properties import hypothesis_internals as internals
 from harness.properties.desync import LeftAlone
 from harness.properties.examples import Examples
-from harness.properties.origin import respect_agreed_origins
+from harness.properties.hypothesis_internals import ConjectureData
 
-__hypothesistracebackhide__ = True  # our frames are no news in a failure's traceback
-
+__hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
 _DEFAULT_DEADLINE = timedelta(milliseconds=200)
-"""Hypothesis's own. It is not for ranks, which wait for each other, and import anew after a failure."""
+"""Hypothesis's own. It does not fit ranks, which wait for each other, and connect again after a failure."""
+
+_FOLDERS = [str(Path(__file__).parents[1] / room) for room in ("properties", "rank")]
 
 
 def keep_in_step(examples: Examples) -> None:
-    """Let every property that this process runs keep in step with those of the other ranks.
+    """Keep every property that this process runs in step with those of the other ranks."""
 
-    Hypothesis offers a hook for the body of a test alone, and not for that of a state machine. Here
-    everything between two examples counts too: draws, deadlines, explicit examples.
-    """
-
-    class State(_State):
+    class ExecutionOfRank(_Execution):
         _examples = examples
         _constants = SharedConstants(examples)
 
-    class Runner(_Runner):
+    class EngineOfRank(_Engine):
         _examples = examples
 
-    core.StateForActualGivenExecution = State  # type: ignore[misc, assignment]
-    core.ConjectureRunner = Runner  # type: ignore[misc]
-    examples.crash_guard.watch()
-    engine.time = examples.clock  # type: ignore[assignment]
-    respect_agreed_origins()
-    _leave_out_of_explanations(str(Path(__file__).parent), str(Path(__file__).parents[1] / "rank"))
+    internals.replace_execution(ExecutionOfRank, EngineOfRank)
+    internals.replace_engine_clock(examples.clock)
+    internals.respect_set_origins()
+    internals.exclude_from_explanations(*_FOLDERS)
+    examples.crash_guard.install()
 
 
-def _leave_out_of_explanations(*folders: str) -> None:
-    """Let Hypothesis not name lines of ours among those that only failing examples have run."""
-    original = scrutineer.should_trace_file
-    scrutineer.should_trace_file = functools.cache(
-        lambda filename: not filename.startswith(folders) and original(filename)
-    )
-
-
-class _Runner(engine.ConjectureRunner):
+class _Engine(internals.Engine):
     _examples: Examples
 
     def test_function(self, data: ConjectureData) -> None:
         super().test_function(data)
         if self._examples.is_active and self._examples.must_stop():
-            self.exit_with(engine.ExitReason.very_slow_shrinking)
+            internals.stop_shrinking(self)
 
 
-class _State(core.StateForActualGivenExecution):
+class _Execution(internals.PropertyExecution):
     _examples: Examples
     _constants: SharedConstants
 
@@ -83,26 +73,24 @@ class _State(core.StateForActualGivenExecution):
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
-        self.test = self._examples.crash_guard.body(test)
+        self.test = self._examples.crash_guard.wrap_body(test)
         self.test_runner = partial(self._examples.run, self.test_runner)
         facts = {
-            "seed": str(wrapped_test._hypothesis_internal_use_seed),
+            "seed": str(internals.explicit_seed(wrapped_test)),
             "randomness": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
             "settings": repr(given),
         }
         if given.database is None:
-            self._examples.seed = wrapped_test._hypothesis_internal_use_generated_seed
+            self._examples.seed = internals.generated_seed(wrapped_test)
         self._examples.begin_run(test.__name__, facts)
-        self._constants.settle()
+        self._constants.share()
 
     def _adapt(self, given: settings) -> settings:
-        """Choose what ranks need: one bug at a time, told with what reproduces it; the shared database."""
+        """Return settings for ranks: one bug at a time, with what reproduces it; the shared database."""
         chosen: dict[str, Any] = {"report_multiple_bugs": False, "print_blob": True}
         if given.deadline == _DEFAULT_DEADLINE:
             chosen["deadline"] = None
-        if (
-            self._examples.crash_guard.is_expected
-        ):  # to explain such an example is to lose it a hundred times more
+        if self._examples.crash_guard.is_expected:  # each run of such an example ends a world
             chosen["phases"] = [phase for phase in given.phases if phase is not Phase.explain]
         if given.database is not None:
             self._database = LockstepDatabase(given.database, self._examples.rank == 0, self._fetch)
@@ -110,21 +98,21 @@ class _State(core.StateForActualGivenExecution):
         return settings(given, **chosen)
 
     def _fetch(self, key: bytes, read: list[bytes] | None) -> list[bytes]:
-        found: list[bytes] = self._examples.ask_all(f"the database, {key.hex()[:8]}", read)[0]
-        return found
+        values: list[bytes] = self._examples.exchange(f"the database, {key.hex()[:8]}", read)[0]
+        return values
 
     def run_engine(self) -> None:
         __tracebackhide__ = True
         try:
             super().run_engine()  # type: ignore[no-untyped-call]
         except LeftAlone:
-            raise  # this world is at its end; the next one, if there is one, shall find what this one found
+            raise  # this world ends; a run in the next one must find the database as this one found it
         except (KeyboardInterrupt, pytest.exit.Exception):
             self._write()
             raise
         except BaseException as error:
             self._end()
-            if (victim := _victim_alone(error)) is not None:
+            if (victim := _only_victim(error)) is not None:
                 raise victim from None
             raise
         else:
@@ -133,7 +121,7 @@ class _State(core.StateForActualGivenExecution):
             self._constants.release()
 
     def _end(self) -> None:
-        """Write what was found; no rank leaves before rank 0 has: the controller may end one that is late."""
+        """Write the database before any rank leaves: the controller may kill a rank that is late."""
         __tracebackhide__ = True
         self._write()
         if self._is_in_step:
@@ -144,9 +132,86 @@ class _State(core.StateForActualGivenExecution):
             self._database.write()
 
 
-def _victim_alone(error: BaseException) -> PeerFailed | None:
-    """Return the failure of another rank if a group of exceptions tells of nothing else."""
+def _only_victim(error: BaseException) -> PeerFailed | None:
+    """Return the failure of another rank if a group of exceptions holds no other kind."""
     if not isinstance(error, BaseExceptionGroup):
         return None
     found = [each for each in error.exceptions if isinstance(each, PeerFailed)]
     return found[0] if len(found) == len(error.exceptions) else None
+
+
+class SharedConstants:
+    """Constants that Hypothesis reads in imported modules and likes to draw: equal on all ranks in a run."""
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples = examples
+        self._differed = False
+
+    def share(self) -> None:
+        """Agree on the constants of the property that begins: those of rank 0 where ranks differ."""
+        constants = internals.read_constants()
+        by_kind = internals.constants_by_kind(constants)
+        digest = hashlib.blake2b(repr(by_kind).encode(errors="surrogatepass"), digest_size=16).digest()
+        differ = len(set(self._examples.exchange("the constants of modules", digest))) > 1
+        if differ:
+            of_rank_0 = self._examples.exchange("the constants in full", by_kind)[0]
+            constants = internals.constants_from(constants, of_rank_0)
+        if differ or self._differed:
+            internals.forget_constants()
+        self._differed = differ
+        internals.hold_constants(constants)
+
+    def release(self) -> None:
+        internals.release_constants()
+
+
+Fetch = Callable[[bytes, list[bytes] | None], list[bytes]]
+"""Takes a key, and the values that rank 0 has read under it (None elsewhere); returns them on all ranks."""
+
+
+class LockstepDatabase(ExampleDatabase):
+    """One state of a database, the same on all ranks. Changes are written when the run is over.
+
+    Until then a world may crash and the run start again in another, from the state that it first found.
+
+    Args:
+        database: the user's; read and written by rank 0 only.
+        is_writer: whether this is rank 0.
+    """
+
+    def __init__(self, database: ExampleDatabase, is_writer: bool, agree: Fetch) -> None:
+        super().__init__()
+        self._database = database
+        self._is_writer = is_writer
+        self._agree = agree
+        self._known: dict[bytes, dict[bytes, None]] = {}
+        self._changes: list[tuple[str, bytes, bytes]] = []
+
+    def __repr__(self) -> str:
+        return repr(self._database)
+
+    def fetch(self, key: bytes) -> Iterable[bytes]:
+        return list(self._values(key))
+
+    def save(self, key: bytes, value: bytes) -> None:
+        self._values(key)[value] = None
+        self._changes.append(("save", key, value))
+
+    def delete(self, key: bytes, value: bytes) -> None:
+        self._values(key).pop(value, None)
+        self._changes.append(("delete", key, value))
+
+    def write(self) -> None:
+        """Make the changes in the user's database."""
+        changes, self._changes = self._changes, []
+        for change, key, value in changes if self._is_writer else ():
+            getattr(self._database, change)(key, value)
+        if self._is_writer and changes:  # reading waits for a database that writes in the background
+            with contextlib.suppress(Exception):
+                list(self._database.fetch(changes[-1][1]))
+
+    def _values(self, key: bytes) -> dict[bytes, None]:
+        if key not in self._known:
+            read = list(self._database.fetch(key)) if self._is_writer else None
+            self._known[key] = dict.fromkeys(self._agree(key, read))
+        return self._known[key]

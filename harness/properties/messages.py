@@ -1,4 +1,7 @@
-"""What ranks tell each other of an example. Both sides load this; standard library only."""
+"""Values that ranks exchange about examples, and the file in which a rank records its example.
+
+Both sides import this; standard library only.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,28 @@ from typing import Protocol
 from harness.protocol import RankSpec, RunningExample, Vote
 
 EXAMPLE = "example "
-"""How the case of an example begins. Cases of `run_subtests` read `key=value`."""
+"""Prefix of the case of an example; cases of `run_subtests` read `key=value`."""
 VICTIM_OF_AN_EXAMPLE = "this example failed on another rank: "
-"""How a rank's failure begins when the rank itself had no quarrel with the example."""
+"""Prefix of the failure of a rank that found nothing wrong with the example itself."""
 LEFT = "had already ended the test"
-"""How it ends if that is all that went wrong."""
+"""End of that failure if the other rank had left the test."""
 HYPOTHESIS = "Hypothesis"
-"""The title of what Hypothesis prints. It is the same on all ranks, as a rule, and shown once then."""
+"""Title of the section that Hypothesis prints: mostly the same on all ranks, and then shown once."""
 
 # Names of what ranks add to pytest's reports.
 CRASHED = "lockstep_crashed_example"
-"""Which of the examples that cost a world the report tells of."""
+"""Index, among the examples that ended a world, of the one that the report is about."""
 NOTES = "lockstep_example"
-"""What Hypothesis says of the failing example."""
+"""Hypothesis's description of the failing example."""
 SEED = "lockstep_seed"
-"""The seed that brings the failure up again, where no database keeps it."""
+"""Seed that reproduces the failure where no database keeps it."""
 STATISTICS = "_hypothesis_stats"
-"""Hypothesis's own name, under which its plugin looks for them."""
+"""Where Hypothesis's plugin looks for them (`_hypothesis_pytestplugin`, seen in 6.170)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What tells one bug from another: the exception, and the line that raised it."""
+    """Identity of a bug: the exception, and the line that raised it."""
 
     text: str
     """All of it, the exceptions that were being handled included."""
@@ -46,7 +49,7 @@ class Origin:
 class Drawn:
     """One choice of an example, in words."""
 
-    what: str
+    value: str
     """`7 (integer of 0 to 9)`"""
     where: str
     """The argument or the draw that it belongs to: `x`, `Draw 2 (steps)`."""
@@ -54,7 +57,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class ExampleResult:
-    """What one rank tells of an example, beside its outcome."""
+    """Everything one rank sends about an example, besides its outcome."""
 
     choices: bytes
     """A digest of what was drawn."""
@@ -63,11 +66,11 @@ class ExampleResult:
     draw_times: dict[str, float] = field(default_factory=dict)
     """Seconds by draw."""
     targets: dict[str, float] = field(default_factory=dict)
-    """What `hypothesis.target` was told, by label."""
+    """Observations of `hypothesis.target`, by label."""
     origin: Origin | None = None
     """Of a failure."""
     lost_connection: bool = False
-    """Whether the failure is a broken connection: another rank broke off."""
+    """Whether the failure is a broken connection: another rank failed first."""
 
     def pack(self) -> bytes:
         """Return what `unpack` reads: bytes, which pass through the controller at little cost."""
@@ -81,7 +84,7 @@ class ExampleResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """In which state a failed example has left the process groups of a rank."""
+    """State of a rank's process groups after a failed example."""
 
     is_aborted: bool
     collectives: int
@@ -100,12 +103,16 @@ class RankInStep(Protocol):
 
 
 SIZE = 256 * 1024
-"""Bytes of the file: Hypothesis lets an example draw 8 KiB, and a choice takes some bytes more in writing."""
+"""Bytes of the file: Hypothesis limits an example to 8 KiB of choices, each some bytes longer here."""
 _HEADER = struct.Struct("<BBIII")
 
 
 class RunningExampleFile:
-    """The note as its rank writes it."""
+    """The file in which a rank records its example, for the case that it dies in it.
+
+    The file is mapped into memory: the kernel keeps what was written whatever happens to the process, and a
+    draw costs no system call.
+    """
 
     def __init__(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -127,7 +134,7 @@ class RunningExampleFile:
         self._write_header()
 
     def draw(self, choice: bytes) -> None:
-        """Add a choice. One that finds no room is left out: the note is of no use then."""
+        """Append a choice. One that does not fit is left out: the record is of no use then."""
         end = self._end + len(choice)
         if end <= SIZE:
             self._memory[self._end : end] = choice

@@ -1,4 +1,4 @@
-"""Hypothesis in a rank's pytest session: found once a test uses it, and kept in step from then on."""
+"""Property tests in a rank's pytest session, kept in step once a test file has imported Hypothesis."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from harness.properties.examples import Examples
     from harness.protocol import Search
 
-__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+__tracebackhide__ = True  # frames of hooks do not belong into a test's traceback
 
 
 class Properties:
-    """The property tests of one rank, a plugin; imports nothing of Hypothesis before a test file does."""
+    """The property tests of one rank: a plugin of its session. Imports Hypothesis only after a test file."""
 
     def __init__(self, rank: RankInStep) -> None:
         self._rank = rank
         self._examples: Examples | None = None
-        self._lack = ""
+        self._unsupported = ""
 
     @contextlib.contextmanager
     def of_item(self, search: Search) -> Iterator[None]:
         """Keep the properties of one item in step."""
-        if "hypothesis" in sys.modules and not self._lack:
+        if "hypothesis" in sys.modules and not self._unsupported:
             self._examples = self._examples or self._start()
         if self._examples is None:
             yield
@@ -42,17 +42,17 @@ class Properties:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if self._lack and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-            pytest.fail(self._lack, pytrace=False)
+        if self._unsupported and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            pytest.fail(self._unsupported, pytrace=False)
 
     def _start(self) -> Examples | None:
         try:
             return self._keep_in_step()
         except (ImportError, AttributeError) as error:
             version = sys.modules["hypothesis"].__version__
-            self._lack = (
-                f"property tests do not run on ranks with Hypothesis {version}: {error}. Engines of ranks "
-                "are kept in step by parts of Hypothesis that are private; 6.170 has them all"
+            self._unsupported = (
+                f"property tests do not run on ranks with Hypothesis {version}: {error}. They use private "
+                "parts of Hypothesis, all of which release 6.170 has"
             )
             return None
 
@@ -68,26 +68,26 @@ class Properties:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Add what the controller has to know of a property; its statistics are told by rank 0 alone."""
+        """Add to a report what the controller needs of a property; rank 0 alone adds the statistics."""
         __tracebackhide__ = True
         statistics = getattr(item, "hypothesis_statistics", None)
         if statistics is not None and self._rank.spec.rank:
             del item.hypothesis_statistics  # type: ignore[attr-defined]
         report = yield
         if self._examples is not None and call.excinfo is not None:
-            vars(report).update(self._words(self._examples, call.excinfo.value))
+            vars(report).update(self._facts(self._examples, call.excinfo.value))
         if statistics is not None and report.when == "teardown" and not self._rank.spec.rank:
             vars(report)[STATISTICS] = statistics
         return report
 
-    def _words(self, examples: Examples, error: BaseException) -> dict[str, Any]:
+    def _facts(self, examples: Examples, error: BaseException) -> dict[str, Any]:
         from harness.properties.crashed import RankCrashed
 
-        words: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if notes := getattr(error, "__notes__", None):
-            words[NOTES] = "\n".join(notes)
+            facts[NOTES] = "\n".join(notes)
         if examples.seed is not None:
-            words[SEED] = examples.seed
+            facts[SEED] = examples.seed
         if isinstance(error, RankCrashed):
-            words[CRASHED] = error.number
-        return words
+            facts[CRASHED] = error.index
+        return facts

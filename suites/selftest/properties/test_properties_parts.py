@@ -16,9 +16,8 @@ from hypothesis.internal.conjecture.data import ConjectureData
 
 from harness.controller.crashed_examples import CrashSearch
 from harness.properties.attempt import Attempt
-from harness.properties.constants import SharedConstants
 from harness.properties.crashed import CrashGuard
-from harness.properties.database import LockstepDatabase
+from harness.properties.execution import LockstepDatabase, SharedConstants
 from harness.properties.messages import RunningExampleFile, read_running_example
 from harness.properties.plugin import Properties
 from harness.protocol import (
@@ -181,16 +180,16 @@ def test_an_example_forgets_the_objects_it_has_drawn_and_knows_its_numbers(tmp_p
 class _OtherRank:
     """Votes as a rank 0 that has read only one constant."""
 
-    def ask_all(self, case: str, say: object) -> list[object]:
-        if isinstance(say, dict):
-            return [{kind: [5] if kind == "integers" else [] for kind in say}, say]
-        return [b"another", say]
+    def exchange(self, case: str, value: object) -> list[object]:
+        if isinstance(value, dict):
+            return [{kind: [5] if kind == "integers" else [] for kind in value}, value]
+        return [b"another", value]
 
 
 def test_ranks_that_have_imported_other_modules_draw_from_the_constants_of_rank_0() -> None:
     shared = SharedConstants(_OtherRank())  # type: ignore[arg-type]
     before = providers._get_local_constants
-    shared.settle()
+    shared.share()
     try:
         assert list(providers._get_local_constants()) == [5]
     finally:
