@@ -2,12 +2,12 @@
 
     python benchmarks/calls.py [--list]
 
-A reader who follows a step or a test opens these files. Figures are exact, not timed: functions of a package are
-counted by `sys.setprofile`, on the main thread, in an interpreter of its own.
+A reader who follows a step or a test opens these files. Figures are exact, not timed: functions of a package
+are counted by `sys.setprofile`, on the main thread, in an interpreter of its own.
 
-* A step: three Linear layers, each a unit, and a root unit, on torch's fake process group of two ranks; the third
-  forward and the third backward are counted, by the engine's two fronts and by torch's FSDP2. A call crosses a file
-  when the nearest calling function of the same package lies in another one.
+* A step: three Linear layers, each a unit, and a root unit, on torch's fake process group of two ranks; the
+  third forward and the third backward are counted, by the engine's two fronts and by torch's FSDP2. A call
+  crosses a file when the nearest calling function of the same package lies in another one.
 * A test: the third of four equal tests on two warm ranks, from the end of the second to its own end, in the
   controller and in rank 0. `--list` names the files.
 """
