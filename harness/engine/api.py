@@ -1,5 +1,7 @@
 """Public enums, policies and configs of the engine: frozen values. Imports torch_internals only."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -64,11 +66,7 @@ class GroupState(Enum):
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Offload of the wrapper.
-
-    Attributes:
-        offload_params: Keep shards, gradients and therefore the optimizer's step on CPU.
-    """
+    """Offload of the wrapper. `offload_params`: keep shards, gradients and the optimizer's step on CPU."""
 
     offload_params: bool = False
 
@@ -143,8 +141,7 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Keep shards, gradients and therefore the optimizer's step on CPU.
 
-    Attributes:
-        pin_memory: Accepted because torch has it; it changes nothing, shards are in pageable memory.
+    `pin_memory` is accepted because torch has it, and changes nothing: shards are in pageable memory.
     """
 
     pin_memory: bool = True
@@ -215,11 +212,7 @@ class StateDictType(Enum):
 
 @dataclass(frozen=True)
 class StateDictConfig:
-    """Options of the model's state dict.
-
-    Attributes:
-        offload_to_cpu: Move tensors to CPU, group by group.
-    """
+    """Options of the model's state dict. `offload_to_cpu`: move tensors to CPU, group by group."""
 
     offload_to_cpu: bool = False
 
@@ -228,9 +221,8 @@ class StateDictConfig:
 class FullStateDictConfig(StateDictConfig):
     """Options of FULL_STATE_DICT.
 
-    Attributes:
-        rank0_only: Ranks other than 0 take part and get only what is outside of units. Loading needs the
-            dict on every rank.
+    `rank0_only`: ranks other than 0 take part and get only what is outside of units; to load the dict, all
+    ranks need it.
     """
 
     rank0_only: bool = False
@@ -248,11 +240,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True)
 class OptimStateDictConfig:
-    """Options of the optimizer's state dict.
-
-    Attributes:
-        offload_to_cpu: Move tensors to CPU, one kind of state of one group at a time.
-    """
+    """Options of the optimizer's state dict. `offload_to_cpu`: move tensors to CPU, one after the other."""
 
     offload_to_cpu: bool = True
 
@@ -261,8 +249,7 @@ class OptimStateDictConfig:
 class FullOptimStateDictConfig(OptimStateDictConfig):
     """Options of FULL_STATE_DICT.
 
-    Attributes:
-        rank0_only: Ranks other than 0 take part and get an empty dict; loading reads rank 0's alone.
+    `rank0_only`: ranks other than 0 take part and get an empty dict; loading reads rank 0's alone.
     """
 
     rank0_only: bool = False
@@ -289,10 +276,10 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 @dataclass(frozen=True)
 class StateDictSettings:
-    """The kind of state dict, and its configs for the model and the optimizer.
+    """The type of state dict, and its configs for the model and the optimizer.
 
     Raises:
-        TypeError: For a config of another kind.
+        TypeError: For a config of another type.
     """
 
     state_dict_type: StateDictType
@@ -300,16 +287,31 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
     def __post_init__(self) -> None:
-        _check_kind(self.state_dict_type)
-        for field, wanted in zip(
-            ("state_dict_config", "optim_state_dict_config"), _CONFIGS[self.state_dict_type], strict=True
-        ):
+        kind = self.state_dict_type
+        if not isinstance(kind, StateDictType):
+            raise TypeError(
+                f"state_dict_type: expected a StateDictType of harness.engine, got {kind!r} of "
+                f"{type(kind).__module__}."
+            )
+        fields = ("state_dict_config", "optim_state_dict_config")
+        for field, expected in zip(fields, _CONFIGS[kind], strict=True):
             given = getattr(self, field)
-            if type(given) is not wanted:
+            if type(given) is not expected:
                 raise TypeError(
-                    f"{field}: {self.state_dict_type.name} goes with {wanted.__name__} of "
-                    f"harness.engine, got {type(given).__name__} of {type(given).__module__}."
+                    f"{field}: {kind.name} goes with {expected.__name__} of harness.engine, got "
+                    f"{type(given).__name__} of {type(given).__module__}."
                 )
+
+    @classmethod
+    def of(
+        cls,
+        kind: StateDictType,
+        config: StateDictConfig | None = None,
+        optim_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Return settings of `kind`, with its default configs in place of None."""
+        default, optim_default = _CONFIGS.get(kind, (StateDictConfig, OptimStateDictConfig))
+        return cls(kind, config or default(), optim_config or optim_default())
 
     @property
     def rank0_only(self) -> bool:
@@ -318,22 +320,3 @@ class StateDictSettings:
     @property
     def optim_rank0_only(self) -> bool:
         return getattr(self.optim_state_dict_config, "rank0_only", False)
-
-
-def settings_for(
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings:
-    """Return settings of `kind`, with its default config in place of None."""
-    _check_kind(kind)
-    default, optim_default = _CONFIGS[kind]
-    return StateDictSettings(kind, config or default(), optim_config or optim_default())
-
-
-def _check_kind(kind: object) -> None:
-    if not isinstance(kind, StateDictType):
-        raise TypeError(
-            f"state_dict_type: expected a StateDictType of harness.engine, got {kind!r} of "
-            f"{type(kind).__module__}."
-        )

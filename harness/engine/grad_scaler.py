@@ -1,7 +1,8 @@
-"""`ShardedGradScaler`: gradients scaled against underflow; all ranks step, or none. Runs on ranks."""
+"""Loss scaling in which all ranks step or none, and clipping by the norm over ranks. Runs on ranks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,31 +11,29 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from harness.engine import collectives
 from harness.engine.mesh import ProcessGroups
+from harness.engine.torch_internals import pytree, unscale_and_check
 from harness.engine.unit import Unit
 
 _RANGE = torch.finfo(torch.float32)
 
 
 class ShardedGradScaler(GradScaler):
-    """Do what `torch.amp.GradScaler` does, for a model whose gradients lie on several ranks.
+    """A `torch.amp.GradScaler` for a model whose gradients are sharded over ranks.
 
-    Every rank calls everything but `scale` in step, and for the same optimizers in the same order. A rank
-    without a gradient takes part: an optimizer steps on all ranks, or on none because some rank's gradients
-    have an inf or a NaN. That skips this one optimizer, and `update` lowers the scale.
+    All ranks call all methods except `scale` in step, for the same optimizers in the same order, with or
+    without gradients. If any rank has an inf or a NaN, no rank steps that optimizer, and `update` lowers the
+    scale, which stays a normal, finite fp32 number.
 
-    Gradients may be of any floating-point dtype, fp16 included, on any device, sparse, or of a `DTensor`. An
-    fp16 gradient that no longer fits its dtype once it is unscaled counts as an inf.
+    Gradients may have any floating-point dtype, fp16 included, may be on any device, sparse, or `DTensor`s.
+    An fp16 gradient that overflows when it is unscaled counts as an inf.
 
-    ``device``: the kind of device that computes; None is the accelerator if there is one, else "cpu".
-    ``process_group``: the ranks that must agree, at least all that share the model; None is the default
-    group when the flag is sent. For a hybrid model that is the pair (shard, replicate) it was given, or one
-    group of all its ranks. The other arguments are torch's.
-
-    The scale stays a normal, finite fp32 number, however often it grows or backs off.
+    Args:
+        device: The type of the device that computes. None: the accelerator if there is one, else "cpu".
+        process_group: The ranks that must agree, at least all that share the model: a group, or the pair
+            (shard, replicate) of a hybrid model. None: the default group when the flag is reduced.
     """
 
     def __init__(
@@ -64,38 +63,38 @@ class ShardedGradScaler(GradScaler):
         self._groups = _as_groups(process_group)
 
     def scale(self, outputs: Any) -> Any:
-        """Return ``outputs``, a tensor or nested containers of tensors, times the scale, in their own dtypes.
+        """Return `outputs`, tensors in nested containers, times the scale, in their own dtypes.
 
-        An iterable that is no container becomes an iterator. Raises TypeError for what holds no tensor.
+        An iterable that is no container becomes an iterator. Raises TypeError for anything but tensors.
         """
         return pytree.tree_map(self._scaled, outputs) if self._enabled else outputs
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale unless that is done, and step unless a rank has found an inf; then return None.
+        """Step, unless a rank has found an inf, and unscale before that if `unscale_` was not called.
 
         Raises RuntimeError for a second step before `update`, and for a closure.
         """
         if self._enabled and any(map(callable, args)):
             raise RuntimeError(
-                "ShardedGradScaler.step: a closure would compute gradients that nobody unscales; "
+                "ShardedGradScaler.step: a closure would compute gradients that are not unscaled; "
                 "run backward before step, and pass the optimizer alone."
             )
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Back off after an inf, grow after growth_interval steps without, or take ``new_scale``.
+        """Back off after an inf, grow after `growth_interval` steps without one, or set `new_scale`.
 
-        Raises AssertionError if no gradient was looked at since the last time, ValueError for a ``new_scale``
-        that is not a positive fp32 number.
+        Raises AssertionError if no gradient was checked since the last update, and ValueError for a
+        `new_scale` that is not a positive fp32 number.
         """
         super().update(None if new_scale is None else _checked("new_scale", float(new_scale)))
         if self._enabled and self._scale is not None:
             self._scale.clamp_(min=_RANGE.tiny)  # 1 / scale must be finite; torch's growth stops before inf
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the scaler did that returned ``state_dict``, torch's or ours.
+        """Load the state of a scaler of this class or of torch.
 
-        Raises RuntimeError for that of a disabled scaler, ValueError if its scale has become 0 or inf.
+        Raises RuntimeError for that of a disabled scaler, and ValueError if its scale is 0 or inf.
         """
         if self._enabled and state_dict:
             _checked("the scale of the state_dict", state_dict["scale"])
@@ -112,7 +111,7 @@ class ShardedGradScaler(GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         assert self._scale is not None
-        # In fp32: the scale itself may be beyond fp16.
+        # In fp32, as the scale itself may be larger than fp16 can hold: 2**16 is.
         precise = output.to(torch.promote_types(output.dtype, torch.float32))
         return (precise * self._scale.to(output.device, non_blocking=True)).to(output.dtype)
 
@@ -120,36 +119,36 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply gradients by ``inv_scale``; return whether any rank found an inf: 0-dim, 0.0 or 1.0.
+        """Multiply gradients by `inv_scale`; return whether any rank found an inf: 0-dim, 0.0 or 1.0.
 
-        torch calls it in `unscale_`, and in `step` for optimizers that unscale by themselves. Those count
-        the flag as skipped steps, so it must not be the number of ranks.
+        torch calls it in `unscale_`, and in `step` for optimizers that unscale themselves. Those count the
+        flag as skipped steps, so it must not be the number of ranks.
         """
         alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for gradient in _local_gradients(optimizer):
             alike[gradient.device, gradient.dtype].append(gradient)
         for (device, dtype), gradients in alike.items():
             flag, factor = torch.zeros((), device=device), inv_scale.to(device, non_blocking=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
-            if dtype is torch.float16:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, torch.ones_like(factor))
+            unscale_and_check(gradients, flag, factor)
+            if dtype is torch.float16:  # the check is before the product, which may overflow
+                unscale_and_check(gradients, flag, torch.ones_like(factor))
             found_inf += flag.to(found_inf.device)
         everyones = collectives.total(found_inf, self._groups or _default_group())
         return {found_inf.device: everyones.clamp_(max=1.0)}
 
 
 def _local_gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what this rank holds of each gradient, as dense tensors that share its memory."""
+    """Yield this rank's part of each gradient as a dense tensor that shares its memory."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                # Values of one index may overflow only when they are added: they must be, before the check.
+                # Values of one index may overflow when they are added, so that comes before the check.
                 precise = torch.promote_types(gradient.dtype, torch.float32)
                 gradient = parameter.grad = gradient.to(precise).coalesce().to(gradient.dtype)
-                gradient = gradient._values()
+                gradient = gradient.values()
             yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
@@ -191,10 +190,10 @@ def _default_group() -> tuple[dist.ProcessGroup, ...]:
 def clip_gradients(
     units: Iterable[Unit], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Scale gradients in place so that their total norm is at most ``max_norm``; return the norm before.
+    """Scale gradients in place so that their total norm is at most `max_norm`; return the norm before.
 
-    Sharded gradients count once over the ranks, and so does what every rank holds in full (NO_SHARD,
-    ``parameters`` outside any unit). Norms are taken in fp32, or fp64 for fp64 gradients, and are 0-dim.
+    Replicated gradients (NO_SHARD, `parameters` outside of units) count once, like sharded ones. Norms are
+    computed in fp32, or in fp64 for fp64 gradients.
     """
     groups = [unit.group for unit in units if unit.group]
     if any(group.gradients.unreduced for group in groups):
@@ -202,18 +201,21 @@ def clip_gradients(
             "clip_grad_norm_: gradients from no_sync are not reduced yet; run a synced backward first."
         )
     local = [p.grad for p in parameters if p.grad is not None]
-    cut: dict[dist.ProcessGroup, list[Tensor]] = {}  # by shard axis; replicas hold the same
+    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}  # by shard axis: replicas hold the same
     for group in groups:
         axis = group.settings.axes.shard
-        held = local if axis is None else cut.setdefault(axis, [])
+        held = local if axis is None else sharded.setdefault(axis, [])
         held += group.gradients.visible()
     device = groups[0].shard.device if groups else torch.device("cpu")
     largest = norm_type == float("inf")
     sums = [_power_sum(local, norm_type, device)]
-    sums += [collectives.total(_power_sum(g, norm_type, device), [axis], largest) for axis, g in cut.items()]
+    sums += [
+        collectives.total(_power_sum(gradients, norm_type, device), [axis], largest)
+        for axis, gradients in sharded.items()
+    ]
     norm = torch.stack(sums).amax() if largest else torch.stack(sums).sum() ** (1 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in [*local, *(g for gradients in cut.values() for g in gradients)]:
+    for gradient in [*local, *chain.from_iterable(sharded.values())]:
         gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))
     return norm
 

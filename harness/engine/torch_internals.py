@@ -4,11 +4,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-__all__ = ["BATCH_NORM", "module_versions", "new_state_dict", "pytree"]
+__all__ = ["BATCH_NORM", "module_versions", "new_state_dict", "pytree", "unscale_and_check"]
 
 # pytree: `tree_is_leaf`, `tree_flatten(is_leaf=)`, `tree_unflatten` and `tree_map`. If it moves:
 # torch.utils.pytree, or optree, which has the same functions.
@@ -34,3 +35,11 @@ def new_state_dict(
 def module_versions(state: object) -> dict[str, dict[str, Any]]:
     """Return the version numbers that `state` carries, to be changed in place; none for a plain dict."""
     return getattr(state, "_metadata", {})
+
+
+def unscale_and_check(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply gradients of one dtype and device in place; set `found_inf` to 1.0 if any was not finite.
+
+    The kernel of `torch.amp.GradScaler`. If it moves: see `GradScaler._unscale_grads_`.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)

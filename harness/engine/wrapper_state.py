@@ -14,7 +14,6 @@ from harness.engine.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    settings_for,
 )
 from harness.engine.optim_params import OptimizerView, view_of
 from harness.engine.param import INNER, clean_name, joined
@@ -27,7 +26,7 @@ class WrapperState(nn.Module):
     """Base class of the wrapper: its methods that save and load state."""
 
     _unit: Unit
-    _state_settings = settings_for(StateDictType.FULL_STATE_DICT)
+    _state_settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -78,7 +77,7 @@ class WrapperState(nn.Module):
             ValueError: If there is no unit.
         """
         previous = WrapperState.get_state_dict_type(module)
-        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
         for _, wrapper in _wrappers(module):
             wrapper._state_settings = settings
         return previous
@@ -117,13 +116,11 @@ class WrapperState(nn.Module):
     ) -> dict[str, Any]:
         """Return the state of `optim` under original parameter names. A collective of all ranks.
 
-        The type is the one that is set for the model. It costs what it does for the model, times the number
-        of tensors per parameter. Load it through `optim_state_dict_to_load`, not into `optim` itself.
+        The type is the one that is set for `model`, and costs what it does for the model, times the number of
+        tensors per parameter. Load the result through `optim_state_dict_to_load`, not into `optim` itself.
 
         Args:
-            model: The model whose parameters `optim` has.
-            optim: The optimizer.
-            optim_state_dict: Its state dict, if not the one of now.
+            optim_state_dict: The state dict of `optim`. None: its current one.
             group: The group whose rank 0 gets the result with rank0_only. None: the outermost unit's.
 
         Raises:
@@ -146,9 +143,7 @@ class WrapperState(nn.Module):
         A collective of all ranks. The state may come from any wrapping and world size.
 
         Args:
-            model: The model whose parameters `optim` has.
-            optim: The optimizer.
-            optim_state_dict: What `optim_state_dict` returned; with rank0_only it is read on rank 0 alone.
+            optim_state_dict: The state; with rank0_only it is read on rank 0 alone.
             is_named_optimizer: Use names of parameters as keys instead of numbers.
             load_directly: Load the result into `optim`, too.
             group: The group of that rank 0. None: the outermost unit's.
@@ -174,8 +169,16 @@ class WrapperState(nn.Module):
 
     def _register_state_hooks(self) -> None:
         # By hooks, as a plain module around this one loads it without calling its `load_state_dict`.
-        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(type(self)._before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(type(self)._after_load)  # type: ignore[no-untyped-call]
+
+    def _before_load(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: Any
+    ) -> None:
+        self._state.before_load(state_dict, prefix, metadata, errors=lists[-1])
+
+    def _after_load(self, _: object) -> None:
+        self._state.after_load()
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, WrapperState]]:
@@ -195,13 +198,3 @@ def _view(model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGro
     settings = WrapperState.get_state_dict_type(model)
     units = [(name, wrapper._unit) for name, wrapper in _wrappers(model)]
     return view_of(optim, model, units, settings, group)
-
-
-def _before_load(
-    wrapper: WrapperState, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: Any
-) -> None:
-    wrapper._state.before_load(state_dict, prefix, metadata, errors=lists[-1])
-
-
-def _after_load(wrapper: WrapperState, _: Any) -> None:
-    wrapper._state.after_load()

@@ -129,10 +129,6 @@ def size_based_auto_wrap_policy(
     """Make a unit of each module with at least `min_num_params` elements that are in no unit yet.
 
     Args:
-        module: The module in question.
-        recurse: Whether to look below it, or to choose it.
-        nonwrapped_numel: The elements of its parameters that are in no unit yet.
-        min_num_params: The least number of elements of a unit.
         force_leaf_modules: Classes whose instances are not looked into. None: multi-head attention.
         exclude_wrap_modules: Classes whose instances are not chosen. None: module lists and dicts.
     """
