@@ -9,11 +9,10 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.properties.messages import CRASHED
-from harness.protocol import CrashedExample, Finished, RunItem, RunningExample
+from harness.protocol import CrashedExample, Finished, RunItem
 from harness.world.diagnosis import place_of
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
@@ -39,13 +38,9 @@ class CrashSearch:
         self._began = 0.0
         self._was_last = False
 
-    def add(self, outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> bool:
-        """Add the crash of this run, if it is one; return whether to run the test again, in another world.
-
-        Args:
-            running: the example that each rank was in at the end.
-        """
-        found = _find(outcome, running)
+    def add(self, outcome: ItemOutcome) -> bool:
+        """Add the crash of this run, if it is one; return whether to run the test again, in another world."""
+        found = _find(outcome)
         if found is None:
             return False
         known = any(found.crashed.example.is_same(crash.crashed.example) for crash in self._crashes)
@@ -72,22 +67,21 @@ class CrashSearch:
         return outcome if number is None else self._crashes[number].outcome
 
 
-def _find(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> Crash | None:
-    culprit = _culprit(outcome, running)
-    example = None if culprit is None else running[culprit.rank]
-    if culprit is None or example is None:
+def _find(outcome: ItemOutcome) -> Crash | None:
+    culprit = _culprit(outcome)
+    if culprit is None or culprit.example is None:
         return None
-    return Crash(CrashedExample(example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
+    return Crash(CrashedExample(culprit.example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
 
 
-def _culprit(outcome: ItemOutcome, running: Sequence[RunningExample | None]) -> RankOutcome | None:
+def _culprit(outcome: ItemOutcome) -> RankOutcome | None:
     """Return the rank that crashed in an example: that died, or else that stood still."""
     dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died)]
     if dead:
-        return next((rank for rank in dead if running[rank.rank] is not None), None)
+        return next((rank for rank in dead if rank.example is not None), None)
     if any(rank.has_failed() or isinstance(rank.fate, Finished) for rank in outcome.ranks):
         return None  # a rank has ended the test on its own; what others do then is no example's fault
-    stuck = [rank for rank in outcome.ranks if running[rank.rank] is not None]
+    stuck = [rank for rank in outcome.ranks if rank.example is not None]
     blame = outcome.diagnosis.blame if outcome.diagnosis is not None else frozenset()
     return min(
         stuck, key=lambda rank: (rank.rank not in blame, _has_ended_example(rank), rank.rank), default=None

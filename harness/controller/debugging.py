@@ -1,4 +1,4 @@
-"""`--rank-pdb` in the controller: what is wrong with it, the loan of the terminal, Ctrl-C, and quitting.
+"""`--rank-pdb` in the controller: its checks, the loan of the terminal, Ctrl-C, and quitting.
 
 Runs in the controller; must not import torch. What a rank does with the terminal is in `rank.debugger`.
 """
@@ -13,61 +13,35 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from harness.controller.pytest_internals import uncaptured_streams
 from harness.launch.terminal import Terminal
 from harness.protocol import WorldKey
 from harness.world.world import World
 
 
 class Debugging:
-    """One run's debugger in a rank; does nothing without `--rank-pdb`.
+    """The debugger of a run with `--rank-pdb`.
 
     Attributes:
-        terminal: what the rank gets as its standard streams, None without a debugger.
+        terminal: The streams that pytest was started with, for the rank.
+        has_quit: Whether the user has quit the debugger, and with it the run.
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._quits = False
-        self.terminal = _take_hold(config)
-
-    def check(self, asking: Mapping[str, WorldKey]) -> None:
-        """Refuse a debugger that would reach no test on ranks, or ranks that only a `--rank-pdb` reaches.
-
-        Args:
-            asking: the world of each test that runs on ranks, by its node id.
-
-        Raises:
-            pytest.UsageError: with what was wrong and what to write.
-        """
-        rank = self._config.getoption("rank_pdb")
-        if rank is None:
-            _check_other_debuggers(self._config, asking)
-        elif not any(is_debugged(key, self._config) for key in asking.values()):
-            largest = max((key.size for key in asking.values()), default=0)
-            has = (
-                f"the largest world has the ranks 0 to {largest - 1}" if largest else "no test runs on ranks"
-            )
-            raise pytest.UsageError(f"--rank-pdb {rank}: there is no such rank: {has}")
+        self.has_quit = False
+        with uncaptured_streams(config):
+            self.terminal = Terminal(config.getoption("rank_pdb"))
 
     @contextlib.contextmanager
     def attending(self, world: World) -> Iterator[None]:
         """While the world runs an item, offer each Ctrl-C to its debugger first; note if the user quits."""
-        if self.terminal is None:
-            yield
-            return
         with _passing_on_interrupts(world):
             yield
-        self._quits = world.has_quit_debugger()
-
-    def has_quit(self) -> bool:
-        """Whether the user has quit the debugger, and with it the run."""
-        return self._quits
+        self.has_quit = world.has_quit_debugger()
 
     def close(self) -> None:
         """Take the terminal back."""
-        if self.terminal is not None:
-            self.terminal.close()
-            self.terminal = None
+        self.terminal.close()
 
 
 def is_debugged(key: WorldKey, config: pytest.Config) -> bool:
@@ -99,35 +73,36 @@ def check_options(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--pdbcls {name}: {error}") from None
 
 
-def _check_other_debuggers(config: pytest.Config, asking: Mapping[str, WorldKey]) -> None:
+def check_debuggers(config: pytest.Config, keys: Mapping[str, WorldKey]) -> None:
+    """Refuse a debugger that would reach no test on ranks, or ranks that only a `--rank-pdb` reaches.
+
+    Args:
+        keys: the world of each test that runs on ranks, by its node id.
+
+    Raises:
+        pytest.UsageError: with what was wrong and what to write.
+    """
+    rank = config.getoption("rank_pdb")
+    if rank is not None:
+        if not any(is_debugged(key, config) for key in keys.values()):
+            largest = max((key.size for key in keys.values()), default=0)
+            has = (
+                f"the largest world has the ranks 0 to {largest - 1}" if largest else "no test runs on ranks"
+            )
+            raise pytest.UsageError(f"--rank-pdb {rank}: there is no such rank: {has}")
+        return
     for name, option in (("usepdb", "--pdb"), ("trace", "--trace")):
-        if asking and config.getoption(name):
+        if keys and config.getoption(name):
             raise pytest.UsageError(
-                f"{option} alone cannot reach into ranks, and {next(iter(asking))} runs on ranks. Add "
+                f"{option} alone cannot reach into ranks, and {next(iter(keys))} runs on ranks. Add "
                 "--rank-pdb 0 for a debugger in rank 0 (it works without --pdb, too), or deselect the tests "
                 "marked `ranks` with -m 'not ranks'"
             )
 
 
-def _take_hold(config: pytest.Config) -> Terminal | None:
-    """Return the streams that pytest was started with: its capture has put others in their place."""
-    rank: int | None = config.getoption("rank_pdb")
-    if rank is None:
-        return None
-    capture = config.pluginmanager.getplugin("capturemanager")
-    if capture is None:
-        return Terminal(rank)
-    capture.suspend_global_capture(in_=True)
-    try:
-        return Terminal(rank)
-    finally:  # outside of tests pytest captures the input, and not the output
-        capture.resume_global_capture()
-        capture.suspend_global_capture()
-
-
 @contextlib.contextmanager
 def _passing_on_interrupts(world: World) -> Iterator[None]:
-    """Let Ctrl-C, which the terminal sends to the controller alone, reach a prompt; else it ends the run."""
+    """Pass Ctrl-C, which the terminal sends to the controller alone, to a prompt; else it ends the run."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
         yield  # Python has signals in the main thread only; a run in the background has Ctrl-C ignored

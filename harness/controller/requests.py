@@ -1,6 +1,6 @@
-"""What a marked item asks of the controller, and what of that this run or this machine refuses.
+"""Requests of marked items for a world, and refusals of those that this run or this machine cannot satisfy.
 
-Runs in the controller; imports torch only where someone asks for GPUs.
+Runs in the controller; imports torch only where GPUs are requested.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Literal
 import pytest
 
 from harness.controller import debugging
-from harness.launch.processes import START_METHODS
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
+from harness.options import LEAK_POLICIES, START_METHODS
 from harness.protocol import WorldKey
 from harness.subtests import parse_selection
-
-LEAK_POLICIES = ("warn", "error", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +30,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an item cannot run, and what becomes of it."""
+    """Why an item cannot run, and its outcome."""
 
     outcome: Literal["skipped", "failed"]
     why: str
 
 
 def request_of(item: pytest.Item) -> Request | Refusal | None:
-    """Return what the item asks for; None if it runs in the controller, as in any project."""
-    if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and no way to ask for the world
+    """Return the world that an item requests; None if it runs in the controller, as in any project."""
+    if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and cannot use the world
         return None
     try:
         mark = read_mark(item)
@@ -139,8 +137,8 @@ def check_options(config: pytest.Config) -> None:
     if device is not None and device not in BACKENDS[backend]:
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
     if (backend == "nccl" or device == "cuda") and count_gpus() == 0:
-        asked = "--device cuda" if device == "cuda" else "--backend nccl"
-        raise pytest.UsageError(f"{asked}: this machine has no GPU; run with --backend gloo --device cpu")
+        requested = "--device cuda" if device == "cuda" else "--backend nccl"
+        raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: a number of seconds above 0")
     debugging.check_options(config)

@@ -6,26 +6,19 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-# What changes how an item runs, with defaults: a line that runs it again has to repeat it.
-OUR_OPTIONS = {
-    "backend": None,
-    "device": None,
-    "world_seed": 0,
-    "world_timeout": 60.0,
-    "fresh_worlds": False,
-    "check_collectives": False,
-}
-_PYTESTS_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
+from harness.controller.pytest_internals import option_groups
+from harness.options import DEFAULTS
 
-# Options of pytest and pytest-xdist select tests, write reports and spread work: one test that is run again
-# needs none of them, but for those that change how it runs.
+_PYTEST_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
+
+# Options of pytest and pytest-xdist select tests, write reports and distribute work: one test that is run
+# again needs none of them, except those that change how it runs. `DEFAULTS` has those of ours.
 _NOT_REPEATED = {
     "general",
     "terminal reporting",
@@ -43,7 +36,7 @@ _others_key = pytest.StashKey[list[str]]()
 
 
 def rerun_line(item: pytest.Item) -> str:
-    """Compose the command: node id, then what the user chose of pytest's, our and other plugins' options."""
+    """Return the command that runs an item again: its node id, then the options that the user chose."""
     config = item.config
     path = os.path.relpath(item.path, config.invocation_params.dir)
     nodeid, *selecting = config.hook.pytest_ranks_rerun(item=item) or [item.nodeid]
@@ -52,7 +45,7 @@ def rerun_line(item: pytest.Item) -> str:
         words += ["-c", str(config.option.inifilename)]
     for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
         words += [word for value in values or () for word in (flag, str(value))]
-    for option, default in (OUR_OPTIONS | _PYTESTS_OPTIONS).items():
+    for option, default in (*DEFAULTS.items(), *_PYTEST_OPTIONS.items()):
         value = config.getoption(option)
         if value != default:
             words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -77,15 +70,10 @@ def _others_options(config: pytest.Config) -> list[str]:
 
 
 def _options(config: pytest.Config) -> dict[argparse.Action, bool]:
-    """Every option there is, and whether it is to be repeated.
-
-    pytest has no public list of them: where a release keeps it elsewhere, the line tells less.
-    """
-    groups: list[Any] = getattr(config._parser, "_groups", [])
+    """Return every option there is, and whether it is to be repeated."""
     return {
-        action: group.name not in _NOT_REPEATED or action.dest in _REPEATED
-        for group in groups
-        for action in getattr(getattr(group, "_arggroup", None), "_group_actions", ())
+        action: group not in _NOT_REPEATED or action.dest in _REPEATED
+        for action, group in option_groups(config).items()
     }
 
 
@@ -101,12 +89,5 @@ def _count_values(action: argparse.Action, words: list[str]) -> int:
         return 0
     if action.nargs is None or isinstance(action.nargs, int):
         return 1 if action.nargs is None else action.nargs
-    values = list(_until_an_option(words[1:]))
+    values = list(itertools.takewhile(lambda word: not word.startswith("-"), words[1:]))
     return min(len(values), 1) if action.nargs == "?" else len(values)
-
-
-def _until_an_option(words: list[str]) -> Iterator[str]:
-    for word in words:
-        if word.startswith("-"):
-            return
-        yield word

@@ -1,4 +1,4 @@
-"""How a controller starts its worlds: with a lease where one is needed, in a session like its own.
+"""Starting of worlds for a controller: with a lease where one is needed, in a pytest session like its own.
 
 Runs in the controller; must not import torch.
 """
@@ -13,32 +13,30 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from harness.controller.pytest_internals import basetemp_of
 from harness.controller.requests import count_gpus, output_directory_of, ranks_at_once
 from harness.exceptions import LaunchError
+from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
+from harness.launch.leases import Lease, Leases
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output import OutputDirectory
 from harness.protocol import SessionSpec, WorldKey
 from harness.world.world import World
 
-if TYPE_CHECKING:
-    from harness.launch.lease_store import Requirement
-    from harness.launch.leases import Lease
-
-_told = pytest.StashKey[bool]()
+_waited_key = pytest.StashKey[bool]()
 
 
 class WorldStarter:
     """Starts worlds for one controller.
 
     Args:
-        launch: returns the launcher; called when the first world is asked for.
+        launch: returns the launcher; called when the first world is needed.
     """
 
     def __init__(self, config: pytest.Config, launch: Callable[[], ProcessLauncher]) -> None:
@@ -53,10 +51,11 @@ class WorldStarter:
             OutputDirectory(self._output_directory).clear_logs(worker)
 
     def start(self, key: WorldKey, make_room: Callable[[], None]) -> World:
-        """Return a world that stands ready, after `make_room` has ended all others if one waits for a lease.
+        """Return a world that is ready; `make_room` is called before it waits for a lease, to end all others.
 
         Raises:
-            WorldError: its ranks did not come up; LaunchError: they cannot on this machine.
+            WorldError: its ranks did not start.
+            LaunchError: ranks cannot be started on this machine.
         """
         try:
             session, launcher, basetemp = self._session_spec(), self._launch(), basetemp_of(self._config)
@@ -84,12 +83,12 @@ class WorldStarter:
 
     def _session_spec(self) -> SessionSpec:
         config = self._config
-        # Every rank would open --debug's file anew, as soon as it reads its arguments.
+        # Every rank would open the file of --debug again, as soon as it reads its arguments.
         args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
         if config.pluginmanager.hasplugin("_cov"):
             args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        if self._workerinput is None:  # all worlds have the same: plugins are asked once
+        if self._workerinput is None:  # all worlds have the same
             self._workerinput = xdist_input(config)
         return SessionSpec(
             args=tuple(args),
@@ -110,59 +109,48 @@ def measures(config: pytest.Config) -> bool:
     return config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
 
 
-def basetemp_of(config: pytest.Config) -> Path:
-    """Return the directory that this run's `tmp_path`s are in."""
-    # The fixture's factory is the only one that knows; pytest-xdist asks it the same way.
-    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
-    return factory.getbasetemp()
-
-
 def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None]) -> Lease:
     """Return a lease for a world; wait for it if need be, after `make_room` has ended all others.
 
     Raises:
         LaunchError: it could not be had in time, or leases cannot be kept on this machine.
     """
-    from harness.launch.lease_store import LeaseStore, default_directory
-    from harness.launch.leases import Leases
-
-    leases = Leases(LeaseStore(default_directory()), config.getini("ranks_wait"), partial(_tell, config))
-    return leases.take(_need(key, config), make_room)
+    store = LeaseStore(default_directory())
+    leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))
+    return leases.take(_requirement(key, config), make_room)
 
 
-def _need(key: WorldKey, config: pytest.Config) -> Requirement:
-    from harness.launch.lease_store import Requirement, ResourceRequest
-
+def _requirement(key: WorldKey, config: pytest.Config) -> Requirement:
     at_once = ranks_at_once(config)
-    claim = ResourceRequest(
+    request = ResourceRequest(
         os.getpid(),
         str(config.rootpath),
         ranks=0 if at_once is None else key.size,
         gpus=_visible_gpus() if key.device == "cuda" else (),
         exclusive=key.backend == "nccl",
     )
-    return Requirement(claim, key.size, at_once)
+    return Requirement(request, key.size, at_once)
 
 
 def _visible_gpus() -> tuple[str, ...]:
-    """Name the GPUs of this run: as CUDA_VISIBLE_DEVICES does where it is set, else by their numbers."""
+    """Return the names of this run's GPUs: those of CUDA_VISIBLE_DEVICES where it is set, else numbers."""
     number = count_gpus()
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(number)) if variable is None else map(str.strip, variable.split(","))
-    return tuple(names)[:number]  # what follows a wrong name counts for nothing, says CUDA
+    return tuple(names)[:number]  # CUDA ignores what follows a wrong name
 
 
-def _tell(config: pytest.Config, text: str) -> None:
+def _report_wait(config: pytest.Config, text: str) -> None:
     """Write a line where the user sees it now.
 
-    What a process of `pytest -n` writes nobody sees; its first long wait is told among the warnings.
+    The output of a process of `pytest -n` is not shown; its first long wait is reported among the warnings.
     """
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         terminal.ensure_newline()
         terminal.write_line(text)
-    elif not config.stash.get(_told, False):
-        config.stash[_told] = True
+    elif not config.stash.get(_waited_key, False):
+        config.stash[_waited_key] = True
         text = f"{os.environ.get('PYTEST_XDIST_WORKER', 'a controller')} spent a long time {text}"
         message = warnings.WarningMessage(text, UserWarning, str(config.inipath or config.rootpath), 1)
         config.hook.pytest_warning_recorded.call_historic(
@@ -172,7 +160,7 @@ def _tell(config: pytest.Config, text: str) -> None:
 
 @dataclass(frozen=True)
 class _Node:
-    """What plugins use of pytest-xdist's handle on a worker."""
+    """The attributes that plugins use of pytest-xdist's handle on a worker."""
 
     config: pytest.Config
     workerinput: dict[str, Any]
@@ -180,7 +168,10 @@ class _Node:
 
 
 def xdist_input(config: pytest.Config) -> dict[str, Any]:
-    """Return what ranks take for their `workerinput`, filled by plugins as for a worker of pytest-xdist.
+    """Return the `workerinput` of ranks, filled by plugins as for a worker of pytest-xdist.
+
+    Plugins leave to the main process what is done once in a run, and recognise a worker by its `workerinput`.
+    Some look in it for what their part in the main process has put there.
 
     Raises:
         LaunchError: a plugin's hook for this fails.
@@ -188,22 +179,18 @@ def xdist_input(config: pytest.Config) -> dict[str, Any]:
     given: dict[str, Any] | None = getattr(config, "workerinput", None)  # this is a worker itself
     if given is not None:
         return given
-    told = {"workerid": "master", "workercount": 1, "testrunuid": uuid.uuid4().hex, "mainargv": sys.argv}
-    if hasattr(config.option, "randomly_seed"):  # of pytest-randomly, which has it told by pytest-xdist alone
-        told["randomly_seed"] = config.option.randomly_seed
-    if config.pluginmanager.hasplugin("xdist"):
+    made = {"workerid": "master", "workercount": 1, "testrunuid": uuid.uuid4().hex, "mainargv": sys.argv}
+    if hasattr(config.option, "randomly_seed"):  # pytest-randomly has it passed on by pytest-xdist alone
+        made["randomly_seed"] = config.option.randomly_seed
+    manager = config.pluginmanager
+    if manager.hasplugin("xdist"):
+        # Ranks are measured in another way, and pytest-cov has this hook only under `pytest -n`.
+        without = [plugin for plugin in (manager.get_plugin("_cov"),) if plugin is not None]
         try:
-            _let_plugins_fill(config, told)
+            manager.subset_hook_caller("pytest_configure_node", without)(node=_Node(config, made))
         except Exception as error:
             raise LaunchError(
                 "a plugin's hook `pytest_configure_node`, for workers of pytest-xdist and for ranks, failed: "
                 f"{type(error).__name__}: {error}. Leave that plugin out with -p no:NAME"
             ) from error
-    return told
-
-
-def _let_plugins_fill(config: pytest.Config, told: dict[str, Any]) -> None:
-    manager = config.pluginmanager
-    # Ranks are measured in a way of their own, and pytest-cov has no such hook but under pytest -n.
-    without = [plugin for plugin in (manager.get_plugin("_cov"),) if plugin is not None]
-    manager.subset_hook_caller("pytest_configure_node", without)(node=_Node(config, told))
+    return made

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
-from multiprocessing import forkserver
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from harness.launch.lease_store import LeaseShare
 from harness.launch.limits import explain
+from harness.launch.multiprocessing_internals import close_server_pipe, forget_start_method
 from harness.launch.terminal import SentTerminal
 from harness.protocol import RankSpec, StartFailed
 
 
-def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
-    """Take over the controller's surroundings, then run the rank until it is told to close.
+class Rank(Protocol):
+    """The part of a rank that starting it needs."""
+
+    def join(self) -> None: ...
+    def send(self, message: StartFailed) -> None: ...
+    def run(self) -> None: ...
+
+
+MakeRank = Callable[[RankSpec, Connection, LeaseShare | None], Rank]
+
+
+def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
+    """Take over the controller's environment, then run the rank until it is asked to close.
 
     The process leads a session of its own: a Ctrl-C on the terminal reaches the controller alone, and
     whatever a test leaves running can be ended together with the rank.
+
+    Args:
+        make: `module:name` of a `MakeRank`. A name, because it may be imported only when `sys.path` is the
+            controller's.
     """
     os.setsid()
     _undo_server()
@@ -30,17 +47,11 @@ def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None)
     except OSError as error:
         wire.send((StartFailed(explain(error)),))
         return
-    share = None
-    if spec.lease is not None:
-        from harness.launch.lease_store import LeaseShare
-
-        share = LeaseShare(spec.lease)
-    from harness.rank import Rank
-
-    rank = Rank(spec, wire, share)
+    make_rank: MakeRank = pkgutil.resolve_name(make)
+    rank = make_rank(spec, wire, None if spec.lease is None else LeaseShare(spec.lease))
     try:
         rank.join()
-    except Exception as error:  # torch raises its own kinds; what they say is what counts
+    except Exception as error:  # torch raises its own kinds; their messages are what counts
         rank.send(StartFailed(f"it could not join its process group: {explain(error)}"))
         os._exit(1)
     if terminal is not None:
@@ -49,7 +60,7 @@ def become_rank(spec: RankSpec, wire: Connection, terminal: SentTerminal | None)
 
 
 def _undo_server() -> None:
-    """Heed the signals that the server ignores, and let exceptions be told as in any process."""
+    """Handle the signals that the server ignores, and print exceptions as any process does."""
     sys.excepthook = sys.__excepthook__
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
@@ -57,9 +68,10 @@ def _undo_server() -> None:
 
 
 def _take_over(spec: RankSpec) -> None:
-    _let_go_of_server()
-    # Tests start processes as they would anywhere: how this one was started is no matter of theirs.
-    multiprocessing.set_start_method(None, force=True)
+    # Only the controller may hold the server's pipe. Otherwise a server whose controller was killed would
+    # live until its last rank ends, which may never be.
+    close_server_pipe()
+    forget_start_method()
     Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
     session = spec.session
     os.environ.clear()
@@ -72,21 +84,10 @@ def _take_over(spec: RankSpec) -> None:
     _write_whole_lines()
 
 
-def _let_go_of_server() -> None:
-    """Close this rank's end of the pipe that keeps the server alive: only the controller shall hold it.
-
-    Otherwise a server whose controller was killed would live until its last rank ends, which may never be.
-    """
-    running: Any = forkserver._forkserver
-    if running._forkserver_alive_fd is not None:
-        os.close(running._forkserver_alive_fd)
-        running._forkserver_alive_fd = None
-
-
 def _write_whole_lines() -> None:
     """Write each line when it is complete, whatever PYTHONUNBUFFERED says.
 
-    So the lines of ranks that share a terminal stay apart, and a rank that dies takes no line along.
+    So the lines of ranks that share a terminal stay apart, and a rank that dies loses no complete line.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -94,7 +95,7 @@ def _write_whole_lines() -> None:
 
 
 def _redirect_streams(path: str) -> None:
-    """Send what is written outside of pytest's capture (a C++ abort, say) to the rank's log."""
+    """Send what is written outside of pytest's capture (by a C++ abort, for example) to the rank's log."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)

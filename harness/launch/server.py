@@ -1,7 +1,7 @@
-"""What the forkserver imports before it forks ranks, and how it cleans up after a controller that crashed.
+"""The forkserver: imports what ranks need before it forks them; cleans up after a controller that crashed.
 
-Runs in the server. The forkserver preloads this module; the environment variable it was started with says
-what else to import. Standard library only until then.
+Runs in the server. `multiprocessing` imports this module first; an environment variable names what else to
+import. Standard library only until then.
 """
 
 from __future__ import annotations
@@ -21,48 +21,49 @@ import warnings
 from pathlib import Path
 
 from harness.launch.limits import explain
+from harness.launch.multiprocessing_internals import STRAY_CHILD_WARNING
 from harness.process_tree import adopt_orphans, children_of, end
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What reaches all processes of a terminal or a job. The server ends when its controller has ended."""
+"""Signals that reach all processes of a terminal or a job. The server ends when its controller has ended."""
 LOOK_EVERY = 0.2
 """Seconds between looks at the controller while the server imports."""
-RANKS_NEED = (
+EVERY_RANK_IMPORTS = (
     *("torch", "torch.distributed", "torch.utils._device"),
     *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
-    *("harness.rank", "harness.plugin", "harness.launch.bootstrap", "harness.subtests", "harness.recorders"),
 )
-"""Modules that every rank, or nearly every one, would import itself."""
+"""Modules, besides those of the rank's program, that every rank, or nearly every one, would import itself."""
 
 
 def status_path(directory: str) -> Path:
-    """Where the server says, as JSON, that it is ready: failed imports and its number of threads."""
+    """Return where the server writes, as JSON, that it is ready: failed imports and its number of threads."""
     return Path(directory) / "server.json"
 
 
-def _prepare(sys_path: list[str], modules: list[str] | None, directory: str, controller: int) -> None:
-    """Import what ranks need, and `modules`, once, and say how it went; nothing where it is None.
+def _prepare(
+    sys_path: list[str], modules: list[str] | None, preload: list[str], directory: str, controller: int
+) -> None:
+    """Import what ranks need, then `preload`, and write how it went; import nothing if `modules` is None.
 
-    The garbage collector is off meanwhile, which takes a fifth of the time, and what is imported then is
+    The garbage collector is off meanwhile, which saves a fifth of the time, and what is imported then is
     frozen: ranks neither traverse nor copy it.
     """
     sys.path[:] = sys_path
-    sys.excepthook = functools.partial(_leave_word, os.getpid(), directory)
-    _look_after(controller, directory)
+    sys.excepthook = functools.partial(_write_last_words, os.getpid(), directory)
+    _end_with(controller, directory)
     gc.disable()
     failures = {}
-    names = () if modules is None else (*RANKS_NEED, *_pytests_plugins(), *modules)
+    names = () if modules is None else (*EVERY_RANK_IMPORTS, *modules, *_pytest_plugins(), *preload)
     for name in names:
         try:
             importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # whatever a user's module raises is told to the user
+        except (Exception, SystemExit) as error:  # whatever a user's module raises is reported to the user
             failures[name] = f"{type(error).__name__}: {error}"
     gc.freeze()
     adopt_orphans()  # of ranks that were killed: what a test has put into a session of its own
-    # The forkserver wonders about children that it did not start.
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
-    signal.setitimer(signal.ITIMER_REAL, 0)  # from here on the end of the controller's pipe tells
+    warnings.filterwarnings("ignore", STRAY_CHILD_WARNING)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # from here on the end of the controller's pipe is seen
     # After the imports: handlers run in reverse order, and this one ends the process.
     atexit.register(_leave, os.getpid(), directory)
     status = {"failures": failures, "threads": _thread_count()}
@@ -71,7 +72,7 @@ def _prepare(sys_path: list[str], modules: list[str] | None, directory: str, con
     partial.rename(status_path(directory))
 
 
-def _look_after(controller: int, directory: str) -> None:
+def _end_with(controller: int, directory: str) -> None:
     """End, with the directory, as soon as the controller is gone, even in an import that never finishes."""
 
     def look(*_: object) -> None:
@@ -83,21 +84,19 @@ def _look_after(controller: int, directory: str) -> None:
     signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY, LOOK_EVERY)
 
 
-def _leave_word(server: int, directory: str, _: object, error: BaseException, *__: object) -> None:
-    """Let the controller tell why the server, or a fork of it on its way to be a rank, died."""
-    if not isinstance(error, EOFError) or os.getpid() == server:  # a fork whose controller lost interest
+def _write_last_words(server: int, directory: str, _: object, error: BaseException, *__: object) -> None:
+    """Write for the controller why the server, or a fork of it on its way to be a rank, died."""
+    if not isinstance(error, EOFError) or os.getpid() == server:  # a fork whose controller has gone away
         with contextlib.suppress(OSError):
             _last_words_path(directory).write_text(explain(error))
     os._exit(1)
 
 
 def last_words(directory: str) -> str:
-    """Return why a server died, as far as it knew; forget it."""
-    try:
-        words = _last_words_path(directory).read_text()
-    except OSError:
-        return ""
-    _last_words_path(directory).unlink(missing_ok=True)
+    """Return why a server died, as far as it could write it; remove the note."""
+    path = _last_words_path(directory)
+    words = path.read_text() if path.exists() else ""
+    path.unlink(missing_ok=True)
     return words
 
 
@@ -105,8 +104,9 @@ def _last_words_path(directory: str) -> Path:
     return Path(directory) / "server.died"
 
 
-def _pytests_plugins() -> list[str]:
-    """Name the modules that pytest imports at the start of every session; a wrong guess costs time only."""
+def _pytest_plugins() -> list[str]:
+    """Return the modules that pytest imports at the start of every session; a wrong guess costs time only."""
+    # `default_plugins` was seen in pytest 9.2; it is not documented.
     config = importlib.import_module("_pytest.config")
     return [
         f"_pytest.{name}" for name in getattr(config, "default_plugins", ()) if name != "pytester_assertions"
@@ -124,7 +124,7 @@ def _thread_count() -> int:
 def _leave(server_pid: int, directory: str) -> None:
     """End at once, with the directory of the controller, which has ended, and the ranks that it has left.
 
-    Ranks lead process groups of their own, so what their tests started ends with them, whether it holds the
+    Ranks lead process groups of their own, so what their tests started ends with them, even if it holds the
     GIL or is stopped; what has left the group is a child of the server then.
     """
     if os.getpid() != server_pid:

@@ -37,7 +37,7 @@ def explain(
         longrepr.addsection(f"{names} {group[0].title}", _text(group[0]), "-")
     if context.example:
         longrepr.addsection("failing example", context.example, "-")
-    longrepr.addsection(f"re-run (seed {context.seed})", context.rerun, "-")
+    longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
     return longrepr
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -30,21 +31,36 @@ __all__ = ["merge"]
 
 
 def merge(
-    outcome: ItemOutcome, item: pytest.Item, rerun: str, seed: int, last: ItemOutcome | None = None
+    outcome: ItemOutcome,
+    item: pytest.Item,
+    rerun: Callable[[], str],
+    seed: int,
+    last: ItemOutcome | None = None,
 ) -> list[pytest.TestReport]:
     """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each.
 
     Args:
+        rerun: returns the command that runs the item again; called for failures only.
         last: of a property test that has cost worlds, what came of it in the end.
     """
     said = read_properties(last or outcome)
-    rerun += said.rerun
+
+    def run_again() -> str:
+        return rerun() + said.rerun
+
     timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
     example = said.example if last is not None and last is not outcome else ""
     selected = item.config.getoption("subtest") if "run_subtests" in getattr(item, "fixturenames", ()) else []
     diagnosis = outcome.diagnosis or last_of_examples(outcome)
+    command = partial(_rerun_of_all, run_again, outcome, selected)
     context = Context(
-        item.config, item, *timing, _rerun_of_all(rerun, outcome, selected), seed, diagnosis, example
+        item.config,
+        item,
+        *timing,
+        partial(_rerun_of_all, run_again, outcome, selected),
+        seed,
+        diagnosis,
+        example,
     )
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
@@ -56,7 +72,7 @@ def merge(
         if phase == "call":
             if bad == "setup" or not (reports or problems[phase]):
                 continue
-            merged.extend(_merge_subtests(replace(context, rerun=rerun), ranks, outcome.diagnoses))
+            merged.extend(_merge_subtests(replace(context, rerun=run_again), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
     said.add_statistics(merged)
@@ -64,17 +80,17 @@ def merge(
     return merged
 
 
-def _rerun_of_all(rerun: str, outcome: ItemOutcome, selected: list[str]) -> str:
+def _rerun_of_all(rerun: Callable[[], str], outcome: ItemOutcome, selected: list[str]) -> str:
     """Let the command run only the case that a rank was stuck in, else those that the user chose."""
     cases = {rank.fate.status.case for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
     cases = {case for case in cases if not case.startswith(EXAMPLE)}
     if len(cases) == 1:
         return _with_case(rerun, cases.pop())
-    return "".join([rerun, *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
+    return "".join([rerun(), *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
 
 
-def _with_case(rerun: str, case: str) -> str:
-    return f"{rerun} --subtest {shlex.quote(case.replace(', ', ','))}"
+def _with_case(rerun: Callable[[], str], case: str) -> str:
+    return f"{rerun()} --subtest {shlex.quote(case.replace(', ', ','))}"
 
 
 def _merge_subtests(
@@ -87,7 +103,7 @@ def _merge_subtests(
         problems = subtest_problems(context, ranks, name, reports)
         case = reports[min(reports)].context.msg
         is_case = case and "run_subtests" in getattr(context.item, "fixturenames", ())
-        rerun = _with_case(context.rerun, case) if is_case else context.rerun
+        rerun = partial(_with_case, context.rerun, case) if is_case else context.rerun
         of_case = replace(context, rerun=rerun, diagnosis=diagnoses.get(case))
         merged.append(_merge_phase(of_case, "call", reports, problems, ranks))
     return merged

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,7 +85,7 @@ class Context:
     timed_out: bool
     seconds: float
     """How long the item took, as the controller sees it."""
-    rerun: str
+    rerun: Callable[[], str]
     """The command that runs this item again."""
     seed: int
     diagnosis: Diagnosis | None

@@ -34,7 +34,7 @@ def properties_of_failure(
     return [
         ("rank", ", ".join(map(str, sorted({cause.rank for cause in causes})))),
         ("cause", truncate(next(iter(message.splitlines()), causes[0].title), MOST_OF_A_CAUSE)),
-        ("rerun", context.rerun),
+        ("rerun", context.rerun()),
     ]
 
 

@@ -63,6 +63,8 @@ class RankHandle:
         _bound_messages(self._wire)
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
+        self._phases_path = spec.phases_path
+        self._log_path = Path(spec.log_path)
         self._log_start = 0
         self.can_debug = spec.rank == spec.session.debugged_rank
         self.debugger: DebuggerState = "left"
@@ -80,10 +82,10 @@ class RankHandle:
 
     def begin(self, order: RunItem) -> None:
         """Let the rank run an item, and note what its log and its counter of phases say before."""
-        with open(self._spec.phases_path, "r+b") as phases:
+        with open(self._phases_path, "r+b") as phases:
             phases.write(b"0")  # not truncated first: some file systems then wait for the disk
         with contextlib.suppress(OSError):  # there is no log under -s
-            self._log_start = os.path.getsize(self._spec.log_path)
+            self._log_start = os.path.getsize(self._log_path)
         self.debugger = "left"
         self.send(order)
 
@@ -120,7 +122,7 @@ class RankHandle:
     # What can be seen from outside
 
     def is_alive(self) -> bool:
-        return self._process.is_alive()
+        return not wait([self._process.sentinel], 0)
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process, as Ctrl-Z does; a debugger may take its time."""
@@ -158,11 +160,11 @@ class RankHandle:
     def phases_over(self) -> int:
         """Return how many phases of the item the rank has ended."""
         try:
-            return int(Path(self._spec.phases_path).read_text())
+            return int(Path(self._phases_path).read_text())
         except (OSError, ValueError):  # it died before it ran an item
             return 0
 
-    def running(self) -> RunningExample | None:
+    def running_example(self) -> RunningExample | None:
         """Return which example of a property test the rank is in, or was in as it died."""
         return read_running_example(self._spec.running_path)
 
@@ -172,7 +174,7 @@ class RankHandle:
 
     def output(self) -> RankOutput:
         """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
-        return RankOutput(Path(self._spec.captured_path), Path(self._spec.log_path), self._log_start)
+        return RankOutput(Path(self._spec.captured_path), self._log_path, self._log_start)
 
     # Its debugger
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
-from harness.protocol import Finished, RankStatus, Vote, Warned
+from harness.protocol import Finished, RankStatus, RunningExample, Vote, Warned
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
 
@@ -76,6 +76,8 @@ class RankOutcome:
     vote: Vote | None = None
     status: RankStatus | None = None
     """What it was doing when it failed, or when it was ended."""
+    example: RunningExample | None = None
+    """The example of a property test that it was in at the end, unless the outcome is clean."""
     left_in_flight: str | None = None
     """A collective of the default group that the rank had begun and others had not, at the item's end."""
 

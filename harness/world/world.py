@@ -22,7 +22,6 @@ from harness.protocol import (
     RankSpec,
     Ready,
     RunItem,
-    RunningExample,
     SessionSpec,
     StartFailed,
     Warned,
@@ -129,13 +128,12 @@ class World:
             outcome = ItemRun(self._handles, timeout).run(order)
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
+        if not outcome.is_clean():
+            for handle, rank in zip(self._handles, outcome.ranks, strict=True):
+                rank.example = handle.running_example()
         if self._kept is not None:
             self._keep_output(self._kept, order.nodeid, outcome)
         return outcome
-
-    def running(self) -> list[RunningExample | None]:
-        """Return which example of a property test each rank was in when it last said so, in rank order."""
-        return [handle.running() for handle in self._handles]
 
     def _keep_output(self, kept: OutputDirectory, nodeid: str, outcome: ItemOutcome) -> None:
         """Keep what ranks that died or were ended had printed; the others have done so themselves."""

@@ -12,7 +12,7 @@ import pytest
 
 from harness.exceptions import LaunchError
 from harness.launch import processes, server
-from harness.launch.processes import ProcessLauncher
+from harness.launch.processes import ProcessLauncher, RankProgram
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -117,4 +117,6 @@ def test_a_server_that_takes_too_long_is_reported_with_a_remedy(
     monkeypatch.setattr(server, "status_path", lambda _: tmp_path / "never")
     monkeypatch.setattr(processes, "_has_ended", lambda _: False)
     with pytest.raises(LaunchError, match=re.escape(said)):
-        ProcessLauncher("forkserver", preload)._await_server(deadline=0.0)
+        ProcessLauncher("forkserver", RankProgram("harness.rank:Rank", preload=preload))._await_server(
+            deadline=0.0
+        )

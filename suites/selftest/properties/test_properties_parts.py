@@ -86,28 +86,34 @@ def test_an_example_is_known_again_by_its_choices_and_without_any_by_its_number(
 # Which example has cost a world, and whether to look for a smaller one
 
 
-def _lost_by(outcome: ItemOutcome, *running: RunningExample | None) -> tuple[CrashedExample, ...]:
-    lost = CrashSearch()
-    return lost.order(ORDER).search.crashed if lost.add(outcome, running) else ()
+def _ended_in(outcome: ItemOutcome, *examples: RunningExample | None) -> ItemOutcome:
+    for rank, example in zip(outcome.ranks, examples, strict=True):
+        rank.example = example
+    return outcome
+
+
+def _crashed(outcome: ItemOutcome, *examples: RunningExample | None) -> tuple[CrashedExample, ...]:
+    search = CrashSearch()
+    return search.order(ORDER).search.crashed if search.add(_ended_in(outcome, *examples)) else ()
 
 
 def test_a_rank_that_died_is_blamed_for_its_example() -> None:
-    lost = _lost_by(_outcome(_stuck("votes"), DIED), _example(b"longer"), _example(b"a"))
-    assert lost == (CrashedExample(_example(b"a"), "rank 1 died: SIGKILL"),)
+    crashed = _crashed(_outcome(_stuck("votes"), DIED), _example(b"longer"), _example(b"a"))
+    assert crashed == (CrashedExample(_example(b"a"), "rank 1 died: SIGKILL"),)
 
 
 def test_a_rank_that_hangs_is_blamed_before_one_that_waits_for_the_others() -> None:
-    lost = _lost_by(_outcome(_stuck("votes"), _stuck("runs")), _example(b"a"), _example(b"b"))
-    assert lost == (CrashedExample(_example(b"b"), "rank 1 hung in a line"),)
+    crashed = _crashed(_outcome(_stuck("votes"), _stuck("runs")), _example(b"a"), _example(b"b"))
+    assert crashed == (CrashedExample(_example(b"b"), "rank 1 hung in a line"),)
 
 
 def test_a_rank_that_the_diagnosis_blames_is_blamed() -> None:
-    lost = _lost_by(_outcome(_stuck("runs"), _stuck("runs"), blame=[1]), _example(b"a"), _example(b"b"))
-    assert [each.example.choices for each in lost] == [b"b"]
+    crashed = _crashed(_outcome(_stuck("runs"), _stuck("runs"), blame=[1]), _example(b"a"), _example(b"b"))
+    assert [each.example.choices for each in crashed] == [b"b"]
 
 
 @pytest.mark.parametrize(
-    ("fates", "running"),
+    ("fates", "examples"),
     [
         ((FINISHED, FINISHED), (None, None)),
         ((FINISHED, DIED), (None, None)),  # in a fixture, say
@@ -115,28 +121,28 @@ def test_a_rank_that_the_diagnosis_blames_is_blamed() -> None:
     ],
 )
 def test_no_example_is_blamed_for_what_happens_outside_of_it(
-    fates: tuple[Fate, ...], running: tuple[RunningExample | None, ...]
+    fates: tuple[Fate, ...], examples: tuple[RunningExample | None, ...]
 ) -> None:
-    assert _lost_by(_outcome(*fates), *running) == ()
+    assert _crashed(_outcome(*fates), *examples) == ()
 
 
 def test_an_example_that_is_lost_twice_ends_the_search() -> None:
-    lost = CrashSearch()
-    assert lost.add(_outcome(DIED), [_example(b"a")])
-    assert not lost.add(_outcome(DIED), [_example(b"a")])
+    search = CrashSearch()
+    assert search.add(_ended_in(_outcome(DIED), _example(b"a")))
+    assert not search.add(_ended_in(_outcome(DIED), _example(b"a")))
 
 
 def test_after_a_loss_that_took_too_long_the_test_runs_once_more_without_a_search() -> None:
-    lost = CrashSearch()
-    assert lost.add(_outcome(DIED, seconds=31.0), [_example(b"a")])
-    assert not lost.order(ORDER).search.continues
-    assert not lost.add(_outcome(DIED), [_example(b"b")])
+    search = CrashSearch()
+    assert search.add(_ended_in(_outcome(DIED, seconds=31.0), _example(b"a")))
+    assert not search.order(ORDER).search.continues
+    assert not search.add(_ended_in(_outcome(DIED), _example(b"b")))
 
 
 def test_a_quick_loss_leaves_time_to_search_on() -> None:
-    lost = CrashSearch()
-    assert lost.add(_outcome(DIED), [_example(b"a")])
-    order = lost.order(RunItem("id", "path", None, "tmp", Search(entropy=5)))
+    search = CrashSearch()
+    assert search.add(_ended_in(_outcome(DIED), _example(b"a")))
+    order = search.order(RunItem("id", "path", None, "tmp", Search(entropy=5)))
     assert (order.search.continues, order.search.entropy) == (True, 5)
 
 

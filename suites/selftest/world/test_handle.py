@@ -30,8 +30,8 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank
     session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
     spec = RankSpec(0, WorldKey(1, "gloo", "cpu"), session, 0, str(tmp_path), str(tmp_path))
     ours, theirs = Pipe()
-    facts = {"pid": 1, "sentinel": -1, "exitcode": None}
-    process: Any = SimpleNamespace(**facts, is_alive=lambda: True, join=lambda timeout: None)
+    facts = {"pid": 1, "sentinel": theirs.fileno(), "exitcode": None}  # not ready: it is alive
+    process: Any = SimpleNamespace(**facts, join=lambda timeout: None)
     with ours, theirs:
         yield RankHandle(spec, RankProcess(process, ours)), theirs
 

@@ -110,7 +110,9 @@ def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
     ours, _theirs = multiprocessing.Pipe()
     with subprocess.Popen(["sleep", "100"]) as process:
         started: Any = SimpleNamespace(process=process, wire=ours)
-        spec: Any = SimpleNamespace(rank=0, session=SimpleNamespace(debugged_rank=None))
+        spec: Any = SimpleNamespace(
+            rank=0, session=SimpleNamespace(debugged_rank=None), phases_path="", log_path=""
+        )
         rank = RankHandle(spec, started)
         try:
             assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0

@@ -1,0 +1,79 @@
+"""The private names of pytest that the controller uses, seen in pytest 9.0 to 9.2.
+
+Used where tests are collected and in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def fixture_function(metafunc: pytest.Metafunc, name: str) -> Callable[..., object] | None:
+    """Return the function of the fixture that a test gets under a name; None if that cannot be found out.
+
+    If it moves: what `Metafunc` gets from `FuncFixtureInfo.name2fixturedefs`, the last of a name overrides.
+    """
+    definitions = getattr(metafunc, "_arg2fixturedefs", {}).get(name)
+    function: Callable[..., object] | None = definitions[-1].func if definitions else None
+    return function
+
+
+def tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.CallInfo[None]:
+    """Tear down all fixtures in this process that `nextitem` does not need; return how that went.
+
+    If it moves: what `_pytest.runner.pytest_runtest_teardown` calls.
+    """
+    state = item.session._setupstate
+    return pytest.CallInfo.from_call(lambda: state.teardown_exact(nextitem), when="teardown")
+
+
+def basetemp_of(config: pytest.Config) -> Path:
+    """Return the directory that this run's `tmp_path`s are in.
+
+    If it moves: where the fixture `tmp_path_factory` is taken from; pytest-xdist uses the same attribute.
+    """
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    return factory.getbasetemp()
+
+
+def option_groups(config: pytest.Config) -> Mapping[argparse.Action, str]:
+    """Return every command-line option with the name of its group; empty where pytest keeps them elsewhere.
+
+    If it moves: what `Parser.getgroup` looks through.
+    """
+    groups: list[Any] = getattr(config._parser, "_groups", [])
+    return {
+        action: group.name
+        for group in groups
+        for action in getattr(getattr(group, "_arggroup", None), "_group_actions", ())
+    }
+
+
+@contextlib.contextmanager
+def uncaptured_streams(config: pytest.Config) -> Iterator[None]:
+    """Put the streams that pytest was started with in the place of those of its capture.
+
+    If it moves: the methods of the plugin `capturemanager` that `pytest.set_trace` calls.
+    """
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is None:
+        yield
+        return
+    capture.suspend_global_capture(in_=True)
+    try:
+        yield
+    finally:  # outside of tests pytest captures the input, and not the output
+        capture.resume_global_capture()
+        capture.suspend_global_capture()
+
+
+def make_report(item: pytest.Item, when: str, outcome: str, longrepr: object = None) -> pytest.TestReport:
+    """Return a report of a phase that did not run in this process. The constructor is not documented."""
+    keywords = dict.fromkeys(item.keywords, 1)
+    return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, when)  # type: ignore[arg-type]

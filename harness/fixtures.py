@@ -1,0 +1,60 @@
+"""The fixtures `world`, `run_subtests` and `collectives`, of ranks. Must not import torch.
+
+A project that has fixtures of these names keeps them: a fixture of a conftest or a test file comes before one
+of a plugin. It reaches ours under other names by importing them in its conftest:
+
+    from harness.fixtures import world as rank_world
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.protocol import RANK_PLUGIN
+
+if TYPE_CHECKING:
+    from harness.rank.session import RankSession
+    from harness.rank.world_fixture import RankWorld
+    from harness.recorders import CollectivesLog
+    from harness.subtests import RunSubtests
+
+__all__ = ["collectives", "run_subtests", "world"]
+
+
+def _session(request: pytest.FixtureRequest) -> RankSession:
+    session: RankSession | None = request.config.pluginmanager.get_plugin(RANK_PLUGIN)
+    if session is None:
+        pytest.fail(
+            f"the fixture `{request.fixturename}` exists only on ranks: mark the test with "
+            "pytest.mark.ranks(2)",
+            pytrace=False,
+        )
+    return session
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> RankWorld:
+    """The world this rank belongs to: rank, size, device, mesh, gather and more."""
+    return _session(request).world
+
+
+@pytest.fixture
+def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
+    """Run a claim for each case of a product of settings, on all ranks together."""
+    from harness.subtests import RunSubtests, parse_selection
+
+    selection = parse_selection(request.config.getoption("subtest"))
+    expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
+    return RunSubtests(_session(request).rank, subtests, selection, expected)
+
+
+@pytest.fixture
+def collectives() -> Iterator[CollectivesLog]:
+    """A log of every collective that this rank issues during the test, forward and backward."""
+    from harness.recorders import CollectivesLog
+
+    with CollectivesLog() as log:
+        yield log

@@ -1,0 +1,104 @@
+"""The command-line and ini options of tests on ranks. Used on both sides; must not import torch."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+DEFAULTS = MappingProxyType[str, Any](
+    {
+        "backend": None,
+        "device": None,
+        "world_seed": 0,
+        "world_timeout": 60.0,
+        "fresh_worlds": False,
+        "check_collectives": False,
+    }
+)
+"""Options that change how a test runs: the command that runs it again repeats those with another value."""
+
+START_METHODS = ("forkserver", "spawn")
+LEAK_POLICIES = ("warn", "error", "off")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the options to pytest's."""
+    group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
+    group.addoption(
+        "--backend", help="backend of torch.distributed, gloo or nccl, for tests whose mark names none"
+    )
+    group.addoption(
+        "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
+    )
+    group.addoption(
+        "--world-timeout",
+        type=float,
+        default=DEFAULTS["world_timeout"],
+        metavar="SECONDS",
+        help="deadline of a test on ranks, set-up and tear-down included, and of each example of a property "
+        "(default: %(default)s)",
+    )
+    group.addoption(
+        "--world-seed",
+        type=int,
+        default=DEFAULTS["world_seed"],
+        help="seed of every rank before each test (default: %(default)s)",
+    )
+    group.addoption(
+        "--rank-pdb",
+        type=int,
+        metavar="RANK",
+        help="debug rank RANK at its failures and breakpoints; the others wait, without a deadline",
+    )
+    group.addoption(
+        "--check-collectives",
+        action="store_true",
+        help="after each test compare the collectives of all ranks (operation, dtypes, sizes): a mismatch "
+        "fails it, even one that raised no error",
+    )
+    group.addoption("--fresh-worlds", action="store_true", help="start new processes for every test on ranks")
+    group.addoption(
+        "--rank-output",
+        choices=("failed", "all", "none"),
+        default="failed",
+        help="whose captured output a failure shows: that of the ranks that caused it, of all, of none "
+        "(default: %(default)s)",
+    )
+    group.addoption(
+        "--rank-output-dir",
+        metavar="DIR",
+        help="keep everything that ranks print, in full, in DIR/<test>/rank-N.stdout, .stderr and .log; "
+        "of a rank that died or hung also .output: what was written outside of pytest's capture",
+    )
+    group.addoption(
+        "--subtest",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="run only the cases of run_subtests with these settings",
+    )
+    _add_ini_options(parser)
+
+
+def _add_ini_options(parser: pytest.Parser) -> None:
+    parser.addini(
+        "ranks_preload",
+        "modules that the server imports once for all ranks, in addition to torch",
+        "args",
+        default=["torch.distributed.fsdp"],  # half a second of CPU, which each rank would need for itself
+    )
+    parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
+    parser.addini(
+        "ranks_leaks",
+        "what happens to a test that leaves something behind in its rank: warn, error (at tear-down) or off",
+        default="warn",
+    )
+    parser.addini(
+        "ranks_at_once",
+        "how many ranks may run at once over all pytest runs of this user on this machine",
+        "int",
+        None,
+    )
+    parser.addini("ranks_wait", "seconds that a world waits for what other runs hold", "float", 600.0)
