@@ -14,20 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from harness.controller.pytest_internals import basetemp_of
 from harness.controller.requests import count_gpus, output_directory_of, ranks_at_once
 from harness.exceptions import LaunchError
-from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
-from harness.launch.leases import Lease, Leases
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output import OutputDirectory
 from harness.protocol import SessionSpec, WorldKey
 from harness.world.world import World
+
+if TYPE_CHECKING:
+    from harness.launch.leases import Lease
 
 _waited_key = pytest.StashKey[bool]()
 
@@ -115,12 +116,9 @@ def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None
     Raises:
         LaunchError: it could not be had in time, or leases cannot be kept on this machine.
     """
-    store = LeaseStore(default_directory())
-    leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))
-    return leases.take(_requirement(key, config), make_room)
+    from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
+    from harness.launch.leases import Leases
 
-
-def _requirement(key: WorldKey, config: pytest.Config) -> Requirement:
     at_once = ranks_at_once(config)
     request = ResourceRequest(
         os.getpid(),
@@ -129,7 +127,9 @@ def _requirement(key: WorldKey, config: pytest.Config) -> Requirement:
         gpus=_visible_gpus() if key.device == "cuda" else (),
         exclusive=key.backend == "nccl",
     )
-    return Requirement(request, key.size, at_once)
+    store = LeaseStore(default_directory())
+    leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))
+    return leases.take(Requirement(request, key.size, at_once), make_room)
 
 
 def _visible_gpus() -> tuple[str, ...]:

@@ -53,15 +53,7 @@ def merge(
     selected = item.config.getoption("subtest") if "run_subtests" in getattr(item, "fixturenames", ()) else []
     diagnosis = outcome.diagnosis or last_of_examples(outcome)
     command = partial(_rerun_of_all, run_again, outcome, selected)
-    context = Context(
-        item.config,
-        item,
-        *timing,
-        partial(_rerun_of_all, run_again, outcome, selected),
-        seed,
-        diagnosis,
-        example,
-    )
+    context = Context(item.config, item, *timing, command, seed, diagnosis, example)
     ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
