@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 SAVE_EVERY = 1.0
-"""Seconds. A rank that is killed loses what it has measured since; a save takes longer than a small test."""
-# Of a rank: other processes import and run what this one does not, and the server imports some of it first.
-_SAY_NOTHING_OF = ["already-imported", "module-not-imported", "module-not-measured", "no-data-collected"]
+"""Seconds. A rank that is killed loses what it has measured since; saving takes longer than a small test."""
+# Of no use in a rank: other processes run what this one does not, and the server imports some of it first.
+_DISABLED_WARNINGS = ["already-imported", "module-not-imported", "module-not-measured", "no-data-collected"]
 
 
 class RankCoverage:
-    """Measures this process as pytest-cov would, by the same options, into a file of its own."""
+    """Measures this process as pytest-cov would, with the same options, into its own file."""
 
     def __init__(self, config: pytest.Config) -> None:
         options = config.option
@@ -26,8 +26,8 @@ class RankCoverage:
             config_file=options.cov_config,
             data_suffix=True,
         )
-        said = self._coverage.get_option("run:disable_warnings")
-        self._coverage.set_option("run:disable_warnings", [*said, *_SAY_NOTHING_OF])
+        disabled = self._coverage.get_option("run:disable_warnings")
+        self._coverage.set_option("run:disable_warnings", [*disabled, *_DISABLED_WARNINGS])
         self._coverage.start()
         self._saved = time.monotonic()
 

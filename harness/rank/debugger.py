@@ -8,16 +8,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Generator
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest.config import create_terminal_writer
-from _pytest.debugging import PdbInvoke
-from _pytest.runner import check_interactive_exception
 
 from harness.exceptions import PeerFailed
-from harness.protocol import Debugger
+from harness.protocol import Debugger, DebuggerState
+from harness.rank.pytest_internals import is_interactive, open_debugger
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -27,7 +25,7 @@ __tracebackhide__ = True  # the frames of hooks are no news in a test's tracebac
 
 
 def plug_in(config: pytest.Config, rank: Rank) -> None:
-    """Let pytest debug in this rank, or let its breakpoints say why it does not stop there."""
+    """Register the debugger of this rank, or what explains why its breakpoints do not stop."""
     chosen: int | None = config.option.rank_pdb
     if chosen != rank.spec.rank:
         config.option.usepdb = config.option.trace = False
@@ -41,72 +39,66 @@ def plug_in(config: pytest.Config, rank: Rank) -> None:
 
 
 class RankDebugger:
-    """Opens pytest's debugger on a failure before anybody hears of the failure.
+    """Opens pytest's debugger on a failure before the failure is reported.
 
-    So the other ranks wait where they are, and this rank's connections stand, until the user has seen enough.
+    So the other ranks wait where they are, and this rank's connections stay open, until the user leaves it.
     The controller knows when the debugger waits at its prompt, and when the test runs on under it.
     """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._state: str = "left"
+        self._state: DebuggerState = "left"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if self._state != "quits" and _is_worth_a_look(call, report):
+        if self._state != "quits" and _is_unexpected(call, report):
             self._open(item, call, report)
         return report
 
     def _open(self, item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
-        # There is no terminal plugin in a rank, and all that pytest's debugger wants of it is this.
-        reporter = SimpleNamespace(_tw=create_terminal_writer(item.config, sys.__stdout__))
-        plugins = item.config.pluginmanager
-        plugins.register(reporter, "terminalreporter")
         try:
-            PdbInvoke().pytest_exception_interact(item, call, report)
-            self._tell("left")
-        except Exception:  # of another debugger than pdb; it must not cost the report of the test
-            self._tell("left")
+            open_debugger(item, call, report)
+            self._enter("left")
+        except Exception:  # of another debugger than pdb; the test's own report must not be lost
+            self._enter("left")
             report.sections.append(("The debugger failed itself", traceback.format_exc()))
         except pytest.fail.Exception:
-            item.session.shouldfail = "Quitting debugger"  # no further case of a test's subtests
+            item.session.shouldfail = "Quitting debugger"  # run no further subtest of the test
         finally:
-            _give_back_ctrl_c()
-            plugins.unregister(reporter)
-            vars(report).pop("_pdbshown", None)  # the merged report says more than was shown
+            _restore_ctrl_c()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         try:
             return (yield)
         finally:
-            _give_back_ctrl_c()
+            _restore_ctrl_c()
 
     def pytest_enter_pdb(self, pdb: Any) -> None:
         interaction = pdb.interaction
 
-        def told(*args: Any) -> None:
-            self._tell("prompts")
+        def interact(*args: Any) -> None:
+            self._enter("prompts")
             try:
                 interaction(*args)
                 quits = getattr(pdb, "quitting", False)  # by the end of its input
             except pytest.exit.Exception:
                 quits = True
             if quits:
-                self._tell("quits")
+                self._enter("quits")
                 pytest.fail("the user quit the debugger, which ends the run", pytrace=False)
             elif self._state == "prompts":
-                self._tell("runs")
+                self._enter("runs")
 
-        pdb.interaction = told
+        pdb.interaction = interact
 
     def pytest_leave_pdb(self) -> None:
-        self._tell("left")
+        self._enter("left")
 
-    def _tell(self, state: Any) -> None:
+    def _enter(self, state: DebuggerState) -> None:
         self._state = state
         self._rank.send(Debugger(state))
 
@@ -132,14 +124,14 @@ class NoDebugger:
         sys.stderr.write(f"{here}: skipped, because the debugger is in rank {self._debugged}\n")
 
 
-def _give_back_ctrl_c() -> None:
-    """Take away the handler by which pdb lets Ctrl-C stop what goes on after its command `c`."""
+def _restore_ctrl_c() -> None:
+    """Remove the handler by which Ctrl-C enters pdb again after its command `c`."""
     if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), bdb.Bdb):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _is_worth_a_look(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:
-    """Whether something was raised here, neither expected nor because of another rank alone."""
+def _is_unexpected(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:
+    """Whether something was raised that was not expected, and not because of another rank alone."""
     if call.excinfo is None or isinstance(call.excinfo.value, PeerFailed):
         return False
-    return check_interactive_exception(call, report)
+    return is_interactive(call, report)

@@ -1,7 +1,7 @@
-"""What a test forks is a copy of its rank, and must not go on as the rank: it ends where its test would.
+"""Processes that a test forks: each is a copy of its rank, and must not go on as the rank.
 
-A plugin of the rank's pytest session, and a hook of `os.fork`. What multiprocessing forks never comes back
-here, and needs the hook only.
+A forked child ends where its test would: where it comes back to the rank's own code. The children of
+multiprocessing never come back here; they only leave the rank's connections to the rank.
 """
 
 from __future__ import annotations
@@ -11,68 +11,47 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import suppress
 
-import pytest
-
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
 
-class Copies:
-    """Ends copies of this process wherever one comes back to the rank's own code.
+class Forks:
+    """Ends forked children of this process wherever one comes back to the rank's own code.
 
     Args:
         rank: its number, for the text.
-        let_go: called in each copy as it is made, before anything of the test; lets go of what belongs to
-            the rank alone.
+        detach: called in each child as it is made, before anything of the test; gives up what belongs to the
+            rank alone.
     """
 
-    def __init__(self, rank: int, let_go: Callable[[], None]) -> None:
+    def __init__(self, rank: int, detach: Callable[[], None]) -> None:
         self._rank = rank
         self._pid = os.getpid()
-        os.register_at_fork(after_in_child=let_go)
+        os.register_at_fork(after_in_child=detach)
 
-    def end_copy(self, error: BaseException | None = None) -> None:
-        """Return in the rank; in a copy of it, say on standard error what became of it, and end it.
+    def end_child(self, error: BaseException | None = None) -> None:
+        """Return in the rank; in a forked child, write to standard error how it ended, and end it.
 
         Its exit code is 0 if it came to the end of what it ran, 1 if that raised, or what it gave `sys.exit`.
         """
         if os.getpid() == self._pid:
             return
         with suppress(OSError):
-            how = _how(error)
+            how = _describe_end(error)
             os.write(2, f"rank {self._rank}: process {os.getpid()}, forked by the test, {how}\n".encode())
         os._exit(_exit_code(error))
 
-    def _guard(self) -> Generator[None, object, object]:
+    def guard(self) -> Generator[None, object, object]:
+        """Run what a hook wraps; end a child that comes out of it."""
         try:
             result = yield
         except BaseException as error:
-            self.end_copy(error)
+            self.end_child(error)
             raise
-        self.end_copy()
+        self.end_child()
         return result
 
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_pyfunc_call(self) -> Generator[None, object, object]:
-        return (yield from self._guard())
 
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_fixture_setup(self) -> Generator[None, object, object]:
-        return (yield from self._guard())
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        return (yield from self._guard())  # of unittest, whose methods are no functions of pytest's
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
-        self.end_copy(call.excinfo and call.excinfo.value)  # of a subtest, above all
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_fixture_post_finalizer(self) -> None:
-        self.end_copy()
-
-
-def _how(error: BaseException | None) -> str:
+def _describe_end(error: BaseException | None) -> str:
     match error:
         case None:
             return "came to the end of what it ran there and was ended"

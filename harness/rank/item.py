@@ -1,17 +1,26 @@
-"""The state of a rank that tests start from: kept, put back after each test; what a test has left is told."""
+"""The guards of an item: what surrounds every test in a rank, in one order, called from one place.
+
+A plugin of the rank's pytest session. Before set-up and after tear-down each guard in turn compares its part
+of the process: standard streams, then state (which is restored), then open resources (of which processes are
+ended). What a fixture of a wider scope than a function changes stands until the fixture ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import sys
+import warnings
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 from harness.exceptions import RankStateWarning
-from harness.rank.leaks import Leaks
-from harness.rank.state import RankState, forget_meshes
-from harness.rank.streams import Streams
+from harness.rank.leaks import LeakGuard
+from harness.rank.pytest_internals import tear_down_except_for
+from harness.rank.state import RankState
+from harness.rank.torch_internals import clear_dtensor_caches
+from harness.subtests import RunSubtests
 
 if TYPE_CHECKING:
     from harness.rank.process import Rank
@@ -19,59 +28,183 @@ if TYPE_CHECKING:
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
 
-class Baseline:
-    """Keeps the state. A plugin of the rank's pytest session.
+class Guard(Protocol):
+    """One part of the process that tests must leave as they found it.
 
     Attributes:
-        is_restored: Whether all that the last test had changed could be put back.
+        baseline: the part as tests start from it: a snapshot with the method `with_changes(before, after)`.
+        warning: the category of the warning about what a test left behind.
+    """
+
+    baseline: Any
+    warning: type[Warning]
+
+    def capture(self) -> Any:
+        """Return a snapshot of this moment."""
+        ...
+
+    def before(self) -> None:
+        """Look at the part before a test's set-up."""
+        ...
+
+    def after(self, raised: bool) -> Sequence[str]:
+        """Look at it after the tear-down, restore what can be, and describe what the test left behind.
+
+        Args:
+            raised: whether the test has failed: pytest keeps its traceback, with what its variables hold.
+        """
+        ...
+
+
+class ItemGuards:
+    """Calls the guards of a rank around each item.
+
+    Attributes:
+        state: one of the guards.
+        raised: Whether the item has failed in an earlier phase, or as was expected; the reporter sets it.
     """
 
     def __init__(self, rank: Rank) -> None:
-        self.is_restored = True
         self._rank = rank
-        self._streams = Streams()
-        self._baseline: RankState | None = None
-        self._last: RankState | None = None
-        self._of_fixtures: dict[object, tuple[RankState, RankState]] = {}
-        """What fixtures of wider scope have changed: the state before and after."""
+        self._streams = StreamGuard()
+        self.state = StateGuard(rank, self._streams)
+        self.raised = False
+        self._setups: list[list[Any]] = []
+        """The snapshots from before each set-up under way of a wide fixture, the outermost first."""
+        self._changes: dict[object, list[tuple[Any, Any]]] = {}
+        """The snapshots from before and after the set-up of each wide fixture, guard by guard."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.pluginmanager.register(self._streams)
-        self._leaks = Leaks(self._rank.spec.rank, config.getini("ranks_leaks"))
-        config.pluginmanager.register(self._leaks)
+        self._policy = config.getini("ranks_leaks")
+        self._guards: tuple[Guard, ...] = (self.state, LeakGuard(self._policy))
 
-    def start(self) -> None:
-        """Take the state of now for what tests start from."""
-        self._baseline = self._last = RankState.capture()
-
-    def adopt(self, before: RankState) -> None:
-        """Let stand what has changed since `before`: not by a test, but by the import of its file, say."""
-        assert self._baseline is not None
-        self._baseline = self._baseline.with_changes(before, RankState.capture())
-
-    def end_groups(self) -> None:
-        """Destroy what process groups the last test has left, now that all ranks have ended it."""
-        assert self._baseline is not None
-        assert self._last is not None
-        if self._last.process_groups - self._baseline.process_groups:
-            self._baseline.end_groups()
-            self._last = RankState.capture()
+    # Around an item
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        """Adopt what has changed since the last test: plugins, pytest-timeout say, may set a timer."""
-        assert self._last is not None
-        if RankState.capture() != self._last:
-            self.adopt(self._last)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._place = str(item.path), (item.location[1] or 0) + 1
+        self.raised = False
+        self._streams.before()
+        for guard in self._guards:
+            guard.before()
+        # Under pytest-xdist a controller knows its next item, but not whether the next one of this world will
+        # be its own: something may be set up that this item does not need.
+        tear_down_except_for(item)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        self._streams.before_call()
+        # Of unittest, for which there is no pytest_pyfunc_call.
+        return (yield from self._rank.forks.guard())
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        result = yield from self._rank.forks.guard()
+        runner = pyfuncitem.funcargs.get("run_subtests")
+        if isinstance(runner, RunSubtests):
+            runner.skip_if_nothing_ran()
+        return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        result = yield
-        assert self._baseline is not None
-        self._put_back(self._baseline)
+        try:
+            result = yield
+        except BaseException:
+            # The world will not be used again, so its state may stay; but processes would outlive it.
+            self._look(self._guards[1:], failed=True)
+            raise
+        self._look(self._guards)
         return result
 
-    def _put_back(self, baseline: RankState) -> None:
+    def _look(self, guards: Sequence[Guard], failed: bool = False) -> None:
+        """Report what the test has left, by the policy: in a warning, as a failure, or not at all.
+
+        A test that has failed already does not fail for this too.
+        """
+        failure = ""
+        for guard in guards:
+            left = guard.after(self.raised or failed)
+            if not left or self._policy == "off":
+                continue
+            text = f"rank {self._rank.spec.rank}: the test left behind {'; '.join(left)}"
+            if self._policy == "error" and not (self.raised or failed):
+                failure, failed = f"{text} (ranks_leaks = error)", True
+            else:
+                warnings.warn_explicit(text, guard.warning, *self._place)
+        if failure:
+            pytest.fail(failure, pytrace=False)
+
+    # Fixtures
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield from self._rank.forks.guard())
+        befores = [guard.capture() for guard in self._guards]
+        self._setups.append(befores)
+        try:
+            result = yield from self._rank.forks.guard()
+        finally:
+            self._setups.pop()
+        changes = [(before, guard.capture()) for before, guard in zip(befores, self._guards, strict=True)]
+        self._changes[fixturedef] = changes
+        self._apply(changes)
+        for outer in self._setups:  # fixtures that have requested this one: it is not theirs to undo
+            outer[:] = [of.with_changes(*change) for of, change in zip(outer, changes, strict=True)]
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        self._rank.forks.end_child()
+        if fixturedef in self._changes:
+            self._apply([(after, before) for before, after in self._changes.pop(fixturedef)])
+
+    def _apply(self, changes: Sequence[tuple[Any, Any]]) -> None:
+        for guard, (before, after) in zip(self._guards, changes, strict=True):
+            if before != after:
+                guard.baseline = guard.baseline.with_changes(before, after)
+
+
+class StateGuard:
+    """Restores the state of the rank after each test.
+
+    Attributes:
+        is_restored: Whether all that the last test had changed could be restored.
+    """
+
+    warning: type[Warning] = RankStateWarning
+    baseline: RankState
+
+    def __init__(self, rank: Rank, streams: StreamGuard) -> None:
+        self.is_restored = True
+        self._rank = rank
+        self._streams = streams
+
+    def capture(self) -> RankState:
+        return RankState.capture()
+
+    def start(self) -> None:
+        """Take the state of now for what tests start from."""
+        self.baseline = self._last = RankState.capture()
+
+    def adopt(self, before: RankState) -> None:
+        """Accept what has changed since `before` not by a test but by the import of its file, for example."""
+        self.baseline = self.baseline.with_changes(before, RankState.capture())
+
+    def end_groups(self) -> None:
+        """Destroy the process groups that the last test left, now that all ranks have ended it."""
+        if self._last.process_groups - self.baseline.process_groups:
+            self.baseline.end_groups()
+            self._last = RankState.capture()
+
+    def before(self) -> None:
+        """Accept what has changed since the last test: plugins, such as pytest-timeout, may set a timer."""
+        if RankState.capture() != self._last:
+            self.adopt(self._last)
+
+    def after(self, raised: bool) -> Sequence[str]:
+        baseline = self.baseline
         now = self._last = RankState.capture()
         left = self._streams.take_notes()
         if now != baseline:
@@ -82,25 +215,47 @@ class Baseline:
             self._last = RankState.capture()
             kept = self._last.process_groups & baseline.process_groups
             self.is_restored = not baseline.changes(replace(self._last, process_groups=kept))
-        forget_meshes()
-        if left:
-            self._leaks.tell(RankStateWarning, "; ".join(left))
+        clear_dtensor_caches()
+        return left
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        """Let what a fixture of wider scope than a function changes stand until that fixture ends."""
-        if fixturedef.scope == "function" or self._baseline is None:
+
+_STREAMS = ("stdout", "stderr")
+
+
+class StreamGuard:
+    """Keeps `sys.stdout` and `sys.stderr` open and in their place, and notes what tests tried.
+
+    If a test closed or replaced them, pytest and every later test would write to nowhere. What is replaced
+    under capture, pytest itself restores after each phase.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+        self._of_fixtures: dict[str, Any] = {}
+        self._notes: list[str] = []
+
+    def take_notes(self) -> list[str]:
+        """Return what the test did to the streams, a line each, and forget it."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def before(self) -> None:
+        self._before = {name: getattr(sys, name) for name in _STREAMS}
+        for name, stream in self._before.items():
+            if stream is not None and "close" not in vars(stream):
+                stream.close = lambda name=name: self._notes.append(f"sys.{name} closed")
+
+    def before_call(self) -> None:
+        """Accept what fixtures have put in place of a stream: they restore it themselves."""
+        self._of_fixtures = {name: getattr(sys, name) for name in _STREAMS}
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest's capture, where tests see their streams
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        try:
             return (yield)
-        before = RankState.capture()
-        result = yield
-        now = RankState.capture()
-        if now != before:
-            self._of_fixtures[fixturedef] = before, now
-            self._baseline = self._baseline.with_changes(before, now)
-        return result
-
-    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        changes = self._of_fixtures.pop(fixturedef, None)
-        if changes is not None and self._baseline is not None:
-            before, after = changes
-            self._baseline = self._baseline.with_changes(after, before)
+        finally:
+            for name, stream in self._before.items():
+                now = getattr(sys, name)
+                if now is not stream and now is not self._of_fixtures.get(name, stream):
+                    setattr(sys, name, stream)
+                    self._notes.append(f"sys.{name} replaced by {now!r}")

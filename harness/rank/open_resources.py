@@ -1,7 +1,4 @@
-"""What a process has running and open: child processes, threads, files and sockets, shared memory.
-
-Runs inside a rank.
-"""
+"""The open resources of a rank: child processes, threads, files and sockets, shared memory."""
 
 from __future__ import annotations
 
@@ -10,24 +7,23 @@ import multiprocessing
 import os
 import socket
 import stat
-import subprocess
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_sharer, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from harness.process_tree import children_of, is_running, with_descendants
+from harness.rank.multiprocessing_internals import is_resource_sharer, reap_popens, service_processes
 from harness.tracebacks import is_installed
 
 _SEGMENTS = "/dev/shm"
-_MOST_OF_COMMAND = 120
+_MAX_COMMAND = 120
 """Characters of a command line that are shown."""
 # What torch starts once in a process and keeps to its end, by a piece of the command line.
-_TORCHS_PROCESSES = (
+_TORCH_PROCESSES = (
     "torch/_inductor/compile_worker",  # compiles kernels for all that is compiled later
     "torch_shm_manager",  # unlinks shared tensors when their last user is gone
 )
@@ -40,14 +36,14 @@ _INFRASTRUCTURE = {
 
 @dataclass(frozen=True, slots=True)
 class OpenResources:
-    """What a process has at one moment."""
+    """The open resources of a process at one moment."""
 
     children: frozenset[int]
     threads: frozenset[threading.Thread]
     files: frozenset[str]
     """Numbers of descriptors, as the system writes them."""
     segments: frozenset[str]
-    """Names in /dev/shm, whoever made them."""
+    """Names in /dev/shm, of all processes."""
 
     @classmethod
     def capture(cls) -> OpenResources:
@@ -66,46 +62,50 @@ class OpenResources:
             self.segments - other.segments,
         )
 
-    def __or__(self, other: OpenResources) -> OpenResources:
-        return OpenResources(
-            self.children | other.children,
-            self.threads | other.threads,
-            self.files | other.files,
-            self.segments | other.segments,
-        )
-
     def __and__(self, other: OpenResources) -> OpenResources:
         return self - (self - other)
 
     def __bool__(self) -> bool:
         return bool(self.children or self.threads or self.files or self.segments)
 
+    def with_changes(self, before: OpenResources, after: OpenResources) -> OpenResources:
+        """Return these with what was opened between two moments, and without what was closed."""
+        opened, closed = after - before, before - after
+        return OpenResources(
+            (self.children - closed.children) | opened.children,
+            (self.threads - closed.threads) | opened.threads,
+            (self.files - closed.files) | opened.files,
+            (self.segments - closed.segments) | opened.segments,
+        )
+
+    def without_what_variables_hold(self) -> OpenResources:
+        """Leave out all but processes: a traceback keeps what a failed test had in its variables."""
+        return OpenResources(self.children, frozenset(), frozenset(), frozenset())
+
     def of_tests(self, made: set[str]) -> OpenResources:
-        """Leave out what has ended, what Python and torch keep for the process's life, what others made.
+        """Leave out what has ended, what Python and torch keep to the end of the process, what others made.
 
         Args:
             made: names of the segments that this process has made.
         """
         return OpenResources(
-            frozenset(pid for pid in self.children if is_running(pid) and not _is_torchs(pid)),
-            frozenset(thread for thread in self.threads if thread.is_alive() and not _serves_all(thread)),
+            frozenset(pid for pid in self.children if is_running(pid) and not _is_of_torch(pid)),
+            frozenset(thread for thread in self.threads if thread.is_alive() and not _is_service(thread)),
             frozenset(fd for fd in self.files if _name_of_file(fd)),
             frozenset(name for name in self.segments if _is_ours(name, made)),
         )
-
-    def _files_to_tell(self) -> list[str]:
-        """Leave out pipes where processes were left too: they lead there."""
-        files = sorted(self.files, key=int)
-        return [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
 
     def describe(self) -> list[str]:
         """Name each of them; processes with all that are below them."""
         children = sorted(with_descendants(set(self.children)))
         threads = sorted(self.threads, key=lambda thread: thread.name)
+        files = sorted(self.files, key=int)
+        # Pipes lead to the processes, where any were left.
+        files = [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
         return [
             *(f"process {pid} ({_command_of(pid)}), which was ended" for pid in children),
             *(f"thread {_describe_thread(thread)}" for thread in threads),
-            *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in self._files_to_tell()),
+            *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in files),
             *(f"shared memory {_SEGMENTS}/{name}" for name in sorted(self.segments)),
         ]
 
@@ -120,32 +120,24 @@ def _children() -> frozenset[int]:
     except ChildProcessError:  # there is none: the usual case costs one system call
         return frozenset()
     found = children_of(os.getpid())
-    servers = {pid for pid, _ in _servers() if pid is not None}
+    servers = {pid for pid, _ in service_processes() if pid is not None}
     forked = (children_of(pid) for pid in servers & found)
     return frozenset(found.union(*forked) - servers)
 
 
-def _servers() -> list[tuple[int | None, int | None]]:
-    """Return the processes that multiprocessing starts once for all, each with the pipe that keeps it."""
-    tracker: Any = resource_tracker
-    server: Any = forkserver
-    tracker, server = tracker._resource_tracker, server._forkserver
-    return [(tracker._pid, tracker._fd), (server._forkserver_pid, server._forkserver_alive_fd)]
-
-
 def reap(pids: frozenset[int]) -> None:
-    """Wait for those of the children that have ended; tell the modules that keep lists of them first."""
+    """Wait for those of the children that have ended; first by the modules that keep lists of them."""
     if not pids:
         return
     multiprocessing.active_children()
-    subprocess._cleanup()  # type: ignore[attr-defined]
+    reap_popens()
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
-def _is_torchs(pid: int) -> bool:
-    return any(word in _command_of(pid) for word in _TORCHS_PROCESSES)
+def _is_of_torch(pid: int) -> bool:
+    return any(word in _command_of(pid) for word in _TORCH_PROCESSES)
 
 
 def _command_of(pid: int) -> str:
@@ -157,18 +149,17 @@ def _command_of(pid: int) -> str:
         names = {child.pid: f"multiprocessing's {child.name}" for child in multiprocessing.active_children()}
         return names.get(pid, "a fork of this rank")
     text = words.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    return text if len(text) < _MOST_OF_COMMAND else f"{text[:_MOST_OF_COMMAND]}…"
+    return text if len(text) < _MAX_COMMAND else f"{text[:_MAX_COMMAND]}…"
 
 
 # Threads
 
 
-def _serves_all(thread: threading.Thread) -> bool:
-    """Whether a thread is no test's: a native one that has run some Python, or one started once for all."""
-    sharer: Any = resource_sharer
+def _is_service(thread: threading.Thread) -> bool:
+    """Whether a thread is of no test: a native one that has run some Python, or one that serves all tests."""
     return (
         isinstance(thread, threading._DummyThread)
-        or thread is sharer._resource_sharer._thread  # multiprocessing's, once a descriptor was sent
+        or is_resource_sharer(thread)
         or not _INFRASTRUCTURE.isdisjoint((thread.name, type(thread).__name__))
     )
 
@@ -190,10 +181,10 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _files() -> frozenset[str]:
-    """Return the open descriptors, but the one that the look at them takes."""
+    """Return the open descriptors, except for the one that listing them takes."""
     try:
         found = os.listdir("/proc/self/fd")
-        mine = os.open("/proc/self/fd", os.O_RDONLY)  # the lowest free number, as the one of the listing was
+        mine = os.open("/proc/self/fd", os.O_RDONLY)  # the lowest free number, as that of the listing was
     except OSError:
         return frozenset()
     os.close(mine)
@@ -207,9 +198,9 @@ def _name_of_file(number: str) -> str:
         mode, flags = os.fstat(int(number)).st_mode, fcntl.fcntl(int(number), fcntl.F_GETFD)
     except OSError:
         return ""
-    if any(str(pipe) == number for _, pipe in _servers()):
+    if any(str(pipe) == number for _, pipe in service_processes()):
         return ""
-    # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are told elsewhere.
+    # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are in the state.
     native = not (stat.S_ISREG(mode) or flags & fcntl.FD_CLOEXEC)
     device = path.startswith("/dev/") and not path.startswith(_SEGMENTS)
     if native or device or path.startswith("anon_inode:"):

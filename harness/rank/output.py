@@ -8,13 +8,13 @@ import os
 from typing import Any
 
 import pytest
-from _pytest import capture
 
 from harness.output import KEEP_ALL, MAX_TEXT, OutputDirectory, truncate
+from harness.rank.pytest_internals import FD_CAPTURE, captured_sections
 
 
 class TestOutput:
-    """The captured sections of the test that runs.
+    """The captured output of the test that runs.
 
     Args:
         directory: of `--rank-output-dir`, "" for none.
@@ -26,32 +26,32 @@ class TestOutput:
         self._num_settled = 0
 
     def begin(self, item: pytest.Item) -> None:
-        self._num_settled = len(item._report_sections)
+        self._num_settled = len(captured_sections(item))
 
     def settle(self, item: pytest.Item) -> None:
-        """Take on what a phase has printed, before its report is made.
+        """Store and truncate the output of a phase, before its report is made.
 
         In place: an item keeps its sections for the rest of the session.
         """
-        sections = item._report_sections
+        sections = captured_sections(item)
         for i in range(self._num_settled, len(sections)):
             when, kind, text = sections[i]
-            sections[i] = (when, kind, self._take(item.nodeid, kind, text))
+            sections[i] = (when, kind, self._store(item.nodeid, kind, text))
         self._num_settled = len(sections)
 
     def settle_subtest(self, report: pytest.TestReport) -> None:
-        """Take on what a subtest has printed; before it stands what the test had printed in set-up."""
+        """Store and truncate the output of a subtest; the sections before it are those of the set-up."""
         for i, (title, text) in enumerate(report.sections[self._num_settled :], self._num_settled):
-            report.sections[i] = (title, self._take(report.nodeid, _kind(title), text))
+            report.sections[i] = (title, self._store(report.nodeid, _kind(title), text))
 
     def keep_of_file(self, report: pytest.CollectReport) -> None:
-        """Keep what a file printed when it was imported, in place of what it printed in a world before."""
+        """Store what a file printed when it was imported, in place of what it printed in an earlier world."""
         if self._directory is not None:
             for title, text in report.sections:
-                with contextlib.suppress(OSError):  # the controller looked whether it can be written
+                with contextlib.suppress(OSError):  # the controller has checked that it can be written
                     self._directory.replace(report.nodeid, self._rank, _kind(title), text)
 
-    def _take(self, nodeid: str, kind: str, text: str) -> str:
+    def _store(self, nodeid: str, kind: str, text: str) -> str:
         remedy = KEEP_ALL
         if self._directory is not None:
             try:
@@ -62,7 +62,7 @@ class TestOutput:
 
 
 def _kind(title: str) -> str:
-    """Read the "stdout" out of "Captured stdout call"; plugins may add titles of their own."""
+    """Return the "stdout" of the title "Captured stdout call", and the title of a plugin as it is."""
     words = title.split()
     return words[1] if len(words) > 1 and words[0] == "Captured" else title
 
@@ -71,40 +71,40 @@ STREAMS = {1: "stdout", 2: "stderr"}
 
 
 def capture_into(directory: str) -> None:
-    """Let every capture of a file descriptor write into a file of `directory`, which exists while it lasts.
+    """Make every capture of a file descriptor write into a file of `directory`, which exists while it lasts.
 
-    pytest captures into files without a name, which end with the process; those of subtests and of `capfd`
-    are made in the midst of a test, too late to tell anyone of them. It offers no way to choose the files.
+    pytest captures into files without a name, which end with the process. The controller reads these where a
+    rank dies in a test.
     """
     os.makedirs(directory, mode=0o700)
-    start, done = capture.FDCaptureBase.start, capture.FDCaptureBase.done
+    start, done = FD_CAPTURE.start, FD_CAPTURE.done
     paths: dict[object, str] = {}
     numbers = itertools.count()
 
-    def start_in_file(self: capture.FDCaptureBase[Any]) -> None:
+    def start_in_file(self: Any) -> None:
         if self.targetfd in STREAMS:
             paths[self] = f"{directory}/{next(numbers):09}.{STREAMS[self.targetfd]}"
             _put_under(self.tmpfile.fileno(), paths[self])
         start(self)
 
-    def done_with_file(self: capture.FDCaptureBase[Any]) -> None:
+    def done_with_file(self: Any) -> None:
         done(self)
         with contextlib.suppress(KeyError, OSError):  # done twice, or by a process that was forked in a test
             os.unlink(paths.pop(self))
 
-    setattr(capture.FDCaptureBase, "start", start_in_file)  # noqa: B010
-    setattr(capture.FDCaptureBase, "done", done_with_file)  # noqa: B010
+    FD_CAPTURE.start = start_in_file
+    FD_CAPTURE.done = done_with_file
 
 
 def _put_under(descriptor: int, path: str) -> None:
-    """Let an open descriptor mean the new file `path`."""
+    """Make an open descriptor refer to the new file `path`."""
     named = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.dup2(named, descriptor, inheritable=False)
     os.close(named)
 
 
 def tee_where_captured_in_memory(config: pytest.Config) -> None:
-    """Under --capture=sys, let what Python prints go to the rank's log as well: memory ends with the rank."""
+    """Under --capture=sys, write what Python prints to the rank's log as well: memory ends with the rank."""
     options = config.known_args_namespace
     if options.capture == "sys":
         options.capture = "tee-sys"

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -26,36 +25,27 @@ from harness.protocol import (
     FromRank,
     Interrupt,
     Probe,
-    Progress,
     RankSpec,
     RankStatus,
     Ready,
     RunItem,
     StartFailed,
-    State,
     ToRank,
     Vote,
     Voted,
 )
-from harness.rank.forks import Copies
+from harness.rank.forks import Forks
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
 from harness.rank.reporter import describe_raised
 from harness.rank.session import RankSession, seed_everything
-from harness.rank.state import count_collectives, count_groups
-from harness.rank.status import (
-    WIRE_THREAD,
-    CrashReports,
-    Stacks,
-    describe_rank,
-    issued_since,
-    others_run_users_code,
-    progress,
-)
+from harness.rank.state import CrashReports
+from harness.rank.status import WIRE_THREAD, Activity, StatusReader
+from harness.rank.torch_internals import count_collectives, count_groups
 from harness.rank.world_fixture import RankWorld
 
 LOOK_EVERY = 0.2
-"""Seconds between looks of an idle rank whether its world's lease is asked back."""
+"""Seconds between looks of an idle rank at whether its world's lease is recalled."""
 
 
 class LeaseShare(Protocol):
@@ -67,8 +57,11 @@ class LeaseShare(Protocol):
 class Rank:
     """A rank from its start to its end.
 
-    Two threads use the wire: the main one runs tests and sends what comes of them; a second one receives, so
-    that the rank can say what it is doing, or end with its controller, while a test runs.
+    Two threads use the wire: the main one runs tests and sends their reports; a second one receives, so that
+    the rank can send its status, or end with its controller, while a test runs.
+
+    Args:
+        lease: the rank's share in what its world has leased of the machine.
     """
 
     def __init__(self, spec: RankSpec, wire: Connection, lease: LeaseShare | None) -> None:
@@ -81,20 +74,17 @@ class Rank:
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
-        self._state: State = "idle"
-        self._case = ""
-        self._item_began = 0
-        self._stacks = Stacks()
+        self._activity = Activity()
+        self._status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
-        self._progress: object = None
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.stacks_path)
-        self.copies = Copies(spec.rank, self._let_go)
+        self.forks = Forks(spec.rank, self._detach)
         self._lease = lease
 
     def join(self) -> None:
-        """Answer the controller from here on, and meet the other ranks in the default process group."""
+        """Answer the controller from now on, and meet the other ranks in the default process group."""
         gc.enable()  # the server has it off
         self.crash_reports.enable()
         threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
@@ -120,37 +110,37 @@ class Rank:
                 stream.flush()
         os._exit(0)  # threads that tests have left would keep the process
 
-    def _let_go(self) -> None:
-        """In a copy of this process that a test has forked: leave to the rank what is the rank's."""
-        if not self._wire.closed:  # else a copy of a copy
-            self._wire.close()  # the controller must notice the rank's end, though the copy lives
+    def _detach(self) -> None:
+        """Leave to the rank, in a forked child of this process, what is the rank's."""
+        if not self._wire.closed:  # else a child of a child
+            self._wire.close()  # the controller must notice the rank's end, though the child lives
             os.close(self._phases)
-        self.group.let_go()
+        self.group.detach()
 
     def ready(self) -> None:
-        """Tell the controller that items may come."""
+        """Let the controller send items."""
         self.send(Ready())
 
     def post(self, message: FromRank) -> None:
         """Send a message with the next one that cannot wait: each write wakes the controller."""
-        self.copies.end_copy()
+        self.forks.end_child()
         with self._sending:
             self._outbox.append(message)
 
     def send(self, message: FromRank) -> None:
         """Send a message, after those that were posted."""
-        self.copies.end_copy()
+        self.forks.end_child()
         with self._sending:
             self._outbox.append(message)
             self._wire.send(tuple(self._outbox))
             self._outbox.clear()
 
-    def note_phases_over(self, count: int) -> None:
-        """Leave a note of how far the item has come; posted reports are lost if the process dies."""
+    def record_phases_over(self, count: int) -> None:
+        """Record how far the item has come, as posted reports are lost if the process dies."""
         os.pwrite(self._phases, str(count).encode(), 0)
 
     def next_order(self) -> RunItem | Agreed | Close:
-        """Wait for the controller to say what to do next."""
+        """Return the next order of the controller; `Close` as soon as the lease is recalled."""
         if self._lease is None:
             return self._inbox.get()
         while True:
@@ -160,22 +150,23 @@ class Rank:
                 return Close()
 
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
-        """Tell all ranks how this one fared at a case of a test; return every rank's vote, in rank order.
+        """Send this rank's vote on a case of a test; return the votes of all ranks, in rank order.
 
         A rank that has ended the test counts as a vote with the outcome "ended".
 
         Args:
-            abort_after: seconds to wait for the others before freeing those that wait for this rank.
+            abort_after: seconds to wait for the others before the group is aborted, which frees those that
+                wait for this rank.
         """
-        self._state = "votes"
+        self._activity.state = "votes"
         self.send(Voted(vote))
         answer = self._early_order(abort_after) or self.next_order()
-        self._state = "runs"
+        self._activity.state = "runs"
         assert isinstance(answer, Agreed)
         return answer.votes
 
     def _early_order(self, within: float | None) -> RunItem | Agreed | Close | None:
-        """Return what the controller says in so many seconds; abort the group if it says nothing."""
+        """Return the controller's order within so many seconds; abort the group if there is none."""
         if within is None:
             return None
         with contextlib.suppress(queue.Empty):
@@ -184,28 +175,27 @@ class Rank:
         return None
 
     def groups(self) -> GroupState:
-        """Return in which state the process groups are."""
+        """Return the state of the process groups."""
         return GroupState(self.group.is_aborted, count_collectives(), count_groups())
 
     def begin_case(self, name: str) -> None:
-        """Note which subtest the test has come to, and give every generator the seed of the world."""
-        self._case = self._abortable = name
+        """Enter a case of the test, and seed every generator with the seed of the world."""
+        self._activity.case = self._abortable = name
         self.reseed()
 
     def end_case(self) -> None:
-        """Note that what follows is in no subtest."""
+        """Leave the case."""
         self._own_connections()
-        self._case = ""
+        self._activity.case = ""
 
     def finish(self, message: Finished) -> None:
-        """Tell the controller that the item is over."""
-        self._state, self._case = "idle", ""
+        """Send the end of the item."""
+        self._activity.state, self._activity.case = "idle", ""
         self.send(message)
 
     def collectives(self) -> RankStatus:
-        """Say which collectives this rank has begun in this test, and no more."""
-        issued, before = issued_since(self._item_began, self.group.joined)
-        return RankStatus("", "", "", issued, before, self._state, self._case)
+        """Return the collectives that this rank has begun in this test."""
+        return self._status.collectives()
 
     def abort(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
@@ -213,21 +203,21 @@ class Rank:
         self.group.abort()
 
     def repair(self) -> None:
-        """Meet the other ranks in a new process group, and let none go on before all have come.
+        """Meet the other ranks in a new process group, and wait until all have joined it.
 
         A rank that failed at once would break the connections that a slower one is still making.
         """
         self._own_connections()
         self.group.repair()
-        self.agree(Vote(self._case, "met"))
+        self.agree(Vote(self._activity.case, "met"))
 
     def _own_connections(self) -> None:
-        """Let the controller cut none from here on: it may ask so late that the new group stands."""
+        """Ignore orders to abort from now on: one may come so late that it would abort the new group."""
         with self._aborting:
             self._abortable = ""
 
     def reseed(self) -> None:
-        """Give every generator of this process the seed of the world."""
+        """Seed every generator of this process with the seed of the world."""
         seed_everything(self.spec.seed, self.group.device)
 
     def _watch(self) -> None:
@@ -237,12 +227,12 @@ class Rank:
             try:
                 message: ToRank = self._wire.recv()
             except (EOFError, OSError):
-                # The controller is gone: end, and take along what a test may have started.
+                # The controller is gone: end, with all that tests have started.
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:
-                case Probe(thoroughly):
-                    self._answer(main, thoroughly)
+                case Probe(full):
+                    self.send(self._status.answer(full))
                 case AbortGroup(case):
                     with self._aborting:
                         if case == self._abortable:
@@ -252,31 +242,7 @@ class Rank:
                     self.group.abort()  # the main thread may wait in a collective, where no signal reaches it
                     signal.pthread_kill(main, signal.SIGINT)
                 case RunItem():
-                    self._state, self._item_began = "runs", time.time_ns()
+                    self._activity.state, self._activity.began = "runs", time.time_ns()
                     self._inbox.put(message)
                 case Agreed() | Close():
                     self._inbox.put(message)
-
-    def _answer(self, main: int, full: bool) -> None:
-        """Say what the main thread is doing, or only that it has run since the last time."""
-        try:
-            answer = self._say(main, full)
-        except Exception:  # of what torch does not document; the thread that says it is needed on
-            answer = RankStatus(traceback.format_exc(), "an unknown place", state=self._state)
-        self.send(answer)
-
-    def _say(self, main: int, full: bool) -> RankStatus | Progress:
-        before, self._progress = self._progress, progress()
-        if full:
-            return self._describe(main)
-        if self._state != "runs":
-            return self.collectives()
-        if before == self._progress and not others_run_users_code(self._stacks.take(), main):
-            return self._describe(main)
-        return Progress()
-
-    def _describe(self, main: int) -> RankStatus:
-        base = self.spec.session.cwd
-        stacks = self._stacks.take()
-        began, joined = self._item_began, self.group.joined
-        return describe_rank(stacks, main, base, began, joined, self._state, self._case)

@@ -1,4 +1,4 @@
-"""The default process group of a rank: joined, aborted when the rank has failed, joined anew."""
+"""The default process group of a rank: joined, aborted when the rank has failed, joined again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from harness.protocol import RankSpec
-from harness.rank.status import MOST_RECORDED
+from harness.rank.torch_internals import abort_nccl_groups, forget_groups, process_groups
 
 # The controller's deadline ends what hangs, and says more about it than torch's own would.
 _NO_TIMEOUT = datetime.timedelta(days=1)
+MAX_RECORDED = 256
+"""Collectives that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
 
 
 class DefaultGroup:
@@ -41,9 +43,9 @@ class DefaultGroup:
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MOST_RECORDED))
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
         if key.backend == "nccl":
-            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MOST_RECORDED))
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MAX_RECORDED))
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
         if self.device.type == "cuda":
@@ -62,35 +64,35 @@ class DefaultGroup:
         )
 
     def abort(self) -> None:
-        """Cut this rank's connections, so that ranks that wait for it in a collective fail at once.
+        """Close this rank's connections, so that ranks that wait for it in a collective fail at once.
 
-        Destroying the group would not do: it lives on while a traceback's frames, a model or work in flight
-        refer to it, and its destructor waits for that work.
+        Destroying the group would not suffice: it lives on while a traceback's frames, a model or work in
+        flight refer to it, and its destructor waits for that work.
         """
         if not dist.is_initialized():
             return
         self.is_aborted = True
         if self._spec.key.backend == "nccl":
-            dist.distributed_c10d._abort_process_group()  # torch's only way; not public yet
+            abort_nccl_groups()
             return
         for fd in _gloo_connections():
-            # A peer may cut it first; another thread may close it.
+            # A peer may shut it down first; another thread may close it.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def let_go(self) -> None:
-        """Be without groups in a forked copy of the rank, and leave the rank's connections to the rank.
+    def detach(self) -> None:
+        """Leave the groups and their connections to the rank, in a forked child of it.
 
-        The copy's descriptors of them are made to lead nowhere: else ranks would not notice this one's death
-        while the copy lives. It can have no use for the groups, as their threads are not copied; it may make
-        its own.
+        The child's descriptors of them are replaced by ones that lead nowhere: else ranks would not notice
+        the death of this one while the child lives. The child has no use for the groups, as their threads are
+        not copied; it may make its own.
         """
-        self._of_rank = [*dist.distributed_c10d._world.pg_map]  # never destroyed: it would shut them down
+        self._of_rank = process_groups()  # never destroyed: it would shut them down
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in _gloo_connections():
             os.dup2(null, fd)
         os.close(null)
-        _forget_groups()
+        forget_groups()
 
     def repair(self) -> None:
         """Leave the group and meet the other ranks in a new one. Every rank must do so."""
@@ -99,7 +101,7 @@ class DefaultGroup:
         self.join()
 
     def leave(self) -> None:
-        """Say goodbye where the backend complains otherwise; gloo's connections end with the process."""
+        """Destroy the group where its backend warns otherwise; gloo's connections end with the process."""
         if self._spec.key.backend == "nccl":
             self._destroy()
 
@@ -117,17 +119,6 @@ def _device(spec: RankSpec) -> torch.device:
 def _loopback() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])
-
-
-def _forget_groups() -> None:
-    """Make torch forget all groups of this process without destroying them; it has no public way."""
-    c10d = dist.distributed_c10d
-    c10d._update_default_pg(None)
-    world = c10d._world
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(world, name, {}).clear()
-    torch._C._distributed_c10d._unregister_all_process_groups()
-    world.group_count = 0
 
 
 def _gloo_connections() -> Iterator[int]:

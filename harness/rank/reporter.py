@@ -1,22 +1,21 @@
-"""The rank's side of reporting: what pytest says of a test, sent to the controller phase by phase."""
+"""Reports of a rank: what pytest reports of a test, sent to the controller phase by phase."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest._code.code import filter_traceback
-from _pytest.junitxml import bin_xml_escape, xml_key
-from _pytest.reports import pytest_report_to_serializable
 
 from harness.marker import is_xfail_call
-from harness.output import MAX_MESSAGE, truncate, truncate_lines
+from harness.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
 from harness.protocol import Reported, Warned
 from harness.rank.output import TestOutput
+from harness.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
 
 if TYPE_CHECKING:
+    from harness.rank.item import ItemGuards
     from harness.rank.process import Rank
 
 PHASES = ("setup", "call", "teardown")
@@ -28,12 +27,13 @@ class RankReporter:
     """Sends reports and warnings. A plugin of the rank's pytest session.
 
     Attributes:
-        phases_over: How many phases of the item in hand have been reported.
+        phases_over: How many phases of the current item have been reported.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, guards: ItemGuards) -> None:
         self.phases_over = 0
         self._rank = rank
+        self._guards = guards
         self._xml = XmlNotes()
         self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
 
@@ -42,12 +42,13 @@ class RankReporter:
         self._xml.attach(config)
 
     def begin(self, item: pytest.Item) -> None:
-        """Note that the reports of this item follow."""
+        """Expect the reports of this item."""
         self.phases_over = 0
         self._output.begin(item)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> None:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        self._rank.forks.end_child(call.excinfo and call.excinfo.value)  # of a subtest, above all
         self._output.settle(item)
 
     @pytest.hookimpl(trylast=True)  # what a hook of the user's raises here belongs to the same phase
@@ -55,16 +56,17 @@ class RankReporter:
         is_of_subtest = type(report) is not pytest.TestReport
         if is_of_subtest:
             self._output.settle_subtest(report)
+        self._guards.raised |= report.failed or hasattr(report, "wasxfail")
         self.send(report)
         if is_of_subtest:
             return  # the test goes on
         self.phases_over = PHASES.index(report.when) + 1
-        self._rank.note_phases_over(self.phases_over)
+        self._rank.record_phases_over(self.phases_over)
         if report.when != "teardown" and _raised(report):
             self._rank.group.abort()
 
     def send(self, report: pytest.TestReport) -> None:
-        """Send one report; at once if it tells of a failure, or of output that a death would take along."""
+        """Send one report, at once if it is of a failure or has output that a death would lose."""
         data = self._serialise(report)
         if notes := self._xml.take():
             data["xml_notes"] = notes
@@ -75,7 +77,7 @@ class RankReporter:
             (self._rank.send if _printed(report) else self._rank.post)(Reported(sanitise(data)))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
-        """Return pytest's serialised form of a report, or that of a failure that says why there is none."""
+        """Return pytest's serialised form of a report, or of a failure with the reason why there is none."""
         why = f"a {type(report).__name__} cannot be sent to the controller: no plugin serialises it"
         data: dict[str, Any] | None
         try:
@@ -84,7 +86,7 @@ class RankReporter:
             data = None
             why = f"a report cannot be sent to the controller: a hook raised\n{describe_raised(error)}"
         if data is None:
-            data = pytest_report_to_serializable(failure(report.nodeid, report.location, why, report.when))
+            data = serialise_report(failure(report.nodeid, report.location, why, report.when))
         assert data is not None
         return data
 
@@ -111,32 +113,37 @@ def _printed(report: pytest.TestReport) -> bool:
 
 
 def failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
-    """Make the report of a phase that failed without pytest's doing."""
+    """Return the report of a phase that failed outside of pytest."""
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
 
 
 class XmlNotes:
-    """Takes what the fixtures `record_testsuite_property` and `record_xml_attribute` record."""
+    """A stand-in for pytest's XML report, which the controller writes.
 
-    family = "xunit1"  # of any other one pytest's fixtures say, on every rank, that it has no place for them
+    It takes what the fixtures `record_testsuite_property` and `record_xml_attribute` record.
+    """
+
+    family = (
+        "xunit1"  # under any other one pytest's fixtures warn, on every rank, that it has no place for them
+    )
 
     def __init__(self) -> None:
         self._notes: list[tuple[str, str, str]] = []
 
     def attach(self, config: pytest.Config) -> None:
-        """Take the place of the report in a session. pytest takes both away when the session ends."""
-        config.stash[cast("pytest.StashKey[object]", xml_key)] = self
+        """Take the place of the report in a session; pytest removes both when the session ends."""
+        config.stash[XML_REPORT] = self
         config.pluginmanager.register(self, "harness-xml-notes")
 
     def take(self) -> list[tuple[str, str, str]]:
-        """Return what was noted since the last time: "property" or "attribute", name, value."""
+        """Return what was recorded since the last time: "property" or "attribute", name, value."""
         notes, self._notes = self._notes, []
         return notes
 
     def add_global_property(self, name: str, value: object) -> None:
         if not isinstance(name, str):
             raise TypeError(f"name parameter needs to be a string, but {type(name).__name__} given")
-        self._notes.append(("property", bin_xml_escape(name), str(value)))
+        self._notes.append(("property", escape_for_xml(name), str(value)))
 
     def node_reporter(self, nodeid: object) -> XmlNotes:
         return self  # one test at a time runs in a rank
@@ -150,14 +157,14 @@ _CRASH = {"path", "lineno", "message"}
 
 
 def sanitise(value: Any) -> Any:
-    """Reduce a value to what can be sent and reads the same without the rank's modules: a tensor to its text.
+    """Return a form of a value that can be sent, and needs no modules of the rank: a tensor becomes its text.
 
     Reports hold anything: recorded properties, and what users' hooks set as attributes. What is too long to
-    be read is cut.
+    be read is truncated.
     """
     kind = type(value)  # most values are simple, and this runs for each of every report
     if kind is str:
-        return truncate(value)
+        return value if len(value) <= MAX_TEXT else truncate(value)
     if kind in _AS_THEY_ARE:
         return value
     if isinstance(value, dict):
@@ -182,7 +189,7 @@ def _sanitise_list(value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any,
     return list(map(sanitise, value))
 
 
-_NOT_THE_USERS = (str(Path(__file__).parent), "<frozen")
+_NOT_OF_USER = (str(Path(__file__).parent), "<frozen")
 
 
 def describe_raised(error: BaseException) -> str:
@@ -191,6 +198,6 @@ def describe_raised(error: BaseException) -> str:
         return str(error)
     excinfo = pytest.ExceptionInfo.from_exception(error)
     excinfo.traceback = excinfo.traceback.filter(
-        lambda entry: filter_traceback(entry) and not str(entry.path).startswith(_NOT_THE_USERS)
+        lambda entry: is_of_user(entry) and not str(entry.path).startswith(_NOT_OF_USER)
     )
     return str(excinfo.getrepr(style="short") if excinfo.traceback else excinfo.exconly())

@@ -1,10 +1,12 @@
-"""The rank's side of pytest: a plugin that runs single items on request and sends their reports."""
+"""A rank's pytest session: a plugin that collects and runs single items by the controller's order."""
 
 from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,24 +15,25 @@ import numpy
 import pytest
 import torch
 
-from harness.properties.plugin import Properties
-from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, RunItem
+from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, RunItem, Search
 from harness.rank import debugger
 from harness.rank.coverage import RankCoverage
-from harness.rank.item import Baseline
+from harness.rank.item import ItemGuards
 from harness.rank.output import tee_where_captured_in_memory
+from harness.rank.pytest_internals import waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
-from harness.rank.state import RankState, count_collectives, count_groups
-from harness.subtests import RunSubtests
+from harness.rank.state import RankState
+from harness.rank.torch_internals import count_collectives, count_groups
 
 if TYPE_CHECKING:
+    from harness.properties.plugin import Properties
     from harness.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
-# early, distributing, writing reports. An option that a missing plugin would add is left out.
-_CONTROLLERS_OPTIONS: dict[str, Any] = {
+# early, distributing, writing reports. An option of a plugin that is missing is left out.
+_CONTROLLER_OPTIONS: dict[str, Any] = {
     "keyword": "",
     "markexpr": "",
     "deselect": None,
@@ -61,6 +64,11 @@ class RankSession:
 
     Registered with `pytest.main` over the arguments the user typed, so root, ini-file, plugins, conftests and
     options mean what they mean in the controller.
+
+    Attributes:
+        rank: the rank whose session this is.
+        world: the value of the fixture `world`.
+        started: Whether the session has come to its first item.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -70,9 +78,10 @@ class RankSession:
         self.world = rank.world
         self.started = False
         self._collection = RankCollection()
-        self._baseline = Baseline(rank)
-        self._reporter = RankReporter(rank)
-        self._properties = Properties(rank)
+        self._guards = ItemGuards(rank)
+        self._state = self._guards.state
+        self._reporter = RankReporter(rank, self._guards)
+        self._properties: Properties | None = None
 
     # The session
 
@@ -85,7 +94,7 @@ class RankSession:
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
         self._config = config
         options = vars(config.option)
-        options.update({name: value for name, value in _CONTROLLERS_OPTIONS.items() if name in options})
+        options.update({name: value for name, value in _CONTROLLER_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
         debugger.plug_in(config, self.rank)
         if self._spec.session.measures:
@@ -98,23 +107,17 @@ class RankSession:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.option.setupshow = False  # --setup-only has asked for it again
-        for plugin in (
-            self._collection,
-            self.rank.copies,
-            self._baseline,
-            self._reporter,
-            self._properties,
-        ):
+        for plugin in (self._collection, self._guards, self._reporter):
             config.pluginmanager.register(plugin)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
-        return True  # nothing yet: a file is collected when the first of its items is asked for
+        return True  # nothing yet: a file is collected when the first of its items is ordered
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
-        self._baseline.start()
+        self._state.start()
         self.rank.ready()
         while True:
             match self.rank.next_order():
@@ -124,7 +127,7 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
-        self._baseline.end_groups()
+        self._state.end_groups()
         item, next_item = self._collect(session, order)
         if item is None:
             self._reporter.send(_missing(order, self._collection.error_of(order.path)))
@@ -133,15 +136,15 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
             self.rank.reseed()
-            with self._properties.of_item(order.search):
+            with self._properties_in_step(order.search):
                 self._run_protocol(item, next_item)
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.collectives(), state="idle") if checks else None
-        usable = torch.distributed.is_initialized() and self._baseline.is_restored
+        usable = torch.distributed.is_initialized() and self._state.is_restored
         self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
-        """Find the item and its next one. What a file changes when it is imported stands from then on."""
+        """Return the item and its next one. What a file changes when it is imported stands from then on."""
         wanted = [(order.nodeid, order.path), *([order.next_item] if order.next_item else [])]
         news = not all(self._collection.knows(path) for _, path in wanted)
         before = RankState.capture() if news else None
@@ -149,7 +152,7 @@ class RankSession:
             self.rank.send(Collecting(next(p for _, p in wanted if not self._collection.knows(p))))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None:
-            self._baseline.adopt(before)
+            self._state.adopt(before)
             self.rank.send(ItemStarted())
         return found if order.next_item else [*found, None]
 
@@ -165,26 +168,20 @@ class RankSession:
             report = failure(item.nodeid, item.location, _represent(item, error), phase)
             self._reporter.pytest_runtest_logreport(report)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Tear down what was kept up for another item.
+    def _properties_in_step(self, search: Search) -> AbstractContextManager[None]:
+        """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""
+        if self._properties is None:
+            if "hypothesis" not in sys.modules:
+                return nullcontext()
+            from harness.properties.plugin import Properties
 
-        Under pytest-xdist a controller knows its next item, but not whether the next one of this world will
-        be its own.
-        """
-        item.session._setupstate.teardown_exact(item)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-        result = yield
-        runner = pyfuncitem.funcargs.get("run_subtests")
-        if isinstance(runner, RunSubtests):
-            runner.skip_if_nothing_ran()
-        return result
+            self._properties = Properties(self.rank)
+            self._config.pluginmanager.register(self._properties)
+        return self._properties.of_item(search)
 
 
 def _block_reruns(config: pytest.Config) -> None:
-    """Leave pytest-rerunfailures out: a rank that ran an item again would do so alone."""
+    """Block pytest-rerunfailures: a rank that ran an item again would do so alone."""
     if config.pluginmanager.hasplugin("rerunfailures"):
         config.pluginmanager.set_blocked("rerunfailures")
         config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; does nothing on ranks")
@@ -204,7 +201,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def _represent(item: pytest.Item, error: BaseException) -> object:
-    """Return pytest's representation of a failure; as text where a repr in it raises what pytest lets out."""
+    """Return pytest's representation of a failure; its text where a repr raises what pytest lets out."""
     try:
         return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
     except BaseException:
@@ -224,14 +221,14 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
 class RankCollection:
     """The items of one rank session, collected file by file, as one collection would have found them.
 
-    For pytest every file is a collection of its own, with directories of its own; fixtures and set-up that
+    For pytest every file is a collection of its own, with its own directories; fixtures and set-up that
     belong to a directory would be bound to those of the first file. So directories are kept here.
     """
 
     def __init__(self) -> None:
         self._items: dict[str, pytest.Item] = {}
         self._errors: dict[str, str] = {}
-        """Why a file could not be collected, for every file that was tried; empty where all went well."""
+        """By file that was tried, why it could not be collected; empty where it could."""
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
     def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
@@ -253,7 +250,7 @@ class RankCollection:
         return path in self._errors
 
     def error_of(self, path: str) -> str:
-        """Return what pytest said of a file that it could not collect."""
+        """Return why pytest could not collect a file."""
         return self._errors.get(path, "")
 
     @pytest.hookimpl(wrapper=True)
@@ -263,7 +260,7 @@ class RankCollection:
         return self._directories.setdefault((path, parent), (yield))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note why the file in hand yields fewer items than elsewhere: it, or a conftest, may be broken."""
+        """Keep the reason why a file has fewer items than elsewhere: it, or a conftest, may be broken."""
         path = next(reversed(self._errors), None)
         if path is None or self._errors[path]:
             return
@@ -276,7 +273,7 @@ class RankCollection:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
         """Keep the conftests that still wait for their directory; pytest (since 9.1) drops them here."""
-        waiting: dict[Path, object] = getattr(session._fixturemanager, "_pending_conftests", {})
+        waiting = waiting_conftests(session)
         kept = dict(waiting)
         yield
         waiting.update(kept)

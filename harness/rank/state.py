@@ -1,7 +1,4 @@
-"""The state of a process that a test may change and must not leave to the next one.
-
-Runs inside a rank.
-"""
+"""The state of a process that a test may change and must not leave to the next one. Runs inside a rank."""
 
 from __future__ import annotations
 
@@ -19,15 +16,17 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-# Comparing two moments
+from harness.rank.torch_internals import process_groups
+
+# Snapshots and their differences
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State at one moment, in fields whose names are read by people."""
+    """State at one moment; the names of its fields stand in messages."""
 
     def changes(self, now: Self) -> list[str]:
-        """Describe how `now` differs from this state, one line for each difference."""
+        """Return a line for each field in which `now` differs from this state."""
         lines: list[str] = []
         for field in fields(self):
             before, after = getattr(self, field.name), getattr(now, field.name)
@@ -57,7 +56,7 @@ def _describe(name: str, before: Any, after: Any) -> str:
         case tuple() if name == "sys path":
             new, gone = [p for p in after if p not in before], [p for p in before if p not in after]
             words = [*(f"{path} added" for path in new), *(f"{path} removed" for path in gone)]
-            # Another order alone is put back without a word: pytest makes one as it sets up a package.
+            # Another order alone is no line: pytest makes one as it sets up a package.
             return f"{name}: {', '.join(words)}" if words else ""
         case str() if name == "locale":
             return f"{name}: {'; '.join(sorted({*after.split(';')} - {*before.split(';')}))}"
@@ -68,13 +67,13 @@ def _describe(name: str, before: Any, after: Any) -> str:
 def _describe_groups(before: frozenset[str], after: frozenset[str]) -> str:
     if any(group.startswith("default_pg") for group in before - after):
         return "no default process group (the next test gets a new world)"
-    # A mesh makes groups and offers no way to destroy them: those go without a word.
+    # A mesh makes groups and has no way to destroy them: its groups are not reported.
     left = sorted(group for group in after - before if not group.startswith("mesh"))
     return f"{len(left)} process group(s)" if left else ""
 
 
 def _fold(value: Any, old: Any, new: Any) -> Any:
-    """Apply to a value what differs between two others: item by item where it is a collection."""
+    """Apply to a value the difference between two others: item by item where it is a collection."""
     match value:
         case Snapshot():
             return value.with_changes(old, new)
@@ -87,7 +86,7 @@ def _fold(value: Any, old: Any, new: Any) -> Any:
             return new
 
 
-# Python, and what the system keeps for a process
+# The interpreter and its process
 
 # Not SIGCHLD: torch's DataLoader sets a handler once, for good.
 _SIGNALS = [signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "ALRM", "TERM", "USR1", "USR2")]
@@ -107,7 +106,7 @@ class InterpreterState(Snapshot):
     pending_alarm: bool
     """Whether SIGALRM will come: it would kill some later test."""
     faulthandler: bool
-    """Put back by `CrashReports`, which knows the file."""
+    """Restored by `CrashReports`, which knows the file."""
     garbage_collection: bool
     recursion_limit: int
     sys_path: tuple[str, ...]
@@ -133,7 +132,7 @@ class InterpreterState(Snapshot):
         )
 
     def restore(self) -> None:
-        """Put the process back into this state, as far as the system lets it: a hard limit stays lowered."""
+        """Put the process into this state again, except for a hard limit that only root may raise."""
         if not self.pending_alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for name, handler in self.signal_handlers.items():
@@ -150,7 +149,7 @@ class InterpreterState(Snapshot):
 
 
 def _is_vendored(path: str) -> bool:
-    """Whether setuptools has put it there as it was imported, to import the rest of itself from."""
+    """Whether setuptools added the path when it was imported, to import the rest of itself from there."""
     return path.endswith("_vendor")
 
 
@@ -165,7 +164,29 @@ def _restore_limit(limit: int, limits: tuple[int, int]) -> None:
             resource.setrlimit(limit, (hard, hard))
 
 
-# All of it
+class CrashReports:
+    """The stacks that a rank writes on SIGUSR1, when it cannot answer, and before it dies of a signal.
+
+    Python's fault handler as the harness needs it, however a test has left it.
+
+    Args:
+        stacks_path: where the controller looks for the stacks of a rank that it has sent SIGUSR1.
+    """
+
+    def __init__(self, stacks_path: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._stacks = os.open(stacks_path, flags, 0o600)
+        self._stderr = os.dup(2)  # not what pytest captures, which dies with the rank
+
+    def enable(self) -> None:
+        """Set both handlers, also where something else has taken the signal since."""
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=self._stderr)
+
+
+# Everything
 
 # Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler.
 _NOT_STATE = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR"}
@@ -173,7 +194,7 @@ _NOT_STATE = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR"}
 
 @dataclass(frozen=True, slots=True)
 class RankState(Snapshot):
-    """The state of a process that tests change in passing."""
+    """The state of a rank: of torch, of the process and of its interpreter."""
 
     default_dtype: torch.dtype
     default_device: torch.device
@@ -205,7 +226,7 @@ class RankState(Snapshot):
         )
 
     def restore(self) -> None:
-        """Put the process back into this state, but for process groups."""
+        """Put the process into this state again, except for process groups."""
         now = RankState.capture()
         torch.set_default_dtype(self.default_dtype)
         torch.set_grad_enabled(self.grad_mode)
@@ -226,7 +247,7 @@ class RankState(Snapshot):
     def end_groups(self) -> None:
         """Destroy the process groups that are not of this state.
 
-        Not before every rank has ended the test: another one may still connect to the group.
+        Call it when every rank has ended the test: before that, another one may still connect to the group.
         """
         for name, group in _groups().items():
             if name not in self.process_groups:
@@ -237,22 +258,7 @@ def _groups() -> dict[str, dist.ProcessGroup]:
     """Return the living process groups of this rank by a readable name, the default one included."""
     if not dist.is_initialized():
         return {}
-    # torch keeps no public list of groups.
-    groups = dist.distributed_c10d._world.pg_map
-    return {f"{group.group_desc} {group.group_name}": group for group in groups}
-
-
-def forget_meshes() -> None:
-    """Let no operator of DTensor answer with a mesh of this test, whose groups may be gone in the next one.
-
-    An operator remembers what it returned for equal arguments, and meshes over different groups of the same
-    ranks are equal.
-    """
-    if tensor := sys.modules.get("torch.distributed.tensor"):
-        # What torch.distributed.tensor.debug does for this, whose import takes 2 s; releases of torch differ.
-        with contextlib.suppress(AttributeError):
-            tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    return {f"{group.group_desc} {group.group_name}": group for group in process_groups()}
 
 
 def _cwd() -> str:
@@ -263,7 +269,7 @@ def _cwd() -> str:
 
 
 def _environ() -> dict[bytes, bytes]:
-    """Copy what is below `os.environ`: twice a test, and its own copy takes 20 times as long."""
+    """Copy the environment, twice a test; `os.environ.copy()` takes 20 times as long."""
     environ: dict[bytes, bytes] = dict(os.environ._data)  # type: ignore[attr-defined]
     for name in _NOT_STATE:
         environ.pop(name, None)
@@ -274,18 +280,3 @@ def _restore_environ(environ: dict[bytes, bytes]) -> None:
     for name in os.environb.keys() - environ.keys() - _NOT_STATE:
         del os.environb[name]
     os.environb.update(environ)
-
-
-def count_collectives() -> int:
-    """Return how many collectives the default group has begun, -1 if it is gone or does not count."""
-    group = dist.group.WORLD
-    if group is None:
-        return -1
-    with contextlib.suppress(RuntimeError):
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return -1
-
-
-def count_groups() -> int:
-    """Return how many groups this process has ever made: it names the next, so ranks must agree on it."""
-    return int(dist.distributed_c10d._world.group_count)

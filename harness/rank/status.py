@@ -1,89 +1,129 @@
-"""The status of a rank: Python stacks of its threads, the collectives it has begun, stacks as it crashes."""
+"""The status of a rank: the Python stacks of its threads, and the collectives it has begun."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import linecache
 import os
-import signal
 import sys
 import threading
 import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pluggy
-import torch
 import torch.distributed as dist
 
 import harness.properties
-from harness.protocol import DEFAULT_GROUP, Issued, RankStatus, State
+from harness.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus, State
+from harness.rank import pytest_internals
+from harness.rank.process_group import MAX_RECORDED, DefaultGroup
+from harness.rank.torch_internals import group_members, recorded_collectives
 from harness.tracebacks import Stack, is_installed, parse
 
 WIRE_THREAD = "lockstep-wire"
-MOST_RECORDED = 256
-"""Collectives that torch's flight recorder keeps: those of most tests. All are looked through on request."""
 _DEFAULT_DESCRIPTION = "default_pg"
 _OUR_PROPERTIES = str(Path(harness.properties.__file__).parent)
 
 
-def describe_rank(
-    stacks: dict[int, Stack],
-    main_thread: int,
-    base: str,
-    begun: int,
-    joined: int,
-    state: State,
-    case: str = "",
-) -> RankStatus:
-    """Describe all threads of this process but the one that asks, the main thread first.
+@dataclass(slots=True)
+class Activity:
+    """The item and the case that a rank is in: written by its main thread, read by the one that answers."""
+
+    state: State = "idle"
+    case: str = ""
+    """The case of `run_subtests` under way, or the example of a property test."""
+    began: int = 0
+    """When the item began, nanoseconds since the epoch."""
+
+
+class StatusReader:
+    """Reads the status of this rank, on the thread that answers the controller.
 
     Args:
-        stacks: of all threads, by ident.
-        main_thread: its ident.
+        activity: of the rank.
+        group: its default process group.
         base: directory that the user's files are named from.
-        begun: when the item began, nanoseconds since the epoch.
-        joined: when the rank joined its default group.
-        state: "runs", "votes" or "idle".
-        case: the subtest under way.
     """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = _frames(stacks.get(main_thread, ()))
-    texts = [f"MainThread:\n{_format(main)}"]
-    for ident, stack in stacks.items():
-        if ident != main_thread and names.get(ident) != WIRE_THREAD:
-            texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(stack))}")
-    issued, before = issued_since(begun, joined)
-    where, call = _users_line(main)
-    if state == "runs" and main and _is_pytests(main[0].filename):
-        state = "reports"
-    return RankStatus("\n".join(texts), where.removeprefix(f"{base}/"), call, issued, before, state, case)
+
+    def __init__(self, activity: Activity, group: DefaultGroup, base: str) -> None:
+        self._activity = activity
+        self._group = group
+        self._base = base
+        self._stacks = Stacks()
+        self._main = threading.main_thread().ident or 0
+        self._progress: object = None
+
+    def answer(self, full: bool) -> RankStatus | Progress:
+        """Return the status, or only that the main thread has run since the last time if that is so.
+
+        Args:
+            full: whether to return the status in any case.
+        """
+        try:
+            return self._answer(full)
+        except Exception:  # of what torch does not document; the thread that answers is needed on
+            return RankStatus(traceback.format_exc(), "an unknown place", state=self._activity.state)
+
+    def _answer(self, full: bool) -> RankStatus | Progress:
+        before, self._progress = self._progress, progress()
+        if full:
+            return self._describe()
+        if self._activity.state != "runs":
+            return self.collectives()
+        if before == self._progress and not self._others_run_users_code():
+            return self._describe()
+        return Progress()
+
+    def collectives(self) -> RankStatus:
+        """Return the collectives that this rank has begun in this test, and no more."""
+        issued, before = issued_since(self._activity.began, self._group.joined)
+        return RankStatus("", "", "", issued, before, self._activity.state, self._activity.case)
+
+    def _describe(self) -> RankStatus:
+        """Describe all threads of this process but this one, the main thread first."""
+        stacks = self._stacks.take()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        main = _frames(stacks.get(self._main, ()))
+        texts = [f"MainThread:\n{_format(main)}"]
+        for ident, stack in stacks.items():
+            if ident != self._main and names.get(ident) != WIRE_THREAD:
+                texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(stack))}")
+        status = self.collectives()
+        where, call = _user_line(main)
+        is_reporting = status.state == "runs" and main and _is_of_pytest(main[0].filename)
+        return replace(
+            status,
+            stacks="\n".join(texts),
+            where=where.removeprefix(f"{self._base}/"),
+            call=call,
+            state="reports" if is_reporting else status.state,
+        )
+
+    def _others_run_users_code(self) -> bool:
+        """Whether a thread other than the main one and this one runs user code: it may free the main one."""
+        apart = (self._main, threading.get_ident())
+        return any(
+            _runs_users_code(stack) for ident, stack in self._stacks.take().items() if ident not in apart
+        )
 
 
 def progress() -> object:
-    """Return what stays equal exactly while the main thread is blocked: how long it has run, and waited to.
+    """Return a value that stays equal exactly while the main thread is blocked: its run time and wait time.
 
-    Frames are not looked at: those of a thread that runs cannot be walked through safely. Nothing is equal in
-    `time.sleep`, which ends by itself, nor where the system does not tell.
+    Not from its frames: those of a thread that runs cannot be walked through safely. No two values are equal
+    in `time.sleep`, which ends without help, and where the system has no such figures.
     """
-    if _sleeps_for_a_time():
-        return object()
-    try:
-        return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text()
-    except OSError:
-        return object()
+    with contextlib.suppress(OSError):
+        if not _is_sleeping():
+            return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text()
+    return object()
 
 
-def others_run_users_code(stacks: dict[int, Stack], main_thread: int) -> bool:
-    """Whether a thread beside the main one and this one is in code of the user: it may free the main one."""
-    apart = (main_thread, threading.get_ident())
-    return any(_runs_users_code(stack) for ident, stack in stacks.items() if ident not in apart)
-
-
-def _sleeps_for_a_time() -> bool:
-    """Whether the main thread is in `time.sleep`, as far as the kernel tells."""
+def _is_sleeping() -> bool:
+    """Whether the main thread is in `time.sleep`, as far as the kernel shows it."""
     with contextlib.suppress(OSError):
         return "nanosleep" in Path("/proc/self/wchan").read_text()
     return False
@@ -94,14 +134,14 @@ def _runs_users_code(stack: Stack) -> bool:
 
 
 def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
-    """Summarise a stack, outermost first, without the frames that lead to what pytest calls of the user's.
+    """Summarise a stack, outermost first, without the frames that lead to the user's function.
 
     Where pytest itself is at work, the first frame is one of pytest's.
     """
     linecache.checkcache()
     stack = [place.summary() for place in reversed(innermost_first)]
-    last_of_pytest = max((i for i, frame in enumerate(stack) if _is_pytests(frame.filename)), default=-1)
-    below = [frame for frame in stack[last_of_pytest + 1 :] if not _leads_to_property(frame.filename)]
+    last_of_pytest = max((i for i, frame in enumerate(stack) if _is_of_pytest(frame.filename)), default=-1)
+    below = [frame for frame in stack[last_of_pytest + 1 :] if not _is_of_property_tests(frame.filename)]
     calls_user = any(not is_installed(frame.filename) for frame in below)
     return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
 
@@ -110,19 +150,19 @@ def _format(frames: list[traceback.FrameSummary]) -> str:
     return "".join(traceback.format_list(frames))
 
 
-def _leads_to_property(filename: str) -> bool:
-    """Whether a file is Hypothesis's or ours about it: dozens of frames between a test and its body."""
+def _is_of_property_tests(filename: str) -> bool:
+    """Whether a file is Hypothesis's or our part about it: dozens of frames between a test and its body."""
     hypothesis = sys.modules.get("hypothesis")
     theirs = str(Path(str(hypothesis.__file__)).parent) if hypothesis is not None else _OUR_PROPERTIES
     return filename.startswith((_OUR_PROPERTIES, theirs))
 
 
-def _is_pytests(filename: str) -> bool:
-    return "/_pytest/" in filename or filename.startswith(str(pluggy.__path__[0]))
+def _is_of_pytest(filename: str) -> bool:
+    return pytest_internals.FOLDER in filename or filename.startswith(str(pluggy.__path__[0]))
 
 
-def _users_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
-    """Name the innermost line that is neither an installed package's nor Python's, and what it has called."""
+def _user_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
+    """Return the innermost line that is neither an installed package's nor Python's, and what it called."""
     called = ""
     for frame in reversed(frames):
         if not is_installed(frame.filename):
@@ -134,14 +174,14 @@ def _users_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
 def issued_since(begun: int, joined: int) -> tuple[tuple[Issued, ...], dict[str, int]]:
     """Return the collectives that this rank has begun since then, and each group's number of them before.
 
-    Those from before the rank joined its default group do not count: they were of groups that are no more,
-    one of which had the same name.
+    Those from before the rank joined its default group do not count: their groups are gone, and one of them
+    had the same name.
 
     Read from torch's flight recorder, which keeps the latest of all groups. A group whose last collective
     before `begun` it has forgotten is missing from the second value.
     """
-    entries = _recorded()
-    may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MOST_RECORDED))
+    entries = recorded_collectives()
+    may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
     entries = [entry for entry in entries if entry["time_created_ns"] >= joined]
     generation = {_name(entry): entry["pg_id"] for entry in entries}  # a repaired group takes over a name
     entries = [entry for entry in entries if entry["pg_id"] == generation[_name(entry)]]
@@ -152,17 +192,6 @@ def issued_since(begun: int, joined: int) -> tuple[tuple[Issued, ...], dict[str,
     }
     members = _members()
     return tuple(_issued(entry, members) for entry in news if not entry["is_p2p"]), before
-
-
-def _recorded() -> list[dict[str, Any]]:
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"  # each backend has a recorder of its own
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
-    try:
-        entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-    except ValueError:  # a private format; without it a report tells stacks alone
-        return []
-    keys = {"pg_id", "process_group", "time_created_ns", "collective_seq_id", "is_p2p", "retired"}
-    return [entry for entry in entries if entry.keys() >= keys]
 
 
 def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issued:
@@ -185,18 +214,14 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _members() -> dict[str, tuple[int, ...]]:
-    # torch keeps no public list of groups; in this one a number stands for those of other ranks.
-    groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
     default = dist.group.WORLD
     return {
-        DEFAULT_GROUP if group is default else group.group_name: tuple(sorted(ranks))
-        for group, ranks in groups
-        if isinstance(group, dist.ProcessGroup)
+        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
     }
 
 
 class Stacks:
-    """Takes stacks by Python's fault handler.
+    """The stacks of all Python threads of this process, taken by the fault handler while they run.
 
     Not by frame objects: on Python 3.11 the next frame of one that runs in another thread was seen to be a
     dict, and to crash the process, while torch's autograd engine was at work there.
@@ -214,23 +239,3 @@ class Stacks:
             faulthandler.dump_traceback(self._file, all_threads=True)
             text = os.pread(self._file, os.fstat(self._file).st_size, 0)
         return {thread.ident: thread.stack for thread in parse(text.decode(errors="replace"))}
-
-
-class CrashReports:
-    """Python's fault handler, as the harness needs it, however a test has left it.
-
-    Args:
-        stacks_path: where the controller looks for the stacks of a rank that it has sent SIGUSR1.
-    """
-
-    def __init__(self, stacks_path: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._stacks = os.open(stacks_path, flags, 0o600)
-        self._stderr = os.dup(2)  # not what pytest captures, which dies with the rank
-
-    def enable(self) -> None:
-        """Put both handlers in place, also where something else has taken the signal meanwhile."""
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        if not faulthandler.is_enabled():
-            faulthandler.enable(file=self._stderr)

@@ -1,4 +1,4 @@
-"""The fixture `world`: what a test sees of the world its rank belongs to."""
+"""The value of the fixture `world`: the world that a rank belongs to, as its tests use it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RankWorld:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The default process group. Ask for it when you need it: a repaired world has a new one."""
+        """The default process group. Read it when you need it: a repaired world has a new one."""
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("the test has destroyed the default process group")
@@ -57,7 +57,7 @@ class RankWorld:
         return self._shared_tmp_path
 
     def enter_test(self, shared_tmp_path: str) -> None:
-        """Note which directory the ranks of the coming test share."""
+        """Set the directory that the ranks of the coming test share."""
         self._shared_tmp_path = Path(shared_tmp_path)
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -86,10 +86,10 @@ class RankWorld:
         return values  # type: ignore[return-value]
 
     def pick(self, values: Sequence[T]) -> T:
-        """Return this rank's of `values`, which has one for each rank: what rank N gets stands at N.
+        """Return this rank's element of `values`: element N is for rank N.
 
         For data that differs between ranks in a property test: every rank draws the whole list, and picks. A
-        draw that depends on the rank would let ranks search on in different places, and fails the test.
+        draw that depends on the rank would make ranks search in different places, and fails the test.
 
         Raises:
             ValueError: there are fewer values than ranks.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from harness.rank import process_group
-from harness.rank.process import Rank
+from harness.protocol import RankStatus
+from harness.rank import process_group, status
 from harness.rank.process_group import DefaultGroup
+from harness.rank.status import Activity, StatusReader
 
 
 def test_connections_that_others_have_closed_meanwhile_do_not_keep_the_rest(monkeypatch: Any) -> None:
@@ -27,12 +29,10 @@ def test_connections_that_others_have_closed_meanwhile_do_not_keep_the_rest(monk
         assert theirs.recv(1) == b""
 
 
-def test_a_rank_that_cannot_tell_what_it_does_says_so_and_answers_on() -> None:
-    said: list[Any] = []
-    rank: Any = Rank.__new__(Rank)
-    rank._progress, rank._state, rank.send = None, "votes", said.append
-    rank.collectives = lambda: 1 // 0
-    rank._answer(0, False)
-    (doing,) = said
-    assert (doing.where, doing.state) == ("an unknown place", "votes")
-    assert "ZeroDivisionError" in doing.stacks
+def test_a_rank_whose_status_cannot_be_read_answers_with_the_reason(monkeypatch: Any) -> None:
+    monkeypatch.setattr(status, "recorded_collectives", lambda: 1 // 0)
+    group: Any = SimpleNamespace(joined=0)
+    answer = StatusReader(Activity("votes"), group, "/base").answer(full=False)
+    assert isinstance(answer, RankStatus)
+    assert (answer.where, answer.state) == ("an unknown place", "votes")
+    assert "ZeroDivisionError" in answer.stacks

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.rank import leaks
-from harness.rank.leaks import Leaks
+from harness.rank.leaks import LeakGuard
 from harness.rank.open_resources import OpenResources
 from suites.selftest.project import PROJECTS, copy_project, line_of, wait_for
 
@@ -236,7 +236,7 @@ def test_a_file_that_another_thread_closes_soon_is_no_leak(
     file = os.open(tmp_path / "file", os.O_CREAT)
     clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: os.close(file))
     monkeypatch.setattr(leaks, "time", clock)
-    watch = Leaks.__new__(Leaks)
+    watch = LeakGuard.__new__(LeakGuard)
     watch._policy, watch._segments = "warn", set()
     nothing = frozenset[Any]()
     assert not watch._settle(OpenResources(nothing, nothing, frozenset({str(file)}), nothing))

@@ -1,0 +1,91 @@
+"""Private names of torch that a rank uses, each with what to look for when it moves. Seen in torch 2.13.
+
+Runs inside a rank; imports torch only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The state of torch.distributed in this process: its groups, their names and members, of which torch has no
+# public list. If it moves: what `dist.new_group` writes to.
+_c10d: Any = dist.distributed_c10d
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return the living process groups that this rank is a member of, the default one included."""
+    return list(_c10d._world.pg_map)
+
+
+def group_members() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+    """Return the global ranks of each group of this rank."""
+    # A key that is a number stands for a group that this rank is no member of.
+    groups = list(_c10d._world.pg_group_ranks.items())
+    return [(group, tuple(sorted(ranks))) for group, ranks in groups if isinstance(group, dist.ProcessGroup)]
+
+
+def count_groups() -> int:
+    """Return how many groups this process has ever made: it names the next, so ranks must agree on it."""
+    return int(_c10d._world.group_count)
+
+
+def count_collectives() -> int:
+    """Return how many collectives the default group has begun, -1 if it is gone or does not count."""
+    group: Any = dist.group.WORLD
+    if group is None:
+        return -1
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())
+    return -1
+
+
+def abort_nccl_groups() -> None:
+    """Abort all groups of NCCL: what waits in their collectives returns. Not public yet."""
+    _c10d._abort_process_group()
+
+
+def forget_groups() -> None:
+    """Make torch forget all groups of this process without destroying them.
+
+    If it moves: what `dist.destroy_process_group()` does after it has shut the groups down.
+    """
+    _c10d._update_default_pg(None)
+    world = _c10d._world
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, name, {}).clear()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return the entries of torch's flight recorder; none where their format is not the one known here.
+
+    Each backend has a recorder of its own. If it moves: `torch.distributed.flight_recorder` reads the same.
+    """
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
+    try:
+        entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    except ValueError:  # without entries a report has stacks alone
+        return []
+    keys = {"pg_id", "process_group", "time_created_ns", "collective_seq_id", "is_p2p", "retired"}
+    return [entry for entry in entries if entry.keys() >= keys]
+
+
+def clear_dtensor_caches() -> None:
+    """Drop the results that operators of DTensor remember.
+
+    An operator remembers what it returned for equal arguments, and meshes over different groups of the same
+    ranks are equal: it would answer with a mesh of this test, whose groups may be gone in the next one.
+    """
+    if tensor := sys.modules.get("torch.distributed.tensor"):
+        # As torch.distributed.tensor.debug does, whose import takes 2 s. torch 2.12 has the first, 2.13 both.
+        with contextlib.suppress(AttributeError):
+            tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
