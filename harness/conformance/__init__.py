@@ -1,4 +1,4 @@
-"""One face for the engines that the suites hold to the same behaviour.
+"""Conformance: engines behind one interface, held to the same claims, and tables of which engine holds which.
 
 The public names are loaded on first use, so that names of engines can be checked without torch.
 """
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from harness._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from harness.conformance.adapters.replicated import Replicas
+    from harness.conformance.adapters.replicated import Replicated
     from harness.conformance.capabilities import Capability, NotOffered, offers, require
-    from harness.conformance.interface import Composable, Engine, Group, Traffic
+    from harness.conformance.interface import Composable, Engine, Snapshot, Traffic
     from harness.conformance.registry import EngineError, find, known_names
     from harness.conformance.spec import Precision, ProcessGroups, ShardSpec
 
@@ -21,12 +21,12 @@ _HOMES = {
     "Composable": "harness.conformance.interface",
     "Engine": "harness.conformance.interface",
     "EngineError": "harness.conformance.registry",
-    "Group": "harness.conformance.interface",
     "NotOffered": "harness.conformance.capabilities",
     "Precision": "harness.conformance.spec",
     "ProcessGroups": "harness.conformance.spec",
-    "Replicas": "harness.conformance.adapters.replicated",
+    "Replicated": "harness.conformance.adapters.replicated",
     "ShardSpec": "harness.conformance.spec",
+    "Snapshot": "harness.conformance.interface",
     "Traffic": "harness.conformance.interface",
     "find": "harness.conformance.registry",
     "known_names": "harness.conformance.registry",
@@ -39,12 +39,12 @@ __all__ = [
     "Composable",
     "Engine",
     "EngineError",
-    "Group",
     "NotOffered",
     "Precision",
     "ProcessGroups",
-    "Replicas",
+    "Replicated",
     "ShardSpec",
+    "Snapshot",
     "Traffic",
     "find",
     "known_names",

@@ -1,4 +1,4 @@
-"""What engines may offer or not. Inside a rank, or where results are told; does not import torch."""
+"""What engines may offer or not. Used on both sides; must not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Capability", "NotOffered", "offers", "require"]
 
 
 class Capability(Enum):
-    """Something that a claim may ask of an engine and that not every engine has."""
+    """Something that a claim may require and that not every engine has."""
 
     SHARDING = "sharding"
     HYBRID = "hybrid sharding"
@@ -43,7 +43,7 @@ class Capability(Enum):
 
 
 class NotOffered(Skipped):
-    """Raised by an adapter, on all ranks alike, where its engine is asked for what it does not have."""
+    """Raised by an adapter, on all ranks alike, where its engine lacks what is requested."""
 
     def __init__(self, engine: str, capability: Capability) -> None:
         super().__init__(f"{engine} does not offer: {capability.value}")
@@ -59,12 +59,12 @@ class _Offering(Protocol):
 
 
 def offers(engine: _Offering, capability: Capability) -> bool:
-    """Whether ``engine`` has it: for a claim of which one sentence asks for more than the rest."""
+    """Whether `engine` has it: for a claim of which one part requires more than the rest."""
     return capability in engine.capabilities
 
 
 def require(engine: _Offering, *wanted: Capability) -> None:
-    """Raise `NotOffered` for the first of ``wanted`` that ``engine`` does not have."""
+    """Raise `NotOffered` for the first of `wanted` that `engine` does not have."""
     for capability in wanted:
         if capability not in engine.capabilities:
             raise NotOffered(engine.name, capability)

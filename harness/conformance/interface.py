@@ -1,80 +1,33 @@
-"""One face for the engines that the suites hold to the same behaviour. Inside a rank; imports torch.
+"""The interface of the engines that the suites hold to the same behaviour. Inside a rank; imports torch.
 
-A suite says what it wants in a `ShardSpec` and reaches the engine through the `engine` fixture. What an
-engine does not offer, its adapter refuses with `NotOffered` when it is asked for.
+A suite describes a sharded model in a `ShardSpec` and reaches the engine through the fixture `engine`. For
+what an engine does not offer its adapter raises `NotOffered`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from harness.conformance.capabilities import Capability
+from harness.conformance.capabilities import Capability, NotOffered
 from harness.conformance.spec import ProcessGroups, ShardSpec
+from harness.engine import GroupInfo
 from harness.recorders import Collective
 
-__all__ = ["Composable", "Engine", "Group", "Traffic"]
-
-
-class Group(Protocol):
-    """What an engine shows of one group of parameters, as it is at the moment of asking.
-
-    ``parameters`` are names as in the bare model. ``state.name`` is SHARDED, PREFETCHED (full parameters
-    are on their way), UNSHARDED, RETAINED or SHARDED_POST_FORWARD (they wait for backward, whole or
-    cut over a few ranks) or SUMMONED. ``gradient_dtype`` is None while
-    no gradient is held. ``post_backward_hooks``: for each full parameter that modules compute with, how many
-    hooks await its gradient; empty before the first gather. ``local_numel`` and ``full_numel`` count elements
-    of this rank's shard and of all shards, ``padding`` included. ``local_bytes`` is what the shard occupies,
-    ``gathered_bytes`` what full parameters occupy now, 0 when they are freed. ``low_precision_bytes`` is what
-    the copy of the shard occupies that is cast to be sent in a gather: 0 once that has arrived, and always
-    where nothing is cast.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> tuple[str, ...]: ...
-    @property
-    def state(self) -> Enum: ...
-    @property
-    def original_dtype(self) -> torch.dtype: ...
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-    @property
-    def reduce_dtype(self) -> torch.dtype: ...
-    @property
-    def flat_dtype(self) -> torch.dtype: ...
-    @property
-    def gradient_dtype(self) -> torch.dtype | None: ...
-    @property
-    def post_backward_hooks(self) -> tuple[int, ...]: ...
-    @property
-    def local_numel(self) -> int: ...
-    @property
-    def full_numel(self) -> int: ...
-    @property
-    def padding(self) -> int: ...
-    @property
-    def local_bytes(self) -> int: ...
-    @property
-    def gathered_bytes(self) -> int: ...
-    @property
-    def low_precision_bytes(self) -> int: ...
-    @property
-    def training(self) -> bool: ...
+__all__ = ["Composable", "Engine", "Snapshot", "Traffic"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a log of collectives says of an engine, in order.
+    """The collectives of an engine in a log, in order.
 
-    ``gathers``: one entry for each gather of parameters, with the shard that this rank handed in.
-    ``reductions``: one entry for each operation that brings gradients together, with what was handed in.
-    ``others``: what belongs to neither.
+    Attributes:
+        gathers: one entry for each all-gather of parameters, with the shard that this rank sent.
+        reductions: one entry for each operation that reduces gradients, with what this rank sent.
+        others: what belongs to neither.
     """
 
     gathers: tuple[Collective, ...]
@@ -95,17 +48,35 @@ class Composable:
     register_fsdp_forward_method: Callable[[nn.Module, str], None]
 
 
+class Snapshot(GroupInfo):
+    """Group info of which some fields may be missing: to read one of those raises `NotOffered`."""
+
+    def __init__(self, engine: str, missing: Mapping[str, Capability], **fields: Any) -> None:
+        # Frozen, as its base is. A missing field is not set, so that reading it calls `__getattr__`.
+        vars(self).update(fields, _engine=engine, _missing=missing)
+
+    def __getattr__(self, name: str) -> Any:
+        missing: Mapping[str, Capability] = vars(self).get("_missing", {})
+        if name in missing:
+            raise NotOffered(vars(self)["_engine"], missing[name])
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+
 class Engine(Protocol):
-    """What shards a model. Every method is called on all ranks in step."""
+    """An engine that shards or replicates a model. Every method is called on all ranks in step."""
 
     @property
     def name(self) -> str:
-        """What `find` and the option ``--engine`` call it."""
+        """The name in `find` and the option `--engine`."""
         ...
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What it offers; a claim that asks for more is skipped."""
+        """What it offers; a claim that requires more is skipped."""
         ...
 
     @property
@@ -114,27 +85,30 @@ class Engine(Protocol):
         ...
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
-        """Return the sharded model; ``model`` is used up by it."""
+        """Return the sharded model; `model` is used up by it."""
         ...
 
-    def bare(self, model: nn.Module) -> nn.Module:
+    def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the model that was sharded, without what is around it, if there is anything."""
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose backwards keep gradients to themselves, for the next one outside."""
+        """Return a context whose backwards reduce no gradients: they wait for the next one outside."""
         ...
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of the root ``model``; return the norm over all of them, shape ()."""
+        """Clip the gradients of the root `model`; return the norm over all of them, shape ()."""
         ...
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Return the state dict of ``model`` with whole tensors, by the names in the bare model."""
+        """Return the state dict of `model` with whole tensors, by the names in the bare model."""
         ...
 
-    def groups(self, model: nn.Module) -> Sequence[Group]:
-        """Return the groups of a sharded model, outer before inner."""
+    def groups(self, model: nn.Module) -> Sequence[GroupInfo]:
+        """Return a snapshot of each group of a sharded model, outer before inner.
+
+        What an engine does not show of them is refused with `NotOffered`, see `Snapshot`.
+        """
         ...
 
     def pre_backward_hooks(self, output: Tensor) -> int:
@@ -150,11 +124,11 @@ class Engine(Protocol):
         ...
 
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which the model shows full original parameters; changes are kept if told."""
+        """Return a context in which modules see unsharded parameters; `writeback` keeps changes."""
         ...
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
-        """Return what of ``log`` is a gather of parameters or a reduction of gradients.
+        """Return what of `log` is a gather of parameters or a reduction of gradients.
 
         What an engine sends to compare what ranks wrap is left out.
         """
@@ -171,8 +145,8 @@ class Engine(Protocol):
         enabled: bool = True,
         process_group: ProcessGroups | None = None,
     ) -> torch.amp.GradScaler:
-        """Return a scaler for the gradients of ``model``, used as torch's own: all ranks step, or none.
+        """Return a scaler for the gradients of `model`, used as torch's own: all ranks step, or none.
 
-        ``process_group``: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
+        `process_group`: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
         """
         ...

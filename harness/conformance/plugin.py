@@ -1,6 +1,6 @@
 """The pytest plugin of engines under test: `--engine`, `--conformance`, the fixture `engine`, deviations.
 
-Not loaded by itself: a project names it in `pytest_plugins` of its root conftest, a command line by
+Not loaded unless a project names it in `pytest_plugins` of its root conftest, or a command line
 `-p harness.conformance.plugin`. Loaded in the controller and in every rank; must not import torch.
 
 PYTEST_DONT_REWRITE: where the server of ranks has imported it, pytest comes too late to rewrite its asserts.
@@ -124,7 +124,7 @@ def engine(engine_name: str) -> Engine:
     try:
         return find(engine_name)
     except EngineError as error:
-        if error.__cause__ is not None:  # raised by the user's own code: that traceback says more
+        if error.__cause__ is not None:  # raised by the user's own code: that traceback is the better message
             raise
         lack = str(error)
     pytest.fail(lack, pytrace=False)

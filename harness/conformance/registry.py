@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lockstep": "harness.conformance.adapters.lockstep:Lockstep",
-    "lockstep-composable": "harness.conformance.adapters.lockstep_composable:LockstepComposable",
+    "lockstep-composable": "harness.conformance.adapters.lockstep:LockstepComposable",
     "torch-fsdp2": "harness.conformance.adapters.torch_fsdp2:TorchFsdp2",
     "torch-fsdp1": "harness.conformance.adapters.torch_fsdp1:TorchFsdp1",
     "torch-ddp": "harness.conformance.adapters.torch_ddp:TorchDdp",
@@ -38,7 +38,7 @@ A fixture `engine` of a project's own that does not use it has nothing to do wit
 
 
 class EngineError(ValueError):
-    """No usable engine stands behind a name; the message says what is missing."""
+    """No usable engine has the name; the message says what is missing."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"--engine {name}: {what}")
@@ -55,7 +55,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def check_name(name: str) -> None:
-    """Raise EngineError unless ``name`` is known, or is module:attribute and there is such a module.
+    """Raise EngineError unless `name` is known, or is module:attribute and there is such a module.
 
     Nothing is imported: what the module holds shows when a rank calls `find`.
     """
@@ -63,16 +63,16 @@ def check_name(name: str) -> None:
 
 
 def find(name: str) -> Engine:
-    """Return the engine that is called ``name``, or that stands at ``module:attribute``, class or instance.
+    """Return the engine called `name`, or the class or instance at `module:attribute`.
 
     Raises:
-        EngineError: there is none, or it cannot be made, or it lacks something of `Engine`.
+        EngineError: there is none, or it cannot be made, or lacks a member of `Engine`.
     """
     module, attribute = _home_of(name)
     found = _load(name, module, attribute)
     if isinstance(found, type):
         found = _made(name, found)
-    _check_face(name, found)
+    _check_interface(name, found)
     engine: Engine = found
     return engine
 
@@ -145,11 +145,11 @@ def _made(name: str, cls: type) -> Any:
     try:
         return cls()
     except Exception as error:
-        told = f"{cls.__name__}() cannot be called without arguments: {type(error).__name__}: {error}"
-        raise EngineError(name, f"{told}. Name an instance instead, or a class that needs none") from error
+        what = f"{cls.__name__}() cannot be called without arguments: {type(error).__name__}: {error}"
+        raise EngineError(name, f"{what}. Name an instance instead, or a class that needs none") from error
 
 
-def _check_face(name: str, found: object) -> None:
+def _check_interface(name: str, found: object) -> None:
     from harness.conformance.interface import Engine
 
     members = [member for member in vars(Engine) if not member.startswith("_")]

@@ -1,13 +1,15 @@
-"""What a suite asks of an engine, in words that fit every engine. Inside a rank; imports torch."""
+"""How a suite wants a model sharded, in words that fit every engine. Inside a rank; imports torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["Precision", "ProcessGroups", "ShardSpec", "chosen_modules"]
+from harness.conformance.capabilities import Capability
+
+__all__ = ["Precision", "ProcessGroups", "ShardSpec", "chosen_modules", "required_capabilities"]
 
 # One group, or for hybrid sharding the pair (shard, replicate).
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
@@ -17,13 +19,16 @@ ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 class Precision:
     """Dtypes of computation and communication; None keeps what the model has.
 
-    ``param_dtype``: parameters in forward and backward, and their gather. ``reduce_dtype``: gradients on the
-    wire; None means ``param_dtype``. ``buffer_dtype``: floating-point buffers. ``cast_forward_inputs``: units
-    below the root cast their floating-point arguments to ``param_dtype``; ``cast_root_forward_inputs``: the
-    root does. ``keep_low_precision_grads``: gradients stay in the dtype they were reduced in.
-    ``full_precision_classes``: each module of these classes becomes a unit of its own that computes in full
-    precision, whatever units are chosen; None leaves it to the engine, which does so with batch norms where
-    a spec chooses units at all.
+    Attributes:
+        param_dtype: of parameters in forward and backward, and of their all-gather.
+        reduce_dtype: of gradients while they are reduced; None means `param_dtype`.
+        buffer_dtype: of floating-point buffers.
+        keep_low_precision_grads: gradients stay in the dtype they were reduced in.
+        cast_forward_inputs: units below the root cast their floating-point arguments to `param_dtype`.
+        cast_root_forward_inputs: the root does.
+        full_precision_classes: each module of these classes becomes a unit of its own that computes in full
+            precision, whatever units are chosen; None leaves it to the engine, which does so with batch norms
+            where a spec chooses units at all.
     """
 
     param_dtype: torch.dtype | None = None
@@ -37,23 +42,28 @@ class Precision:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a model is to be sharded, in words that fit every engine.
+    """How to shard a model, in words that fit every engine.
 
-    ``strategy``: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2. ``precision`` None
-    does not name one to the engine at all. ``units``: submodules that gather and free on their own, by name
-    within the model or by class; ``(nn.Module,)`` is all of them. ``min_num_params``, instead of ``units``:
-    every submodule with at least so many elements in parameters that no unit below it has. ``ignored``:
-    submodules that are neither sharded nor cast nor synchronised, chosen as ``units`` are. ``offload``:
-    shards, gradients and the optimizer's step on CPU. ``use_orig_params``: the user sees the original
-    parameters, not one flat parameter per group.
-    ``backward_prefetch``: BACKWARD_PRE, BACKWARD_POST or None, and ``forward_prefetch``: whether a group is
-    gathered before it is needed. ``sync_module_states``: all ranks start from rank 0's values. ``device``:
-    where to compute; None is where the model is. ``process_group``: the ranks that share the model; for the
-    two hybrid strategies a pair (shard, replicate), the ranks that this rank shares a replica with and those
-    that hold the same shard as it. None is the default group, or for a pair what the engine makes of hosts.
-    ``unit_groups``: the process groups of units that do not share the model's, by the units' names.
-    ``unit_precisions``: likewise the precisions of units that do not have the model's.
-    ``full_precision_in_eval``: whether precisions hold in training only; None leaves that to the environment.
+    Attributes:
+        strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2.
+        precision: None does not pass one to the engine at all.
+        units: submodules that unshard and reshard on their own, by name within the model or by class;
+            `(nn.Module,)` is all of them.
+        min_num_params: instead of `units`, every submodule with at least so many elements in parameters that
+            no unit below it has.
+        ignored: submodules that are neither sharded nor cast nor synchronised, chosen as `units` are.
+        offload: shards, gradients and the optimizer's step on CPU.
+        use_orig_params: the user sees the original parameters, not one flat parameter per group.
+        backward_prefetch: BACKWARD_PRE, BACKWARD_POST or None.
+        forward_prefetch: whether forward unshards a group before it is needed.
+        sync_module_states: all ranks start from rank 0's values.
+        device: where to compute; None is where the model is.
+        process_group: the ranks that share the model; for the two hybrid strategies a pair (shard,
+            replicate), the ranks that this rank shares a replica with and those that hold the same shard as
+            it. None is the default group, or for a pair what the engine makes of hosts.
+        unit_groups: process groups of units that do not share the model's, by the units' names.
+        unit_precisions: precisions of units that do not have the model's, likewise.
+        full_precision_in_eval: whether precisions hold in training only; None leaves that to the environment.
     """
 
     strategy: str = "FULL_SHARD"
@@ -74,7 +84,7 @@ class ShardSpec:
 
 
 def chosen_modules(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], what: str) -> set[nn.Module]:
-    """Return the submodules that names and classes in ``wanted`` choose; ValueError for an unknown name."""
+    """Return the submodules that names and classes in `wanted` choose; ValueError for an unknown name."""
     modules = dict(model.named_modules())
     unknown = [name for name in wanted if isinstance(name, str) and name not in modules]
     if unknown:
@@ -84,3 +94,33 @@ def chosen_modules(model: nn.Module, wanted: tuple[str | type[nn.Module], ...], 
         )
     classes = tuple(kind for kind in wanted if isinstance(kind, type))
     return {m for name, m in modules.items() if name in wanted or isinstance(m, classes)}
+
+
+def required_capabilities(spec: ShardSpec) -> Iterator[Capability]:
+    """Yield what an engine must offer for a spec, beyond one plain group."""
+    hybrid = "HYBRID" in spec.strategy
+    required = {
+        Capability.SHARDING: spec.strategy != "NO_SHARD",
+        Capability.HYBRID: hybrid,
+        Capability.HYBRID_BY_HOSTS: hybrid and not isinstance(spec.process_group, tuple),
+        Capability.OFFLOAD: spec.offload,
+        Capability.UNIT_GROUPS: bool(spec.unit_groups),
+        Capability.UNITS_BY_SIZE: spec.min_num_params is not None,
+        Capability.UNIT_PRECISIONS: bool(spec.unit_precisions),
+        Capability.PRECISION_IN_EVAL: spec.full_precision_in_eval is not None,
+        Capability.PREFETCH: spec.backward_prefetch == "BACKWARD_POST" or spec.forward_prefetch,
+        Capability.SYNC_STATES: spec.sync_module_states,
+    }
+    yield from (capability for capability, is_required in required.items() if is_required)
+    for precision in (spec.precision, *spec.unit_precisions.values()):
+        if precision:
+            yield from _required_by(precision)
+
+
+def _required_by(precision: Precision) -> Iterator[Capability]:
+    if precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype:
+        yield Capability.MIXED_PRECISION
+    if precision.buffer_dtype:
+        yield Capability.BUFFER_DTYPE
+    if precision.keep_low_precision_grads:
+        yield Capability.KEPT_LOW_PRECISION

@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Claim:
-    """A test without its engine. ``id`` is its node id when there is one engine only."""
+    """A test without its engine. `id` is its node id when there is one engine only."""
 
     id: str
     title: str = ""

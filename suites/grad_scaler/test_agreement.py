@@ -8,7 +8,7 @@ from torch import nn
 from harness.assertions import local_part
 from harness.conformance import Capability, offers, require
 from harness.conformance.models import KnownGradient
-from harness.conformance.models.delay import pause
+from harness.conformance.models.nested import pause
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -94,10 +94,10 @@ def test_a_bad_gradient_of_a_parameter_that_some_rank_holds_nothing_of(
     """An optimizer of that parameter alone finds no gradient on the rank."""
     run = trained(Two(3), use_orig_params=True)
     if only_second:
-        run.optimizers = [torch.optim.SGD([run.engine.bare(run.model)[1].weight], lr=1.0)]
+        run.optimizers = [torch.optim.SGD([run.engine.unwrapped(run.model)[1].weight], lr=1.0)]
     first = 0.0 if only_second else -1.0
     if offers(run.engine, Capability.ONE_PADDING):
-        held = world.gather(run.engine.bare(run.model)[1].weight.numel())
+        held = world.gather(run.engine.unwrapped(run.model)[1].weight.numel())
         assert held == ([0, 3] if world.size == 2 else [0, 1, 2])
     for gradient, weights, scale in (
         (1.0, [first, -1.0], 8.0),
@@ -125,7 +125,9 @@ def test_ranks_without_gradients_follow_the_one_that_has_some(world, trained, un
 
 def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs_off_once(world, trained):
     run = trained(Two(3), units=("0", "1"), use_orig_params=True)
-    run.optimizers = [torch.optim.SGD(child.parameters(), lr=1.0) for child in run.engine.bare(run.model)]
+    run.optimizers = [
+        torch.optim.SGD(child.parameters(), lr=1.0) for child in run.engine.unwrapped(run.model)
+    ]
     for gradients, weights, scale in (
         ((1.0, INF), (-1.0, 0.0), 4.0),
         ((NAN, 1.0), (-1.0, -1.0), 2.0),

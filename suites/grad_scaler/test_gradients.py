@@ -130,7 +130,7 @@ class Words(nn.Module):
 def test_a_sparse_gradient_of_what_is_not_sharded_is_unscaled_and_can_stop_all_ranks(world, trained):
     run = trained(Words(), ignored=("embedding",))
     run.step(1.0, 4.0)
-    embedding = run.engine.bare(run.model).embedding.weight
+    embedding = run.engine.unwrapped(run.model).embedding.weight
     own = 4.0 * run.spread
     assert run.weights()[0] == [-1.0] * 4
     assert embedding.flatten().tolist() == [-own, 0.0, -2 * own]

@@ -193,23 +193,23 @@ def test_a_buffer_that_was_changed_keeps_the_change_through_both_modes(world, en
     model, _ = layers(world, engine)
     shift = torch.full((8,), THIRD)
     model(batch(world))
-    engine.bare(model)[1].shift.add_(1)
+    engine.unwrapped(model)[1].shift.add_(1)
     shift = shift.to(BF16) + 1
     model.eval()(batch(world))
-    assert torch.equal(engine.bare(model)[1].shift.cpu(), shift.float())
-    engine.bare(model)[1].shift.mul_(THIRD)
+    assert torch.equal(engine.unwrapped(model)[1].shift.cpu(), shift.float())
+    engine.unwrapped(model)[1].shift.mul_(THIRD)
     shift = shift.float() * THIRD
     for train, dtype in ((True, BF16), (False, F32)):
         model.train(train)(batch(world))
-        assert torch.equal(engine.bare(model)[1].shift.cpu(), shift.to(dtype))
+        assert torch.equal(engine.unwrapped(model)[1].shift.cpu(), shift.to(dtype))
 
 
 def test_buffers_go_up_to_what_the_model_was_converted_to_meanwhile(world, engine):
     model, _ = layers(world, engine)
     model(batch(world))
     model.to(world.device).eval()(batch(world))
-    assert torch.equal(engine.bare(model)[1].shift.cpu(), torch.full((8,), THIRD))
-    engine.bare(model)[1].shift.fill_(0.5)  # which bf16 can hold
+    assert torch.equal(engine.unwrapped(model)[1].shift.cpu(), torch.full((8,), THIRD))
+    engine.unwrapped(model)[1].shift.fill_(0.5)  # which bf16 can hold
     model.train()(batch(world))
     assert model.double().eval()(batch(world).double()).dtype == F64
     assert_buffer_dtypes(model, F64)
@@ -222,7 +222,7 @@ def test_evaluation_without_autograd_leaves_a_model_that_trains(world, engine, s
     with mode():
         assert torch.equal(model.eval()(batch(world)), bare(batch(world)))
         model.train()(batch(world))  # casts the buffers
-    for layer in engine.bare(model):
+    for layer in engine.unwrapped(model):
         layer.shift.mul_(1)  # as the running statistics of a batch norm are
     for train, dtype in ((False, F32), (True, BF16)):
         loss(model.train(train)(batch(world))).backward()
@@ -278,10 +278,10 @@ def test_a_child_in_eval_has_full_precision_amid_a_model_in_training(
     world, engine, strategy, use_orig_params
 ):
     model, bare = layers(world, engine, strategy, use_orig_params=use_orig_params)
-    engine.bare(model)[2].eval()
+    engine.unwrapped(model)[2].eval()
     dtypes = [(group.compute_dtype, group.reduce_dtype) for group in engine.groups(model)]
     assert dtypes == [(BF16, BF16), (BF16, BF16), (F32, F32)]
-    with ForwardDtypes(engine.bare(model)) as log, CollectivesLog() as sent:
+    with ForwardDtypes(engine.unwrapped(model)) as log, CollectivesLog() as sent:
         output = model(batch(world))
         loss(output).backward()
     half = run(bare[1], run(bare[0], batch(world), BF16), BF16)

@@ -1,6 +1,6 @@
-"""What two adapters share: a `ShardSpec` through a composable front, applied bottom-up. Inside a rank.
+"""A base for adapters of engines with a composable front: applies a `ShardSpec` bottom-up. Inside a rank.
 
-Parameters are DTensors, whatever ``use_orig_params`` says: this front has originals only.
+Parameters are DTensors, whatever `use_orig_params` says: this front has originals only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
 from harness.conformance.capabilities import Capability, NotOffered, require
 from harness.conformance.interface import Composable
-from harness.conformance.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
+from harness.conformance.spec import ProcessGroups, ShardSpec, chosen_modules, required_capabilities
 
 __all__ = ["Composed"]
 
@@ -27,7 +28,7 @@ _STRATEGIES = {
     "HYBRID_SHARD": True,
     "_HYBRID_SHARD_ZERO2": False,
 }
-NOT_OFFERED = frozenset(
+_NOT_OFFERED = frozenset(
     {
         Capability.HYBRID_BY_HOSTS,
         Capability.UNITS_BY_SIZE,
@@ -47,10 +48,10 @@ NOT_OFFERED = frozenset(
 
 
 class Composed:
-    """The parts of an adapter that need nothing but a composable front."""
+    """An adapter of which everything is here that needs nothing but a composable front."""
 
     name: str
-    capabilities: frozenset[Capability] = frozenset(Capability) - NOT_OFFERED
+    capabilities: frozenset[Capability] = frozenset(Capability) - _NOT_OFFERED
 
     def __repr__(self) -> str:
         return self.name
@@ -63,7 +64,7 @@ class Composed:
         if spec.strategy not in _STRATEGIES:
             known = ", ".join(_STRATEGIES)
             raise ValueError(f"ShardSpec: strategy {spec.strategy!r} is not built; known: {known}")
-        require(self, *asked(spec))
+        require(self, *required_capabilities(spec))
         self._check_dimensions(model, spec)
         if spec.device is not None:
             model.to(spec.device)
@@ -76,14 +77,13 @@ class Composed:
         ignored = chosen_modules(model, spec.ignored, "ignored")
         kept = {p for module in ignored for p in module.parameters()}
         if spec.strategy != "NO_SHARD" and any(p.ndim == 0 for p in model.parameters() if p not in kept):
-            raise NotOffered(self.name, Capability.SCALARS)  # there is no dim to cut
+            raise NotOffered(self.name, Capability.SCALARS)  # there is no dim to shard
 
-    def bare(self, model: nn.Module) -> nn.Module:
+    def unwrapped(self, model: nn.Module) -> nn.Module:
         return model
 
     def pre_backward_hooks(self, output: Tensor) -> int:
-        # torch has no public question for it; a test that asks has put no hook of its own there.
-        return len(output._backward_hooks or ())
+        return num_pre_backward_hooks(output)
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -95,7 +95,7 @@ class Composed:
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
         meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
-        if len(meshes) > 1:  # torch stacks the norms of all parameters, and so they must lie alike
+        if len(meshes) > 1:  # torch stacks the norms of all parameters, and so they must be sharded alike
             require(self, Capability.ONE_NORM)
         return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
 
@@ -114,7 +114,7 @@ class Composed:
         raise NotOffered(self.name, Capability.SUMMON)
 
     def _prefetch_nothing(self, model: nn.Module) -> None:
-        """Let each unit gather itself ahead, which is gathered already; to name none is to let them guess."""
+        """Make each unit prefetch itself, which is unsharded already; without a list they choose one."""
         units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
         for unit in units:
             unit.set_modules_to_backward_prefetch([unit])
@@ -123,36 +123,6 @@ class Composed:
 def full(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, a collective; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def asked(spec: ShardSpec) -> Iterator[Capability]:
-    """Yield what a spec asks for beyond one plain group."""
-    hybrid = "HYBRID" in spec.strategy
-    wanted = {
-        Capability.SHARDING: spec.strategy != "NO_SHARD",
-        Capability.HYBRID: hybrid,
-        Capability.HYBRID_BY_HOSTS: hybrid and not isinstance(spec.process_group, tuple),
-        Capability.OFFLOAD: spec.offload,
-        Capability.UNIT_GROUPS: bool(spec.unit_groups),
-        Capability.UNITS_BY_SIZE: spec.min_num_params is not None,
-        Capability.UNIT_PRECISIONS: bool(spec.unit_precisions),
-        Capability.PRECISION_IN_EVAL: spec.full_precision_in_eval is not None,
-        Capability.PREFETCH: spec.backward_prefetch == "BACKWARD_POST" or spec.forward_prefetch,
-        Capability.SYNC_STATES: spec.sync_module_states,
-    }
-    yield from (capability for capability, is_asked in wanted.items() if is_asked)
-    for precision in (spec.precision, *spec.unit_precisions.values()):
-        if precision:
-            yield from _asked_of_precision(precision)
-
-
-def _asked_of_precision(precision: Precision) -> Iterator[Capability]:
-    if precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype:
-        yield Capability.MIXED_PRECISION
-    if precision.buffer_dtype:
-        yield Capability.BUFFER_DTYPE
-    if precision.keep_low_precision_grads:
-        yield Capability.KEPT_LOW_PRECISION
 
 
 def _inner_first(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -167,14 +137,14 @@ def _inner_first(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator
 
 @dataclass(frozen=True)
 class _Application:
-    """One spec that is being applied to one model."""
+    """A spec that is applied to a model."""
 
     front: Composable
     model: nn.Module
     spec: ShardSpec
 
     def apply(self) -> None:
-        """Take the units in hand, inner before outer, then the model."""
+        """Wrap the units, inner before outer, then the model."""
         spec = self.spec
         units = chosen_modules(self.model, (*spec.units, *spec.unit_groups, *spec.unit_precisions), "units")
         ignored = chosen_modules(self.model, spec.ignored, "ignored")
@@ -183,16 +153,16 @@ class _Application:
         for name, module in _inner_first("", self.model, set()):
             if module is self.model:
                 continue
-            # As a wrap policy does: these have no forward, so there is no moment to gather them.
+            # As with a wrap policy: these have no forward, in which they could be unsharded.
             if isinstance(module, nn.ModuleList | nn.ModuleDict) or module in kept_modules:
                 continue
             if self._is_in_full_precision(module):
-                self._take(module, kept, self._full_precision())
+                self._wrap(module, kept, self._full_precision())
             elif module in units:
-                self._take(module, kept, self._policy(name, is_root=False), self._mesh(name))
-        self._take(self.model, kept, self._policy("", is_root=True), self._mesh(""))
+                self._wrap(module, kept, self._policy(name, is_root=False), self._mesh(name))
+        self._wrap(self.model, kept, self._policy("", is_root=True), self._mesh(""))
 
-    def _take(
+    def _wrap(
         self, module: nn.Module, ignored: set[nn.Parameter], policy: Any, mesh: DeviceMesh | None = None
     ) -> None:
         settings: dict[str, Any] = {"mesh": mesh or self._mesh(""), "mp_policy": policy}

@@ -1,4 +1,4 @@
-"""The adapter of the built-in engine: its wrapper front, and beside it the composable one. Inside a rank."""
+"""The adapters of the built-in engine's two fronts. Inside a rank; imports torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,42 +6,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import harness.engine as lockstep
+from harness import engine
+from harness.conformance.adapters.composed import Composed
 from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
 from harness.conformance.capabilities import Capability
-from harness.conformance.interface import Composable, Group, Traffic
+from harness.conformance.interface import Composable, Traffic
 from harness.conformance.spec import ShardSpec
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
-__all__ = ["Lockstep", "composable", "traffic"]
+__all__ = ["Lockstep", "LockstepComposable"]
 
 
 class Lockstep(Wrapped):
-    """The built-in engine: its wrapper front, and beside it the composable one."""
+    """The wrapper front, with the composable one as `composable`."""
 
     name = "lockstep"
     front = WrapperFront(
-        lockstep.FullyShardedDataParallel,
-        lockstep.ShardingStrategy,
-        lockstep.BackwardPrefetch,
-        lockstep.CPUOffload,
-        lockstep.MixedPrecision,
-        lockstep.CustomPolicy,
-        lockstep.size_based_auto_wrap_policy,
+        engine.FullyShardedDataParallel,
+        engine.ShardingStrategy,
+        engine.BackwardPrefetch,
+        engine.CPUOffload,
+        engine.MixedPrecision,
+        engine.CustomPolicy,
+        engine.size_based_auto_wrap_policy,
     )
     capabilities = frozenset(Capability)
 
     @property
     def composable(self) -> Composable:
-        return composable()
+        return _composable()
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         full_precision = spec.full_precision_in_eval
         return self.wrap(model, spec, device_id=spec.device, full_precision_in_eval=full_precision)
 
-    def groups(self, model: nn.Module) -> Sequence[Group]:
-        return lockstep.groups(model)
+    def groups(self, model: nn.Module) -> Sequence[engine.GroupInfo]:
+        return engine.groups(model)
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         with self.summon(model):
@@ -55,26 +56,45 @@ class Lockstep(Wrapped):
             }
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
-        return traffic(log)
+        return _traffic(log)
 
     def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
-        return lockstep.ShardedGradScaler(**settings)
+        return engine.ShardedGradScaler(**settings)
 
 
-def composable() -> Composable:
+class LockstepComposable(Composed):
+    """`fully_shard` and `replicate` of the built-in engine."""
+
+    name = "lockstep-composable"
+
+    @property
+    def composable(self) -> Composable:
+        return _composable()
+
+    def groups(self, model: nn.Module) -> Sequence[engine.GroupInfo]:
+        return engine.groups(model)
+
+    def traffic(self, log: Iterable[Collective]) -> Traffic:
+        return _traffic(log)
+
+    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
+        return engine.ShardedGradScaler(**settings)
+
+
+def _composable() -> Composable:
     """Return the built-in engine's composable front."""
     return Composable(
-        lockstep.fully_shard,
-        lockstep.replicate,
-        lockstep.MixedPrecisionPolicy,
-        lockstep.OffloadPolicy,
-        lockstep.CPUOffloadPolicy,
-        lockstep.FSDPModule,
-        lockstep.register_fsdp_forward_method,
+        engine.fully_shard,
+        engine.replicate,
+        engine.MixedPrecisionPolicy,
+        engine.OffloadPolicy,
+        engine.CPUOffloadPolicy,
+        engine.FSDPModule,
+        engine.register_fsdp_forward_method,
     )
 
 
-def traffic(log: Iterable[Collective]) -> Traffic:
+def _traffic(log: Iterable[Collective]) -> Traffic:
     """Sort a log by what the built-in engine says each collective is for."""
     log = tuple(log)
     gathers = [entry for entry in log if entry.label == GATHER]

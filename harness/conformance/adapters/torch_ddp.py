@@ -6,14 +6,15 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.conformance.adapters.replicated import Replicas
+from harness.conformance.adapters.replicated import Replicated
+from harness.conformance.adapters.torch_internals import exclude_from_ddp
 from harness.conformance.capabilities import Capability
 from harness.conformance.spec import ShardSpec, chosen_modules
 
 __all__ = ["TorchDdp"]
 
 
-class TorchDdp(Replicas):
+class TorchDdp(Replicated):
     """Replicas: of the strategies NO_SHARD alone; units are accepted, and gradients go in torch's buckets."""
 
     name = "torch-ddp"
@@ -29,12 +30,10 @@ class TorchDdp(Replicas):
         chosen_modules(model, wanted, "units")
         ignored = chosen_modules(model, spec.ignored, "ignored")
         names = [f"{n}.{p}" for n, m in model.named_modules() if m in ignored for p in m.state_dict()]
-        # torch's own way to leave parts of a model alone; it has no public name.
-        leave_alone: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        leave_alone(model, names)
+        exclude_from_ddp(model, names)
         return DistributedDataParallel(model, process_group=spec.process_group)
 
-    def bare(self, model: nn.Module) -> nn.Module:
+    def unwrapped(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What two adapters share: a `ShardSpec` through a wrapper front. Inside a rank; imports torch."""
+"""A base for adapters of engines with a wrapper front. Inside a rank; imports torch."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
 from harness.conformance.spec import Precision, ShardSpec, chosen_modules
 
 __all__ = ["Wrapped", "WrapperFront"]
@@ -28,7 +29,7 @@ class WrapperFront:
 
 
 class Wrapped:
-    """The parts of an adapter that need nothing but a wrapper front."""
+    """An adapter of which everything is here that needs nothing but a wrapper front."""
 
     name: str
     front: WrapperFront
@@ -37,7 +38,7 @@ class Wrapped:
         return self.name
 
     def wrap(self, model: nn.Module, spec: ShardSpec, **more: Any) -> nn.Module:
-        """Return ``model`` in the wrapper; ``more`` are arguments that not every such front has."""
+        """Return `model` in the wrapper; `more` are arguments that not every such front has."""
         front = self.front
         wrapped: nn.Module = front.FullyShardedDataParallel(
             model,
@@ -55,7 +56,7 @@ class Wrapped:
         )
         return wrapped
 
-    def bare(self, model: nn.Module) -> nn.Module:
+    def unwrapped(self, model: nn.Module) -> nn.Module:
         bare: nn.Module = model.module if isinstance(model, self.front.FullyShardedDataParallel) else model
         return bare
 
@@ -71,8 +72,7 @@ class Wrapped:
         return model.state_dict()
 
     def pre_backward_hooks(self, output: Tensor) -> int:
-        # torch has no public question for it; a test that asks has put no hook of its own there.
-        return len(output._backward_hooks or ())
+        return num_pre_backward_hooks(output)
 
     def summon(
         self, model: nn.Module, writeback: bool = False, with_grads: bool = False
@@ -96,7 +96,7 @@ class Wrapped:
         wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
         if spec.min_num_params is not None:
             if wanted:
-                raise ValueError("ShardSpec: min_num_params chooses the units; name no unit beside it.")
+                raise ValueError("ShardSpec: min_num_params chooses the units; name no unit as well.")
             return partial(self.front.size_based_auto_wrap_policy, min_num_params=spec.min_num_params)
         # Classes that compute in full precision are found by any policy, also by one that chooses nothing.
         if wanted or (spec.precision and spec.precision.full_precision_classes is not None):

@@ -20,5 +20,5 @@ _TABLES = {
 
 
 def known_deviations(engine: str | None, claim: str) -> tuple[Deviation, ...]:
-    """Return what is known of ``engine`` and the test of this node id."""
+    """Return what is known of `engine` and the test of this node id."""
     return tuple(found for found in _TABLES.get(engine or "", ()) if found.is_about(claim))

@@ -45,7 +45,7 @@ class Deviation:
 
 
 def fits(text: str, pattern: str) -> bool:
-    """Whether ``pattern`` describes all of ``text``. fnmatch would read node ids' brackets as sets."""
+    """Whether `pattern` describes all of `text`. fnmatch would read node ids' brackets as sets."""
     return _compiled(pattern).fullmatch(text) is not None
 
 

@@ -3,11 +3,11 @@
 from harness.conformance.deviations.deviation import Deviation
 
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
-AGAIN = "a backward that no forward of its own came before is not reduced as it should be"
+AGAIN = "a second backward after one forward is not reduced as it should be"
 UNREDUCED = "what no_sync has left is clipped like any gradient"
 FP16_REFUSED = "fp16 gradients are refused"
 ONE_RANK = "a group of one rank reduces all the same"
-KEPT = "full parameters that are kept after forward are kept without autograd, too, and used again"
+KEPT = "unsharded parameters are retained after a forward without autograd, too, and used again"
 
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with
 AMP_SCALER: tuple[Deviation, ...] = (
@@ -71,7 +71,7 @@ NAN = Deviation(
         "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-FULL_SHARD]",
         "core/test_clipping.py::test_a_nonfinite_gradient_in_one_shard*[nan-inf-SHARD_GRAD_OP]",
     ),
-    why="the largest norm of all ranks is taken by gloo, which has no regard to NaN",
+    why="gloo's maximum over ranks ignores NaN",
 )
 
 DTENSOR_NORMS: tuple[Deviation, ...] = (
@@ -98,7 +98,7 @@ DTENSOR_MESHES: tuple[Deviation, ...] = (
             "properties/test_resume.py::test_the_step_after_a_load_elsewhere_has_the_same_bits",
             "properties/test_training.py::test_losses_gradients_and_parameters_are_*[4-ranks]",
         ),
-        why="a DTensor that is detached asks the groups of an equal mesh before, though they are destroyed",
+        why="a detached DTensor uses the process groups of an earlier equal mesh, which are destroyed",
         run=False,  # drawn models may do without what brings it up
     ),
 )

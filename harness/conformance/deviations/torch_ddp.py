@@ -9,7 +9,7 @@ from harness.conformance.deviations.shared import (
     UNREDUCED,
 )
 
-_UNUSED = "all parameters must get a gradient in each step, unless it is told to look for those that do not"
+_UNUSED = "all parameters must get a gradient in each step, unless find_unused_parameters is set"
 _REENTRANT = (
     "a parameter that reentrant checkpointing uses more than once is refused, or its gradient is wrong"
 )
@@ -79,7 +79,7 @@ OWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_states.py::test_a_step_after_save_and_load_has_the_same_bits*-NO_SHARD-3-ranks]",),
-        why="buckets are laid anew after the first step, so that three ranks are added in another order",
+        why="buckets are rebuilt after the first step, so that three ranks are added in another order",
     ),
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-NO_SHARD-*",),

@@ -11,10 +11,10 @@ from harness.conformance.deviations.shared import (
 )
 
 _UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
-_REENTRANT = "reentrant checkpointing inside a unit reads parameters that were given up"
+_REENTRANT = "reentrant checkpointing inside a unit reads parameters that were resharded"
 _EMPTY = "a group without elements is refused"
-_ROOT = "the root keeps its full parameters after forward, whatever the strategy, and uses them again"
-_WHOLE = "what is not sharded has no state of its own to show, and is never given up"
+_ROOT = "the root keeps its unsharded parameters after forward, whatever the strategy, and uses them again"
+_WHOLE = "what is not sharded shows no state, and is never resharded"
 _OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assigned to it"
 _ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
 _CAST_BACK = "gradients that are kept are cast to the dtype of the parameters that compute"
@@ -192,7 +192,7 @@ SCALER: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_*[*-False-*",),
-        why="an optimizer that unscales by itself is told only what this rank has found",
+        why="an optimizer that unscales by itself sees only what this rank has found",
     ),
     Deviation(
         claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_*[*-True-*",),

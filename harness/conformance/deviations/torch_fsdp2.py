@@ -11,8 +11,8 @@ from harness.conformance.deviations.shared import (
     ONE_RANK,
 )
 
-_PINNED = "CPUOffloadPolicy pins memory unless told, which raises on a host without accelerator"
-_EXCEPTION = "parameters of the groups under way stay in full after an exception"
+_PINNED = "CPUOffloadPolicy pins memory by default, which raises on a host without accelerator"
+_EXCEPTION = "parameters of the groups in flight stay unsharded after an exception"
 _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
 _ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
@@ -20,7 +20,9 @@ _REDUCED_IN_ANOTHER = (
     "policy=(torch.bfloat16_torch.float32), sync=False",
     "policy=(None_torch.bfloat16), sync=False",
 )
-_AFTER_FORWARD = "after a forward full parameters are shown, and an optimizer made of them moves nothing"
+_AFTER_FORWARD = (
+    "after a forward unsharded parameters are visible; an optimizer made of them moves nothing"
+)
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
@@ -34,7 +36,7 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",),
-        why="gradients that wait for a reduction are not converted with the model",
+        why="pending gradients are not converted with the model",
     ),
     Deviation(
         claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[no_grad-*-NO_SHARD-*",),
@@ -63,7 +65,7 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",),
-        why="what was gathered in inference mode cannot be gathered again outside",
+        why="what was unsharded in inference mode cannot be unsharded again outside",
     ),
     Deviation(
         claims=(
@@ -101,7 +103,7 @@ REPLICATE: tuple[Deviation, ...] = (
         claims=(
             "replicate/test_unshard.py::test_what_was_there_when_parameters_change*[fully_shard-on_its_way*",
         ),
-        why="what is being gathered when parameters change is computed with",
+        why="an all-gather in flight when parameters change is used as it is",
     ),
     Deviation(
         claims=("replicate/test_calls.py::test_an_optimizer_built_after_a_forward_moves_the_weights*",),
@@ -114,7 +116,7 @@ REPLICATE: tuple[Deviation, ...] = (
             "replicate/test_hybrid.py::test_a_copy_waits_inside_a_replica_as_it_was_told",
             "replicate/test_reduction.py::test_a_copy_divides_as_its_original_and_leaves_that_alone*",
         ),
-        why="models in hand cannot be copied with deepcopy",
+        why="sharded models cannot be copied with deepcopy",
         issue=149138,
     ),
     Deviation(
@@ -198,7 +200,7 @@ SCALER: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("grad_scaler/test_gradients.py::test_a_sparse_gradient_of_what_is_not_sharded*",),
-        why="gradients that are DTensors are not unscaled beside others",
+        why="gradients that are DTensors are not unscaled together with others",
     ),
 )
 

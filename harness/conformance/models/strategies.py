@@ -1,4 +1,4 @@
-"""Hypothesis strategies of module trees. Imports hypothesis, of the extra ``test``; not loaded by the zoo."""
+"""Hypothesis strategies of module trees. Imports hypothesis, of the extra `test`."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def _trees(draw: st.DrawFn, parts: st.SearchStrategy[Part]) -> Tree:
 
 @dataclass
 class _Scope:
-    """What may be meant by `Again` and ``tied`` in one group: a parameter belongs to one group only.
+    """What may be meant by `Again` and `tied` in one group: a parameter belongs to one group only.
 
-    ``units``: every unit so far, whichever group is around it.
+    `units`: every unit so far, whichever group is around it.
     """
 
     units: list[str]

@@ -1,7 +1,7 @@
 """Module trees by description: nested, tied, shared, frozen, of odd sizes, with parts that sit out.
 
 Imports torch only. A description is plain data that prints as the code that makes it; strategies.py draws
-such descriptions. Parts have the names that they have in an `nn.Sequential`: ``"0"``, ``"1.0"``.
+such descriptions. Parts have the names that they have in an `nn.Sequential`: `"0"`, `"1.0"`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _ROWS = 2
 
 
 class _Described:
-    """Print only what is not as it would be anyway."""
+    """Print only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
-        told = []
+        shown = []
         for f in dataclasses.fields(self):  # type: ignore[arg-type]  # of dataclasses only
             value = getattr(self, f.name)
             if f.default is dataclasses.MISSING:
-                told.append(repr(value))
+                shown.append(repr(value))
             elif value != f.default:
-                told.append(f"{f.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(told)})"
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Print the same where a pretty printer, as Hypothesis's, would tell every field of a dataclass."""
+        """Print the same where a pretty printer, as Hypothesis's, would print every field of a dataclass."""
         printer.text(repr(self))
 
 
 @dataclass(frozen=True, repr=False)
 class Linear(_Described):
-    """A square linear layer and a tanh. ``tied``: the name of an earlier one, whose weight it has.
+    """A square linear layer and a tanh. `tied`: the name of an earlier one, whose weight it has.
 
-    ``used``, here and below: ``"always"``; ``"sometimes"``, in every other batch; ``"unheard"``, called, but
-    what it returns does not reach the loss; ``"never"`` called at all.
+    `used`, here and below: `"always"`; `"sometimes"`, in every other batch; `"unheard"`, called, but
+    what it returns does not reach the loss; `"never"` called at all.
     """
 
     bias: bool = True
@@ -75,7 +75,7 @@ class Offset(_Described):
 
 @dataclass(frozen=True, repr=False)
 class Again(_Described):
-    """The very module that has the name ``of``, at a second place."""
+    """The very module that has the name `of`, at a second place."""
 
     of: str
     used: str = "always"
@@ -85,9 +85,9 @@ class Again(_Described):
 
 @dataclass(frozen=True, repr=False)
 class Block(_Described):
-    """Parts one after the other; ``unit``: to be sharded on its own. ``frozen``: all that is in it.
+    """Parts one after the other; `unit`: to be sharded on its own. `frozen`: all that is in it.
 
-    ``recomputed``: by a checkpoint around it, in backward.
+    `recomputed`: by a checkpoint around it, in backward.
     """
 
     parts: tuple[Part, ...] = field()
@@ -145,7 +145,7 @@ class Tree(_Described):
         return built
 
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the parameters of each unit that has some, and of ``""``, the root.
+        """Return the names of the parameters of each unit that has some, and of `""`, the root.
 
         A unit or a parameter with several names has its first.
         """
@@ -208,7 +208,7 @@ class _Gain(nn.Module):
         self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        # Each element has a gradient of its own, and no number of calls lets x grow.
+        # Every element has another gradient, and x does not grow with the number of calls.
         return x * torch.tanh(1 + self.weight.square().sum())
 
 

@@ -3,14 +3,14 @@
 import torch.distributed as dist
 from torch import nn
 
-from harness.conformance import Capability, Replicas, ShardSpec
+from harness.conformance import Capability, Replicated, ShardSpec
 
 
-class HandDDP(Replicas):
+class HandDDP(Replicated):
     """All ranks start from rank 0's values, and each gradient becomes the mean over ranks."""
 
     name = "hand-ddp"
-    capabilities = Replicas.capabilities | {Capability.SYNC_STATES}
+    capabilities = Replicated.capabilities | {Capability.SYNC_STATES}
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         self.check(spec)

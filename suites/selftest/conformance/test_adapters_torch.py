@@ -74,7 +74,7 @@ def test_the_norm_is_that_of_all_gradients(world, name):
 def test_groups_show_what_is_gathered_when(world, name):
     engine, model = shard(world, name, precision=Precision(torch.bfloat16, torch.float32))
     seen = []
-    unit = engine.bare(engine.bare(model)[1])
+    unit = engine.unwrapped(engine.unwrapped(model)[1])
     unit.register_forward_pre_hook(lambda *_: seen.extend(engine.groups(model)))
     assert [g.state.name for g in engine.groups(model)] == ["SHARDED"] * 4
     backward(world, model)
@@ -108,7 +108,7 @@ def test_traffic_is_gathers_and_reductions_and_nothing_else(world, name):
 def test_summoned_parameters_are_full(world):
     engine, model = shard(world, "torch-fsdp1")
     with engine.summon(model):
-        assert [tuple(module.weight.shape) for module in engine.bare(model)] == [(5,)] * 4
+        assert [tuple(module.weight.shape) for module in engine.unwrapped(model)] == [(5,)] * 4
 
 
 @pytest.mark.ranks(2)

@@ -1,11 +1,13 @@
-"""An encoder-decoder whose first and last weights are one. Imports torch only."""
+"""A transformer with tied weights, and a model of torchvision. Imports torch; torchvision on demand."""
 
-from typing import ClassVar
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TransformerWithSharedParams"]
+__all__ = ["TransformerWithSharedParams", "resnet50"]
 
 _VOCABULARY = 23
 _WIDTH = 16
@@ -15,8 +17,8 @@ _BATCH = 2
 class TransformerWithSharedParams(nn.Module):
     """A tied weight at both ends of the model, buffers of two dtypes, batch norm, dropout, integer inputs.
 
-    The root holds the tied embedding and output weight, the norms, and the buffers ``vocab_bias`` (fp32) and
-    ``long_buffer``; the encoder layer and the decoder layer are units.
+    The root holds the tied embedding and output weight, the norms, and the buffers `vocab_bias` (fp32) and
+    `long_buffer`; the encoder layer and the decoder layer are units.
     """
 
     units: ClassVar[tuple[str | type[nn.Module], ...]] = (
@@ -64,3 +66,35 @@ def _encoder_decoder() -> nn.Transformer:
     layer = nn.TransformerEncoderLayer(_WIDTH, nhead=2, dim_feedforward=8)
     encoder = nn.TransformerEncoder(layer, 1, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
     return nn.Transformer(_WIDTH, nhead=2, num_decoder_layers=1, dim_feedforward=8, custom_encoder=encoder)
+
+
+def resnet50() -> nn.Module:
+    """Return torchvision's ResNet-50 with random weights: 53 batch norms, 25.6 million elements.
+
+    Maps images (batch, 3, height, width) to logits (batch, 1000).
+    """
+    model: nn.Module = _models().resnet50(weights=None)
+    return model
+
+
+def _models() -> Any:
+    try:
+        return import_module("torchvision.models")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    _declare_operators()
+    return import_module("torchvision.models")
+
+
+@cache  # an operator lives as long as its library
+def _declare_operators() -> torch.library.Library:
+    """Declare what a torchvision built for another torch asks for when it is imported.
+
+    The registry's build does not load with a CPU-only torch, and then lacks its operators. No
+    classifier calls these two.
+    """
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    return library

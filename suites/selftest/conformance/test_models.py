@@ -1,4 +1,4 @@
-"""What the models of the zoo say of themselves."""
+"""The models: sizes of their units, gradients, delays."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_the_transformer_learns_its_tied_weight_from_both_ends():
 
 def test_a_late_rank_pauses_before_the_gradients_of_each_layer_and_after_backward(monkeypatch):
     pauses = []
-    pause = "harness.conformance.models.delay.pause"
+    pause = "harness.conformance.models.nested.pause"
     monkeypatch.setattr(pause, lambda device, milliseconds: pauses.append(milliseconds))
     model = NestedWrappedModuleWithDelay(delay_after_loss_ms=5, delay_before_reduction_ms=2)
     loss = model.loss(model(model.batch(torch.Generator())))
