@@ -1,16 +1,15 @@
-"""What a wrapped model is like to hold: equal starts, what is left alone, names, apply, printing."""
-
-import copy
+"""Wrapping a module: its first values, what is ignored, and what is refused before anything changes."""
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as theirs
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.assertions import Tolerance, assert_named_close, assert_same_across_ranks
-from harness.conformance.models import NestedWrappedModule
+from harness.assertions import assert_same_across_ranks
 from harness.engine import (
-    CPUOffload,
+    CustomPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
@@ -23,20 +22,10 @@ pytestmark = pytest.mark.ranks(2)
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 F16, F32 = torch.float16, torch.float32
-EXACT = Tolerance(0, 0)
 summon = FullyShardedDataParallel.summon_full_params
 
 
-def nested(world, **arguments):
-    torch.manual_seed(0)
-    return FullyShardedDataParallel(NestedWrappedModule().to(world.device), **arguments)
-
-
-def batch(world):
-    return torch.arange(32.0, device=world.device).view(4, 8) * (world.rank + 1)
-
-
-# where it starts
+# first values
 
 
 def test_sync_module_states_broadcasts_rank_zeros_values(world):
@@ -48,10 +37,10 @@ def test_sync_module_states_broadcasts_rank_zeros_values(world):
     assert not model.state_dict()["1.running_mean"].any()
 
 
-# what is left alone
+# ignored
 
 
-def test_ignored_modules_are_not_sharded_cast_or_synchronised(world):
+def test_ignored_modules_are_not_sharded_cast_or_synchronised(world, batch):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     bare[1].running_mean.fill_(world.rank)
     precision = MixedPrecision(buffer_dtype=F16)
@@ -59,7 +48,7 @@ def test_ignored_modules_are_not_sharded_cast_or_synchronised(world):
         bare, mixed_precision=precision, ignored_modules=[bare[1]], sync_module_states=True
     )
     assert bare[1].running_mean[0] == world.rank
-    model(batch(world)).sum().backward()
+    model(batch).sum().backward()
     assert (bare[1].weight.shape, bare[1].running_mean.dtype) == ((8,), F32)
     assert [group.parameters for group in groups(model)] == [("0.weight", "0.bias")]
 
@@ -97,160 +86,201 @@ def test_ignoring_the_wrapped_module_warns_and_makes_no_group(world):
     assert (groups(model), bare.weight.shape) == ((), (8, 8))
 
 
-# names and attributes
+# refused
 
 
-class Outer(nn.Module):
-    """No unit itself, but around units."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-        self.head = nn.Linear(8, 8)
-        self.register_buffer("seen", torch.zeros(()))
+def mixed_dtypes():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
 
 
-def test_modules_around_units_see_clean_names(world):
-    bare = Outer(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).to(world.device)
-    parameters = [name for name, _ in bare.named_parameters()]
-    buffers = [name for name, _ in bare.named_buffers()]
-    bare.inside = FullyShardedDataParallel(
-        bare.inside, auto_wrap_policy=always_wrap_policy, use_orig_params=True
-    )
-    assert [name for name, _ in bare.named_parameters()] == parameters
-    assert [name for name, _ in bare.named_buffers()] == buffers
-    assert {name for name, _ in bare.named_modules()} == {"", "inside", "inside.0", "inside.1", "head"}
+def partly_frozen():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
 
 
-def test_get_parameter_and_get_submodule_take_clean_names(world):
-    bare = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))).to(world.device)
-    model = FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, use_orig_params=True)
-    assert [model.get_parameter(name) is p for name, p in model.named_parameters()] == [True] * 4
-    assert model.get_submodule("1.0") is bare[1][0]
+def quantized():
+    bare = nn.Linear(2, 2)
+    bare.scale = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    return bare
 
 
-def test_setting_an_attribute_of_the_module_reaches_the_module(world):
-    class Scaled(nn.Linear):
-        scale = 1.0
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
-    model = FullyShardedDataParallel(Scaled(8, 8).to(world.device))
-    before = model(batch(world))
-    model.scale = 2.0
-    assert torch.equal(model(batch(world)), 2 * before)
-    assert model.module.scale == 2.0
+def tied_across_units():
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    bare[1].weight = bare[0].weight
+    return nn.Sequential(FullyShardedDataParallel(bare[0]), bare[1])
 
 
-def test_new_attributes_are_set_on_the_unit_alone(world):
-    model = nested(world)
-    model.note = "mine"
-    model.forward = model.forward
-    assert model.note == "mine"
-    assert {"note", "forward"}.isdisjoint(vars(model.module))
+def shared_with_a_unit():
+    shared = nn.Linear(2, 2)
+    return nn.Sequential(FullyShardedDataParallel(shared), shared)
 
 
-def test_fsdp_modules_lists_outer_units_first_or_roots_alone(world):
-    first = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
-    second = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device))
-    around = nn.Sequential(first, second)
-    found = FullyShardedDataParallel.fsdp_modules(around)
-    assert found == [first, first.module.module, first.module.module.module[1], second]
-    assert FullyShardedDataParallel.fsdp_modules(around, root_only=True) == [first, second]
-    assert [unit.check_is_root() for unit in found] == [True, False, False, True]
+def linear():
+    return nn.Linear(2, 2)
 
 
-# apply
+def with_a_unit():
+    return nn.Sequential(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))), nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-def test_apply_initialises_unsharded_parameters_of_all_units(world, strategy, use_orig_params):
-    def init(module):
-        seen.append(type(module).__name__)
-        if isinstance(module, nn.Linear):
-            nn.init.eye_(module.weight)
-            nn.init.constant_(module.bias, 5)
-
-    bare, seen = NestedWrappedModule().to(world.device), []
-    bare.apply(init)
-    expected, order, seen = bare.state_dict(), seen, []
-    arguments = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    model = nested(world, auto_wrap_policy=always_wrap_policy, **arguments)
-    assert model.apply(init) is model
-    assert [name for name in seen if name != "FullyShardedDataParallel"] == order
-    assert_named_close(model.state_dict(), expected, EXACT)
-
-
-def test_apply_of_a_module_around_units_sees_full_parameters(world):
-    model = nn.Sequential(nested(world))
-    model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
-    assert model.state_dict()["0.module.0.weight"].unique().tolist() == [1]
-
-
-def test_apply_and_copies_are_illegal_inside_forward_and_summon(world):
-    model = nested(world)
-
-    def use(*_):
-        with pytest.raises(RuntimeError, match="apply is illegal inside forward and backward"):
-            model.apply(lambda _: None)
-        with pytest.raises(RuntimeError, match=r"copy\.deepcopy is illegal inside forward and backward"):
-            copy.deepcopy(model)
-
-    model.module.module[1].register_forward_hook(use)
-    model(batch(world))
-    with summon(model):
-        with pytest.raises(RuntimeError, match="apply is illegal inside summon_full_params"):
-            model.apply(lambda _: None)
-        with pytest.raises(RuntimeError, match=r"copy\.deepcopy is illegal inside summon_full_params"):
-            copy.deepcopy(model)
+REFUSED = {
+    "dtypes": (
+        mixed_dtypes,
+        {},
+        r"agree in dtype, but '0.weight' has torch.float32, '1.weight' has torch.float16",
+    ),
+    "frozen": (partly_frozen, {}, r"'0.weight' has True, '1.weight' has False; pass use_orig_params=True"),
+    "tied": (
+        tied_across_units,
+        {},
+        r"'1.weight' is tied to weight of .*Linear.*Wrap one module that contains both",
+    ),
+    "container": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "cannot wrap ModuleList: it has no forward"),
+    "lazy": (lambda: nn.LazyLinear(2), {}, "'weight' has no shape yet; run a forward before wrapping"),
+    "integers": (quantized, {}, r"'scale' has dtype torch.int8; .*Pass it in ignored_states"),
+    "unit": (
+        lambda: FullyShardedDataParallel(nn.Linear(2, 2)),
+        {},
+        r"\(Linear\) is a unit already; use it as it is",
+    ),
+    "inside_a_unit": (
+        lambda: FullyShardedDataParallel(nn.Linear(2, 2)).module,
+        {},
+        r"Linear is inside FullyShardedDataParallel\(Linear\) already; wrap a module once",
+    ),
+    "shared_with_a_unit": (
+        shared_with_a_unit,
+        {},
+        r"module '1' \(Linear\) is inside FullyShardedDataParallel\(Linear\) already",
+    ),
+    "pair": (lambda: nn.Linear(2, 2), {"process_group": (1, 2)}, "FULL_SHARD needs one group"),
+    "not_a_group": (lambda: nn.Linear(2, 2), {"process_group": 1}, "expected a ProcessGroup, got int"),
+    "not_a_module": (lambda: torch.zeros(2), {}, "wraps an nn.Module, got Tensor"),
+}
 
 
-# printing
+ARGUMENTS = {
+    "sharding_strategy": (
+        "FULL_SHARD",
+        "expected None or a ShardingStrategy of harness.engine",
+    ),
+    "cpu_offload": (True, "expected None or a CPUOffload of harness.engine, got True, a bool"),
+    "mixed_precision": (
+        theirs.MixedPrecision(),
+        "expected None or a MixedPrecision of harness.engine, got .* of torch.distributed.fsdp.api",
+    ),
+    "backward_prefetch": (True, "expected None or a BackwardPrefetch of harness.engine, got True"),
+    "auto_wrap_policy": ({nn.Linear}, r"expected a wrap policy such as .*, or a function .* got \{<class"),
+    "device_id": ("cpu", "expected an int or a torch.device, got 'cpu'"),
+    "ignored_modules": (3, "expected a list of modules, got one int; put it into a list"),
+    "ignored_states": (
+        [nn.Linear(2, 2), 3],
+        "expected a list of modules or parameters, but number 1 is a int",
+    ),
+    "param_init_fn": (3, "expected a function that takes a module, got 3"),
+    "full_precision_in_eval": (1, "expected True, False or None, got 1"),
+}
 
 
-def test_printing_shows_strategy_dtypes_and_sizes(world):
-    low = MixedPrecision(param_dtype=F16, reduce_dtype=F32)
-    model = FullyShardedDataParallel(
-        nn.Linear(8, 8).to(world.device), sharding_strategy=GRAD_OP, mixed_precision=low
-    )
-    dtypes = "dtype=torch.float32, compute=torch.float16, reduce=torch.float32"
-    assert str(model).splitlines()[1].strip() == f"SHARD_GRAD_OP, SHARDED, numel=36/72, {dtypes}"
-    offloaded = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device), cpu_offload=CPUOffload(True))
-    assert "reduce=torch.float32, offloaded\n" in str(offloaded)
-    assert "FULL_SHARD, no parameters of its own" in str(nested(world, auto_wrap_policy=always_wrap_policy))
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_a_wrong_type_is_refused_by_name(name):
+    value, message = ARGUMENTS[name]
+    with pytest.raises(TypeError, match=f"{name}: {message}"):
+        FullyShardedDataParallel(linear(), **{name: value})
 
 
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_model_can_be_printed_in_every_state(world, strategy, use_orig_params):
-    class Holding(nn.Linear):
-        def extra_repr(self):
-            return f"{super().extra_repr()}, mean={self.weight.mean():.3f}"
+CONTRADICTIONS = {
+    "policy_class": ({"auto_wrap_policy": ModuleWrapPolicy}, "expected a wrap policy such as"),
+    "one_module": ({"ignored_modules": nn.Linear(2, 2)}, "got one Linear; put it into a list"),
+    "parameter_as_module": (
+        {"ignored_modules": [nn.Parameter(torch.zeros(2))]},
+        "ignored_modules: expected a list of modules, but number 0 is a Parameter",
+    ),
+    "both_ignored": (
+        {"ignored_modules": [], "ignored_states": []},
+        "both given; put all .* into ignored_states",
+    ),
+    "ignored_unit": (
+        {"ignored_modules": "unit"},
+        r"they contain FullyShardedDataParallel\(Linear\)",
+    ),
+    "policy_inside": (
+        {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},
+        r"chooses a Linear in '0\.0', which is a FullyShardedDataParallel already; wrap a module by hand or",
+    ),
+    "function_inside": ({"auto_wrap_policy": always_wrap_policy}, r"chooses a Linear in '0\.0'"),
+    "policy_answer": (
+        {"auto_wrap_policy": CustomPolicy(lambda _: None)},
+        "must return a bool or a dict of arguments, but for Linear it returned None",
+    ),
+}
 
-    bare = nn.Sequential(Holding(8, 8), nn.ParameterList([torch.zeros(8)]))
-    bare.forward = lambda x: bare[0](x) + bare[1][0]
-    model = FullyShardedDataParallel(
-        bare.to(world.device), sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
-    seen = [str(model)]
-    bare[0].register_forward_hook(lambda *_: seen.append(str(model)))
-    loss = model(batch(world)).sum()
-    seen.append(str(model))
-    loss.register_hook(lambda _: seen.append(str(model)))
-    loss.backward()
-    with summon(model):
-        seen.append(str(model))
-    after = "SHARDED" if strategy is FULL else "RETAINED"
-    states = [text.splitlines()[1].split(", ")[1] for text in seen]
-    assert states == ["SHARDED", "UNSHARDED", after, after, "SUMMONED"]
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradicting_arguments_are_refused(case):
+    arguments, message = CONTRADICTIONS[case]
+    bare = with_a_unit()
+    if case == "ignored_unit":
+        arguments = {"ignored_modules": [bare[0]]}
+    with pytest.raises((ValueError, TypeError), match=message):
+        FullyShardedDataParallel(bare, **arguments)
 
 
-def test_a_model_can_be_printed_without_group_and_half_built():
-    model = FullyShardedDataParallel(nn.Linear(8, 8), process_group=(group := dist.new_group()))
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (torch.device("meta"), "device_id=meta: this host has .* pass torch.device"),
+        (torch.device("xla", 0), "device_id=xla:0: this host has"),
+        (99, "device_id=99: this host has"),
+    ],
+)
+def test_a_device_the_host_lacks_is_refused(device, message):
+    with pytest.raises(ValueError, match=message):
+        FullyShardedDataParallel(linear(), device_id=device)
+
+
+def test_a_device_the_backend_does_not_serve_is_refused():
+    group = dist.new_group(backend="cuda:gloo")
+    with pytest.raises(ValueError, match="device_id=cpu: the process group communicates on cuda:gloo only"):
+        FullyShardedDataParallel(linear(), process_group=group, device_id=torch.device("cpu"))
+    dist.barrier()  # a rank may not end the group while the other still connects to it
     dist.destroy_process_group(group)
-    assert "numel=36/72" in str(model)
-    unfinished = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    nn.Module.__init__(unfinished)
-    assert str(unfinished) == "FullyShardedDataParallel()"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_sharded_is_refused_by_name_with_a_remedy(case):
+    make, arguments, message = REFUSED[case]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        FullyShardedDataParallel(make(), **arguments)
+
+
+def test_module_wrap_policy_refuses_a_class_outside_a_set():
+    with pytest.raises(TypeError, match=r"expected classes, got Linear alone; pass \{Linear\}"):
+        ModuleWrapPolicy(nn.Linear)
+
+
+def test_another_shape_on_one_rank_is_refused_at_once(world):
+    module = nn.Linear(3, 4 + world.rank, device=world.device)
+    claim = rf"'weight' \[{4 + world.rank}, 3\] torch.float32 here, 'weight' \[{5 - world.rank}, 3\]"
+    with pytest.raises(ValueError, match=claim):
+        FullyShardedDataParallel(module)
+
+
+def test_a_module_wrapped_on_one_rank_alone_is_refused_at_once(world):
+    module = nn.Sequential(nn.Linear(2, 2, device=world.device))
+    with pytest.raises(ValueError, match=r"ranks wrap different things: .*\((Linear|Sequential)\) here"):
+        FullyShardedDataParallel(module[0] if world.rank == 0 else module)
+
+
+def test_a_refused_argument_leaves_the_module_unchanged():
+    bare = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="sharding_strategy"):
+        FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, sharding_strategy="FULL_SHARD")
+    assert [type(module) for module in bare.modules()] == [nn.Sequential, nn.Linear]
+
+
+def test_a_module_on_another_device_is_refused_by_parameter_name():
+    bare = nn.Linear(2, 2, bias=False)
+    with FakeTensorMode():
+        bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
+        with pytest.raises(ValueError, match="'weight' is on cuda:0, but device_id is cpu; move the module"):
+            FullyShardedDataParallel(bare, device_id=torch.device("cpu"))

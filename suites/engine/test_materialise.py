@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import Tolerance, assert_named_close, assert_same_across_ranks
+from harness.assertions import assert_named_close, assert_same_across_ranks
+from harness.assertions.closeness import EXACT
 from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
     CPUOffload,
@@ -16,7 +17,6 @@ from harness.engine import (
 
 pytestmark = pytest.mark.ranks(2)
 
-EXACT = Tolerance(0, 0)
 summon = FullyShardedDataParallel.summon_full_params
 
 

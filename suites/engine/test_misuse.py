@@ -1,19 +1,14 @@
-"""Calls that cannot mean anything: refused before anything changes, with names and the cure."""
+"""Calls of the wrapper at a wrong time or on a wrong unit, refused with a remedy."""
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
-    CustomPolicy,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     StateDictType,
-    always_wrap_policy,
 )
 
 pytestmark = pytest.mark.ranks(2)
@@ -21,220 +16,8 @@ pytestmark = pytest.mark.ranks(2)
 summon = FullyShardedDataParallel.summon_full_params
 
 
-def nested(world, **arguments):
-    torch.manual_seed(0)
-    return FullyShardedDataParallel(NestedWrappedModule().to(world.device), **arguments)
-
-
-def batch(world):
-    return torch.ones(4, 8, device=world.device)
-
-
-# what is wrapped
-
-
-def mixed_dtypes():
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
-
-
-def partly_frozen():
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-
-
-def quantized():
-    bare = nn.Linear(2, 2)
-    bare.scale = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
-    return bare
-
-
-def tied_across_units():
-    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    bare[1].weight = bare[0].weight
-    return nn.Sequential(FullyShardedDataParallel(bare[0]), bare[1])
-
-
-def shared_with_a_unit():
-    shared = nn.Linear(2, 2)
-    return nn.Sequential(FullyShardedDataParallel(shared), shared)
-
-
-def linear():
-    return nn.Linear(2, 2)
-
-
-def with_a_unit():
-    return nn.Sequential(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2))), nn.Linear(2, 2))
-
-
-REFUSED = {
-    "dtypes": (
-        mixed_dtypes,
-        {},
-        r"agree in dtype, but '0.weight' has torch.float32, '1.weight' has torch.float16",
-    ),
-    "frozen": (partly_frozen, {}, r"'0.weight' has True, '1.weight' has False; pass use_orig_params=True"),
-    "tied": (
-        tied_across_units,
-        {},
-        r"'1.weight' is tied to weight of .*Linear.*Wrap one module that contains both",
-    ),
-    "container": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "cannot wrap ModuleList: it has no forward"),
-    "lazy": (lambda: nn.LazyLinear(2), {}, "'weight' has no shape yet; run a forward before wrapping"),
-    "integers": (quantized, {}, r"'scale' has dtype torch.int8; .*Pass it in ignored_states"),
-    "unit": (
-        lambda: FullyShardedDataParallel(nn.Linear(2, 2)),
-        {},
-        r"\(Linear\) is a unit already; use it as it is",
-    ),
-    "inside_a_unit": (
-        lambda: FullyShardedDataParallel(nn.Linear(2, 2)).module,
-        {},
-        r"Linear is inside FullyShardedDataParallel\(Linear\) already; wrap a module once",
-    ),
-    "shared_with_a_unit": (
-        shared_with_a_unit,
-        {},
-        r"module '1' \(Linear\) is inside FullyShardedDataParallel\(Linear\) already",
-    ),
-    "pair": (lambda: nn.Linear(2, 2), {"process_group": (1, 2)}, "FULL_SHARD needs one group"),
-    "not_a_group": (lambda: nn.Linear(2, 2), {"process_group": 1}, "expected a ProcessGroup, got int"),
-    "not_a_module": (lambda: torch.zeros(2), {}, "wraps an nn.Module, got Tensor"),
-}
-
-
-ARGUMENTS = {
-    "sharding_strategy": (
-        "FULL_SHARD",
-        "expected None or a ShardingStrategy of harness.engine",
-    ),
-    "cpu_offload": (True, "expected None or a CPUOffload of harness.engine, got True, a bool"),
-    "mixed_precision": (
-        theirs.MixedPrecision(),
-        "expected None or a MixedPrecision of harness.engine, got .* of torch.distributed.fsdp.api",
-    ),
-    "backward_prefetch": (True, "expected None or a BackwardPrefetch of harness.engine, got True"),
-    "auto_wrap_policy": ({nn.Linear}, r"expected a wrap policy such as .*, or a function .* got \{<class"),
-    "device_id": ("cpu", "expected an int or a torch.device, got 'cpu'"),
-    "ignored_modules": (3, "expected a list of modules, got one int; put it into a list"),
-    "ignored_states": (
-        [nn.Linear(2, 2), 3],
-        "expected a list of modules or parameters, but number 1 is a int",
-    ),
-    "param_init_fn": (3, "expected a function that takes a module, got 3"),
-    "full_precision_in_eval": (1, "expected True, False or None, got 1"),
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_of_a_wrong_type_is_refused_by_name(name):
-    value, message = ARGUMENTS[name]
-    with pytest.raises(TypeError, match=f"{name}: {message}"):
-        FullyShardedDataParallel(linear(), **{name: value})
-
-
-CONTRADICTIONS = {
-    "policy_class": ({"auto_wrap_policy": ModuleWrapPolicy}, "expected a wrap policy such as"),
-    "one_module": ({"ignored_modules": nn.Linear(2, 2)}, "got one Linear; put it into a list"),
-    "parameter_as_module": (
-        {"ignored_modules": [nn.Parameter(torch.zeros(2))]},
-        "ignored_modules: expected a list of modules, but number 0 is a Parameter",
-    ),
-    "both_ignored": (
-        {"ignored_modules": [], "ignored_states": []},
-        "both given; put all .* into ignored_states",
-    ),
-    "ignored_unit": (
-        {"ignored_modules": "unit"},
-        r"they contain FullyShardedDataParallel\(Linear\)",
-    ),
-    "policy_inside": (
-        {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},
-        r"chooses a Linear in '0\.0', which is a FullyShardedDataParallel already; wrap a module by hand or",
-    ),
-    "function_inside": ({"auto_wrap_policy": always_wrap_policy}, r"chooses a Linear in '0\.0'"),
-    "policy_answer": (
-        {"auto_wrap_policy": CustomPolicy(lambda _: None)},
-        "must return a bool or a dict of arguments, but for Linear it returned None",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_contradicting_arguments_are_refused(case):
-    arguments, message = CONTRADICTIONS[case]
-    bare = with_a_unit()
-    if case == "ignored_unit":
-        arguments = {"ignored_modules": [bare[0]]}
-    with pytest.raises((ValueError, TypeError), match=message):
-        FullyShardedDataParallel(bare, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        (torch.device("meta"), "device_id=meta: this host has .* pass torch.device"),
-        (torch.device("xla", 0), "device_id=xla:0: this host has"),
-        (99, "device_id=99: this host has"),
-    ],
-)
-def test_a_device_the_host_lacks_is_refused(device, message):
-    with pytest.raises(ValueError, match=message):
-        FullyShardedDataParallel(linear(), device_id=device)
-
-
-def test_a_device_the_backend_does_not_serve_is_refused():
-    group = dist.new_group(backend="cuda:gloo")
-    with pytest.raises(ValueError, match="device_id=cpu: the process group communicates on cuda:gloo only"):
-        FullyShardedDataParallel(linear(), process_group=group, device_id=torch.device("cpu"))
-    dist.barrier()  # a rank may not end the group while the other still connects to it
-    dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_sharded_is_refused_by_name_with_a_remedy(case):
-    make, arguments, message = REFUSED[case]
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
-        FullyShardedDataParallel(make(), **arguments)
-
-
-def test_module_wrap_policy_refuses_a_class_outside_a_set():
-    with pytest.raises(TypeError, match=r"expected classes, got Linear alone; pass \{Linear\}"):
-        ModuleWrapPolicy(nn.Linear)
-
-
-def test_another_shape_on_one_rank_is_refused_at_once(world):
-    module = nn.Linear(3, 4 + world.rank, device=world.device)
-    claim = rf"'weight' \[{4 + world.rank}, 3\] torch.float32 here, 'weight' \[{5 - world.rank}, 3\]"
-    with pytest.raises(ValueError, match=claim):
-        FullyShardedDataParallel(module)
-
-
-def test_a_module_wrapped_on_one_rank_alone_is_refused_at_once(world):
-    module = nn.Sequential(nn.Linear(2, 2, device=world.device))
-    with pytest.raises(ValueError, match=r"ranks wrap different things: .*\((Linear|Sequential)\) here"):
-        FullyShardedDataParallel(module[0] if world.rank == 0 else module)
-
-
-def test_a_refused_argument_leaves_the_module_unchanged():
-    bare = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="sharding_strategy"):
-        FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, sharding_strategy="FULL_SHARD")
-    assert [type(module) for module in bare.modules()] == [nn.Sequential, nn.Linear]
-
-
-def test_a_module_on_another_device_is_refused_by_parameter_name():
-    bare = nn.Linear(2, 2, bias=False)
-    with FakeTensorMode():
-        bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
-        with pytest.raises(ValueError, match="'weight' is on cuda:0, but device_id is cpu; move the module"):
-            FullyShardedDataParallel(bare, device_id=torch.device("cpu"))
-
-
-# when it is called
-
-
-def test_no_sync_and_clipping_are_for_the_root(world):
-    model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+def test_no_sync_and_clipping_are_for_the_root(nested):
+    model = nested(auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
     with (
         pytest.raises(
             RuntimeError, match=r"no_sync is for the root unit only; .*\(Sequential\) is a unit below"
@@ -246,8 +29,8 @@ def test_no_sync_and_clipping_are_for_the_root(world):
         model.module.module.clip_grad_norm_(1.0)
 
 
-def test_summoning_is_illegal_inside_forward_and_backward(world):
-    model = nested(world)
+def test_summoning_is_illegal_inside_forward_and_backward(nested, batch):
+    model = nested()
 
     def use(*_):
         with summon(model):
@@ -255,29 +38,29 @@ def test_summoning_is_illegal_inside_forward_and_backward(world):
 
     model.module.module[1].register_forward_hook(use)
     with pytest.raises(RuntimeError, match="summon_full_params is illegal inside forward and backward"):
-        model(batch(world))
+        model(batch)
 
 
-def test_forward_inside_summon_is_refused(world):
-    model = nested(world)
+def test_forward_inside_summon_is_refused(nested, batch):
+    model = nested()
     with summon(model), pytest.raises(RuntimeError, match="forward or backward inside summon_full_params"):
-        model(batch(world))
+        model(batch)
 
 
-def test_writeback_with_rank0_only_is_refused(world):
+def test_writeback_with_rank0_only_is_refused(nested):
     with pytest.raises(ValueError, match="writeback with rank0_only"):
-        summon(nested(world), rank0_only=True)
+        summon(nested(), rank0_only=True)
 
 
-def test_a_replaced_parameter_is_refused_by_name(world):
-    model = nested(world, use_orig_params=True)
+def test_a_replaced_parameter_is_refused_by_name(world, nested, batch):
+    model = nested(use_orig_params=True)
     model.module.module[0].weight = nn.Parameter(torch.zeros(4, 8, device=world.device))
     with pytest.raises(RuntimeError, match=r"parameter 'module\.0\.weight' was exchanged"):
-        model(batch(world))
+        model(batch)
 
 
-def test_second_derivatives_are_refused(world):
-    loss = nested(world)(batch(world)).sum()
+def test_second_derivatives_are_refused(nested, batch):
+    loss = nested()(batch).sum()
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         loss.backward(create_graph=True)
 
@@ -291,32 +74,32 @@ def test_an_optimizer_of_replaced_parameters_refuses_to_step(world):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_an_optimizer_made_earlier_trains_original_parameters(world):
+def test_an_optimizer_made_earlier_trains_original_parameters(world, batch):
     bare = nn.Linear(8, 8, device=world.device)
     early = torch.optim.SGD(bare.parameters(), lr=0.1)
     model = FullyShardedDataParallel(bare, use_orig_params=True)
     with summon(model):
         before = bare.bias.clone()
-    model(batch(world)).sum().backward()
+    model(batch).sum().backward()
     early.step()
     with summon(model):
         torch.testing.assert_close(bare.bias, before - 0.4)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_stepping_on_unreduced_gradients_is_refused(world, use_orig_params):
-    model = nested(world, use_orig_params=use_orig_params)
+def test_stepping_on_unreduced_gradients_is_refused(nested, batch, use_orig_params):
+    model = nested(use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
-        model(batch(world)).sum().backward()
+        model(batch).sum().backward()
     with pytest.raises(RuntimeError, match=r"no_sync left them unreduced.* outside no_sync"):
         optimizer.step()
-    model(batch(world)).sum().backward()
+    model(batch).sum().backward()
     optimizer.step()
 
 
-def test_torchs_state_dict_types_and_configs_are_refused(world):
-    model = nested(world)
+def test_torchs_state_dict_types_and_configs_are_refused(nested):
+    model = nested()
     kind = "state_dict_type: expected a StateDictType of harness.engine, got .* of torch.distributed"
     with pytest.raises(TypeError, match=kind):
         FullyShardedDataParallel.set_state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT)
@@ -328,9 +111,9 @@ def test_torchs_state_dict_types_and_configs_are_refused(world):
         )
 
 
-def test_a_cast_between_forward_and_backward_is_refused(world):
-    model = nested(world)
-    loss = model(batch(world)).sum()
+def test_a_cast_between_forward_and_backward_is_refused(nested, batch):
+    model = nested()
+    loss = model(batch).sum()
     model.half()
     with pytest.raises(RuntimeError, match="converted or moved between forward and backward"):
         loss.backward()

@@ -1,16 +1,21 @@
-"""What the user of the wrapper front sees: names, states, dtypes, full parameters, errors with a cure."""
+"""The wrapper as its user sees it: names, states, full parameters, apply, printing, attributes."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.assertions import assert_named_close
+from harness.assertions.closeness import EXACT
 from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
+    CPUOffload,
     FullyShardedDataParallel,
+    MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
     always_wrap_policy,
@@ -22,15 +27,6 @@ pytestmark = pytest.mark.ranks(2)
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 F16, F32 = torch.float16, torch.float32
 summon = FullyShardedDataParallel.summon_full_params
-
-
-def nested(world, **arguments):
-    torch.manual_seed(0)
-    return FullyShardedDataParallel(NestedWrappedModule().to(world.device), **arguments)
-
-
-def batch(world):
-    return torch.ones(4, 8, device=world.device)
 
 
 def states(model):
@@ -56,8 +52,8 @@ def test_original_parameters_keep_identity_and_show_the_shard(world):
     }
 
 
-def test_without_use_orig_params_each_group_has_a_flat_parameter(world):
-    model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+def test_without_use_orig_params_each_group_has_a_flat_parameter(nested):
+    model = nested(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     assert sizes == {
         "module.0.flat_param": 18,
@@ -89,25 +85,25 @@ def test_group_info_has_names_and_sizes(world):
 @pytest.mark.parametrize(
     ("strategy", "after"), [(FULL, "SHARDED"), (GRAD_OP, "RETAINED"), (NONE, "RETAINED")]
 )
-def test_the_strategy_decides_whether_groups_stay_until_backward(world, strategy, after):
-    model = nested(world, sharding_strategy=strategy, use_orig_params=True)
+def test_the_strategy_decides_whether_groups_stay_until_backward(nested, batch, strategy, after):
+    model = nested(sharding_strategy=strategy, use_orig_params=True)
     seen = []
     model.module.module[1].register_forward_hook(lambda *_: seen.extend(states(model)))
     shapes = [p.shape for p in model.parameters()]
-    loss = model(batch(world)).sum()
+    loss = model(batch).sum()
     assert (seen, states(model)) == (["UNSHARDED"], [after])
     assert [p.shape for p in model.parameters()] == shapes
     loss.backward()
     assert states(model) == ["SHARDED"]
 
 
-def test_modules_compute_with_plain_tensors_autograd_tracks(world):
-    model = nested(world, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+def test_modules_compute_with_plain_tensors_autograd_tracks(nested, batch):
+    model = nested(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
     seen = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda m, *_: seen.append((type(m.weight), m.weight.requires_grad)))
-    model(batch(world))
+    model(batch)
     assert seen == [(torch.Tensor, True)] * 5
 
 
@@ -115,14 +111,14 @@ def test_modules_compute_with_plain_tensors_autograd_tracks(world):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_cast_after_wrapping_casts_gradients_and_buffers(world, use_orig_params):
+def test_a_cast_after_wrapping_casts_gradients_and_buffers(world, batch, use_orig_params):
     bare = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(world.device)
     model = FullyShardedDataParallel(bare, use_orig_params=use_orig_params)
-    model(batch(world)).sum().backward()
+    model(batch).sum().backward()
     model.double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
-    model(batch(world).double()).sum().backward()
+    model(batch.double()).sum().backward()
     assert {b.dtype for b in model.buffers()} == {torch.float64, torch.int64}
 
 
@@ -145,16 +141,16 @@ def test_summoned_parameters_are_originals_and_changes_are_kept(world, use_orig_
         assert_named_close(dict(model.named_parameters()), {n: p + 1 for n, p in expected.items()})
 
 
-def test_summoned_changes_are_dropped_without_writeback(world):
-    model = nested(world)
+def test_summoned_changes_are_dropped_without_writeback(nested):
+    model = nested()
     with summon(model, writeback=False):
         model.module.module[0].weight.data.zero_()
     with summon(model):
         assert model.module.module[0].weight.any()
 
 
-def test_rank0_only_summons_on_rank_zero(world):
-    model = nested(world, use_orig_params=True)
+def test_rank0_only_summons_on_rank_zero(world, nested):
+    model = nested(use_orig_params=True)
     with summon(model, writeback=False, rank0_only=True):
         assert states(model) == [("SUMMONED", "SHARDED")[world.rank]]
 
@@ -165,9 +161,10 @@ def test_a_parameter_overwritten_in_place_changes_the_output(world, strategy):
     model = FullyShardedDataParallel(bare, sharding_strategy=strategy, use_orig_params=True)
     with torch.no_grad():
         model.weight.fill_(2)
-    assert model(batch(world)).unique().tolist() == [16]
+    ones = torch.ones(4, 8, device=world.device)
+    assert model(ones).unique().tolist() == [16]
     model.weight.data = torch.full((8, 8), 3.0, device=world.device)
-    assert model(batch(world)).unique().tolist() == [24]
+    assert model(ones).unique().tolist() == [24]
 
 
 def test_saved_state_carries_the_versions_of_modules(world):
@@ -184,8 +181,8 @@ def test_saved_state_carries_the_versions_of_modules(world):
     assert inner.loaded == 3
 
 
-def test_loading_reports_missing_and_unexpected_names(world):
-    model = nested(world, auto_wrap_policy=always_wrap_policy)
+def test_loading_reports_missing_and_unexpected_names(nested):
+    model = nested(auto_wrap_policy=always_wrap_policy)
     state = model.state_dict()
     state["module.9.weight"] = state.pop("module.0.weight")
     with pytest.raises(
@@ -195,21 +192,178 @@ def test_loading_reports_missing_and_unexpected_names(world):
     assert set(states(model)) == {"SHARDED"}
 
 
-# errors
+# names and attributes
 
 
-def test_reading_an_unknown_attribute_names_the_wrapped_class(world):
-    with pytest.raises(AttributeError, match="'NestedWrappedModule' object has no attribute 'nothing'"):
-        nested(world).nothing  # noqa: B018
+class Outer(nn.Module):
+    """No unit itself, but around units."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self.head = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def test_modules_around_units_see_clean_names(world):
+    bare = Outer(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))).to(world.device)
+    parameters = [name for name, _ in bare.named_parameters()]
+    buffers = [name for name, _ in bare.named_buffers()]
+    bare.inside = FullyShardedDataParallel(
+        bare.inside, auto_wrap_policy=always_wrap_policy, use_orig_params=True
+    )
+    assert [name for name, _ in bare.named_parameters()] == parameters
+    assert [name for name, _ in bare.named_buffers()] == buffers
+    assert {name for name, _ in bare.named_modules()} == {"", "inside", "inside.0", "inside.1", "head"}
+
+
+def test_get_parameter_and_get_submodule_take_clean_names(world):
+    bare = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))).to(world.device)
+    model = FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, use_orig_params=True)
+    assert [model.get_parameter(name) is p for name, p in model.named_parameters()] == [True] * 4
+    assert model.get_submodule("1.0") is bare[1][0]
+
+
+def test_setting_an_attribute_of_the_module_reaches_the_module(world, batch):
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model = FullyShardedDataParallel(Scaled(8, 8).to(world.device))
+    before = model(batch)
+    model.scale = 2.0
+    assert torch.equal(model(batch), 2 * before)
+    assert model.module.scale == 2.0
+
+
+def test_new_attributes_are_set_on_the_unit_alone(nested):
+    model = nested()
+    model.note = "mine"
+    model.forward = model.forward
+    assert model.note == "mine"
+    assert {"note", "forward"}.isdisjoint(vars(model.module))
+
+
+def test_fsdp_modules_lists_outer_units_first_or_roots_alone(world, nested):
+    first = nested(auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    second = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device))
+    around = nn.Sequential(first, second)
+    found = FullyShardedDataParallel.fsdp_modules(around)
+    assert found == [first, first.module.module, first.module.module.module[1], second]
+    assert FullyShardedDataParallel.fsdp_modules(around, root_only=True) == [first, second]
+    assert [unit.check_is_root() for unit in found] == [True, False, False, True]
+
+
+# apply
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+def test_apply_initialises_unsharded_parameters_of_all_units(world, nested, strategy, use_orig_params):
+    def init(module):
+        seen.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            nn.init.eye_(module.weight)
+            nn.init.constant_(module.bias, 5)
+
+    bare, seen = NestedWrappedModule().to(world.device), []
+    bare.apply(init)
+    expected, order, seen = bare.state_dict(), seen, []
+    arguments = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    model = nested(auto_wrap_policy=always_wrap_policy, **arguments)
+    assert model.apply(init) is model
+    assert [name for name in seen if name != "FullyShardedDataParallel"] == order
+    assert_named_close(model.state_dict(), expected, EXACT)
+
+
+def test_apply_of_a_module_around_units_sees_full_parameters(nested):
+    model = nn.Sequential(nested())
+    model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
+    assert model.state_dict()["0.module.0.weight"].unique().tolist() == [1]
+
+
+def test_apply_and_copies_are_illegal_inside_forward_and_summon(nested, batch):
+    model = nested()
+
+    def use(*_):
+        with pytest.raises(RuntimeError, match="apply is illegal inside forward and backward"):
+            model.apply(lambda _: None)
+        with pytest.raises(RuntimeError, match=r"copy\.deepcopy is illegal inside forward and backward"):
+            copy.deepcopy(model)
+
+    model.module.module[1].register_forward_hook(use)
+    model(batch)
+    with summon(model):
+        with pytest.raises(RuntimeError, match="apply is illegal inside summon_full_params"):
+            model.apply(lambda _: None)
+        with pytest.raises(RuntimeError, match=r"copy\.deepcopy is illegal inside summon_full_params"):
+            copy.deepcopy(model)
+
+
+# printing
+
+
+def test_printing_shows_strategy_dtypes_and_sizes(world, nested):
+    low = MixedPrecision(param_dtype=F16, reduce_dtype=F32)
+    model = FullyShardedDataParallel(
+        nn.Linear(8, 8).to(world.device), sharding_strategy=GRAD_OP, mixed_precision=low
+    )
+    dtypes = "dtype=torch.float32, compute=torch.float16, reduce=torch.float32"
+    assert str(model).splitlines()[1].strip() == f"SHARD_GRAD_OP, SHARDED, numel=36/72, {dtypes}"
+    offloaded = FullyShardedDataParallel(nn.Linear(8, 8).to(world.device), cpu_offload=CPUOffload(True))
+    assert "reduce=torch.float32, offloaded\n" in str(offloaded)
+    assert "FULL_SHARD, no parameters of its own" in str(nested(auto_wrap_policy=always_wrap_policy))
 
 
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-def test_a_dropped_model_frees_its_memory(world, strategy):
-    model = nested(
-        world, sharding_strategy=strategy, auto_wrap_policy=always_wrap_policy, use_orig_params=True
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_model_can_be_printed_in_every_state(world, batch, strategy, use_orig_params):
+    class Holding(nn.Linear):
+        def extra_repr(self):
+            return f"{super().extra_repr()}, mean={self.weight.mean():.3f}"
+
+    bare = nn.Sequential(Holding(8, 8), nn.ParameterList([torch.zeros(8)]))
+    bare.forward = lambda x: bare[0](x) + bare[1][0]
+    model = FullyShardedDataParallel(
+        bare.to(world.device), sharding_strategy=strategy, use_orig_params=use_orig_params
     )
-    model(batch(world)).sum().backward()
-    model(batch(world))
+    seen = [str(model)]
+    bare[0].register_forward_hook(lambda *_: seen.append(str(model)))
+    loss = model(batch).sum()
+    seen.append(str(model))
+    loss.register_hook(lambda _: seen.append(str(model)))
+    loss.backward()
+    with summon(model):
+        seen.append(str(model))
+    after = "SHARDED" if strategy is FULL else "RETAINED"
+    states = [text.splitlines()[1].split(", ")[1] for text in seen]
+    assert states == ["SHARDED", "UNSHARDED", after, after, "SUMMONED"]
+
+
+def test_a_model_can_be_printed_without_group_and_half_built():
+    model = FullyShardedDataParallel(nn.Linear(8, 8), process_group=(group := dist.new_group()))
+    dist.destroy_process_group(group)
+    assert "numel=36/72" in str(model)
+    unfinished = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(unfinished)
+    assert str(unfinished) == "FullyShardedDataParallel()"
+
+
+# errors
+
+
+def test_reading_an_unknown_attribute_names_the_wrapped_class(nested):
+    with pytest.raises(AttributeError, match="'NestedWrappedModule' object has no attribute 'nothing'"):
+        nested().nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+def test_a_dropped_model_frees_its_memory(nested, batch, strategy):
+    model = nested(sharding_strategy=strategy, auto_wrap_policy=always_wrap_policy, use_orig_params=True)
+    model(batch).sum().backward()
+    model(batch)
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     del model
     gc.collect()
