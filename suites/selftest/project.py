@@ -173,7 +173,7 @@ class Project:
         path = self.path / f"{name}-{rank}.txt"
         return path.read_text().split() if path.exists() else []
 
-    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
         wait_for(condition, what, seconds)
 
     def processes(self) -> list[int]:
@@ -201,7 +201,7 @@ class Project:
         assert self.temporary_files() == []
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
     """Wait for something another process does; the bound is for a machine that is busy with others."""
     deadline = time.monotonic() + seconds
     while not condition():

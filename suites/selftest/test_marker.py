@@ -1,16 +1,16 @@
-"""What the mark `ranks` asks for, and what a user is told when it, or an option, asks for the impossible."""
+"""The mark `ranks`: its meaning, and the errors of marks and options that cannot be satisfied."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.marker import MarkError, RanksMark, read_mark
+from suites.selftest.project import copy_project
 
 
 def mark_of(*args: Any, **kwargs: Any) -> RanksMark | None:
@@ -38,7 +38,7 @@ def test_an_unmarked_node_has_no_mark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "told"),
+    ("args", "kwargs", "message"),
     [
         ((), {}, "ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items"),
         ((0,), {}, "ranks(0): a world has at least 1 rank"),
@@ -58,69 +58,20 @@ def test_an_unmarked_node_has_no_mark() -> None:
         ((2,), {"timeout": float("nan")}, "ranks(timeout=nan): a timeout is a number of seconds above 0"),
     ],
 )
-def test_a_mark_that_makes_no_sense_says_what_to_write(
-    args: tuple[Any, ...], kwargs: dict[str, Any], told: str
+def test_an_invalid_mark_says_what_to_write(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MarkError) as caught:
         mark_of(*args, **kwargs)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 # What is collected, and what is refused then
 
-COLLECTED = {
-    "sizes": """
-        import pytest
-
-        @pytest.mark.ranks(1, 2)
-        def test_x(world): pass
-
-        @pytest.mark.ranks(2, 4)
-        @pytest.mark.parametrize("dtype", ["half", "float"])
-        def test_y(world, dtype): pass
-
-        @pytest.mark.ranks(2, 4)
-        class TestZ:
-            def test_without_the_fixture(self): pass
-        """,
-    "nearest": """
-        import pytest
-        pytestmark = pytest.mark.ranks(3, 5)
-
-        def test_of_the_module(world): pass
-
-        @pytest.mark.ranks(2)
-        class TestClass:
-            def test_of_the_class(self, world): pass
-
-            @pytest.mark.parametrize("n", [1])
-            def test_parametrized(self, world, n): pass
-
-            @pytest.mark.ranks(4, 6)
-            def test_of_the_function(self, world): pass
-        """,
-    "late_world": """
-        import pytest
-
-        @pytest.fixture
-        def model(world): pass
-
-        class TestC:
-            def test_x(self, model): pass
-        """,
-    **{
-        name: f"import pytest\n\n@pytest.mark.ranks({mark})\ndef test_x(world): pass\n"
-        for name, mark in {"none": "", "zero": "0", "unknown": "2, backend='mpi'", "sound": "2"}.items()
-    },
-}
-
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    path = tmp_path_factory.mktemp("collected")
-    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
-    for name, text in COLLECTED.items():
-        (path / f"test_{name}.py").write_text(dedent(text))
+    path = copy_project("marks", tmp_path_factory.mktemp("collected"))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
     return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=60, check=False)
 
@@ -159,7 +110,7 @@ def test_one_size_leaves_ids_alone_and_the_nearest_mark_wins(
     ]
 
 
-def test_every_broken_mark_is_an_error_of_its_file_that_names_the_test(
+def test_a_broken_mark_is_an_error_that_names_the_test(
     collected: subprocess.CompletedProcess[str],
 ) -> None:
     assert collected.returncode == pytest.ExitCode.INTERRUPTED
@@ -204,7 +155,7 @@ def test_an_item_of_one_size_runs_on_as_many_ranks(world: Any) -> None:
     assert world.gather(world.rank) == [0, 1]
 
 
-def test_world_and_run_subtests_asked_for_late_fail_with_the_cure(pytester: pytest.Pytester) -> None:
+def test_fixtures_of_ranks_requested_late_fail_with_a_remedy(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         def test_world(request):
@@ -216,33 +167,14 @@ def test_world_and_run_subtests_asked_for_late_fail_with_the_cure(pytester: pyte
     )
     result = pytester.runpytest_subprocess(timeout=60)
     result.assert_outcomes(failed=1, errors=1)
-    cure = "exists only on ranks: mark the test with pytest.mark.ranks(2)"
-    result.stdout.fnmatch_lines_random([f"the fixture `world` {cure}", f"the fixture `run_subtests` {cure}"])
-
-
-def test_a_mark_that_only_shows_later_to_be_broken_is_an_error_of_its_item(pytester: pytest.Pytester) -> None:
-    """A hook may mark an item when it is collected already, and methods of unittest have no parameters."""
-    pytester.makeconftest(
-        """
-        import pytest
-
-        def pytest_itemcollected(item):
-            if item.name == "test_hooked":
-                item.add_marker(pytest.mark.ranks(0))
-        """
+    remedy = "exists only on ranks: mark the test with pytest.mark.ranks(2)"
+    result.stdout.fnmatch_lines_random(
+        [f"the fixture `world` {remedy}", f"the fixture `run_subtests` {remedy}"]
     )
-    pytester.makepyfile(
-        """
-        import pytest, unittest
 
-        @pytest.mark.ranks(2, 4)
-        class TestOld(unittest.TestCase):
-            def test_x(self): pass
 
-        def test_hooked(): pass
-        def test_sound(): pass
-        """
-    )
+def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pytester) -> None:
+    copy_project("late_marks", pytester.path)
     result = pytester.runpytest_subprocess("-n1", timeout=60)
     result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(
@@ -262,7 +194,7 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
         (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
@@ -271,20 +203,18 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
         (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
     ],
 )
-def test_an_option_that_no_world_can_satisfy_is_one_line_of_usage_error(
-    pytester: pytest.Pytester, args: list[str], told: str
+def test_an_invalid_option_is_one_line_of_usage_error(
+    pytester: pytest.Pytester, args: list[str], message: str
 ) -> None:
     pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
     result = pytester.runpytest_subprocess(*args, timeout=60)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert result.stderr.str().strip() == f"ERROR: {told}"
+    assert result.stderr.str().strip() == f"ERROR: {message}"
 
 
 @pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize("option", ["--backend=nccl", "--device=cuda"])
-def test_asking_for_gpus_where_there_are_none_is_one_usage_error(
-    pytester: pytest.Pytester, option: str
-) -> None:
+def test_gpus_on_a_machine_without_any_are_a_usage_error(pytester: pytest.Pytester, option: str) -> None:
     pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
     result = pytester.runpytest_subprocess(option, timeout=60)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -300,7 +230,7 @@ def test_a_test_for_another_device_than_the_one_chosen_skips(pytester: pytest.Py
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_a_test_that_this_machine_cannot_run_skips_and_says_what_it_needs(
+def test_a_test_that_needs_more_gpus_skips_and_says_so(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(

@@ -1,4 +1,4 @@
-"""Who gets which ranks and GPUs of a machine, and who waits for whom: the lease store, without ranks."""
+"""Leases of the ranks and GPUs of a machine, and the order of those who wait: the store, without ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,12 +23,13 @@ from harness.launch import leases as leases_module
 from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
 from harness.launch.leases import Lease, Leases
 from harness.protocol import RankSpec, SessionSpec, WorldKey
+from suites.selftest.project import PROJECTS, wait_for
 
 # One line for all
 
 
 class Machine:
-    """A lease store with controllers that take leases from it, each of them as impatient as told."""
+    """A lease store, and controllers that take leases from it with the patience that a test gives them."""
 
     def __init__(self, path: Path) -> None:
         self.store = LeaseStore(path / "leases")
@@ -42,14 +42,11 @@ class Machine:
         thread = threading.Thread(target=self._wait, args=(need,), daemon=True)
         before = len(list(self.store.waiting()))
         thread.start()
-        deadline = time.monotonic() + 60
-        while len(list(self.store.waiting())) == before:
-            assert time.monotonic() < deadline, "no world stands in line"
-            time.sleep(0.01)
+        wait_for(lambda: len(list(self.store.waiting())) > before, "a world stands in line")
         return thread
 
     def _wait(self, need: Requirement) -> None:
-        with contextlib.suppress(LaunchError):  # the test has failed, and is told of elsewhere
+        with contextlib.suppress(LaunchError):  # the test has failed, and is reported elsewhere
             self.take(need, patience=60).end()
 
 
@@ -66,26 +63,8 @@ def gpus(number: int, names: str, *, exclusive: bool = True) -> Requirement:
     return Requirement(ResourceRequest(os.getpid(), "/here", 0, tuple(names), exclusive), number)
 
 
-CONTROLLER = """
-import os, sys, time
-from pathlib import Path
-from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest
-from harness.launch.leases import Leases
-
-names = tuple(sys.argv[2])
-need = Requirement(ResourceRequest(os.getpid(), "here", 0, names, True), 2)
-for turn in range(int(sys.argv[3])):
-    lease = Leases(LeaseStore(Path(sys.argv[1])), 30, print).take(need, lambda: None)
-    begun = time.monotonic()
-    print(*lease.gpus, end=" ", flush=True)
-    time.sleep(float(sys.argv[4]))
-    print(begun, time.monotonic(), flush=True)
-    lease.end()
-"""
-
-
 def controllers(machine: Machine, number: int, *args: str) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", CONTROLLER, str(machine.store.directory), *args]
+    command = [sys.executable, str(PROJECTS / "lease_holder.py"), str(machine.store.directory), *args]
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
 
 
@@ -103,7 +82,7 @@ def test_four_controllers_with_worlds_of_two_never_share_a_gpu(machine: Machine,
         assert gpu != following or end <= begun
 
 
-def test_a_gpu_of_a_controller_that_was_killed_is_free(machine: Machine) -> None:
+def test_a_gpu_of_a_killed_controller_is_free(machine: Machine) -> None:
     [holder] = controllers(machine, 1, "01", "1", "600")
     try:
         assert holder.stdout
@@ -127,7 +106,7 @@ def test_a_lease_lasts_as_long_as_a_rank_lives_and_no_longer(machine: Machine) -
     assert machine.take(ranks(4)).rest()
 
 
-def test_who_waited_too_long_is_told_for_what_and_for_whom(machine: Machine) -> None:
+def test_waiting_too_long_is_an_error_that_names_the_holders(machine: Machine) -> None:
     held = machine.take(ranks(3))
     line = machine.waits(ranks(4))
     with pytest.raises(LaunchError) as caught:
@@ -143,7 +122,7 @@ def test_who_waited_too_long_is_told_for_what_and_for_whom(machine: Machine) -> 
     assert [entry.name for entry in machine.store.directory.iterdir()] == ["mutex"]
 
 
-def test_small_worlds_do_not_overtake_a_large_one_but_those_that_want_other_things_do(
+def test_small_worlds_do_not_overtake_a_large_one(
     machine: Machine,
 ) -> None:
     held = [machine.take(ranks(2)), machine.take(gpus(1, "0"))]
@@ -159,14 +138,14 @@ def test_small_worlds_do_not_overtake_a_large_one_but_those_that_want_other_thin
     assert machine.take(ranks(1)).gpus == ()
 
 
-def test_a_lower_bound_counts_the_ranks_of_runs_with_a_higher_one(machine: Machine) -> None:
+def test_a_lower_bound_counts_ranks_of_runs_with_a_higher_one(machine: Machine) -> None:
     machine.take(ranks(5, at_once=8))
     with pytest.raises(LaunchError):
         machine.take(ranks(1, at_once=4))
     assert machine.take(ranks(3, at_once=8)).rest()
 
 
-def test_a_warm_world_is_asked_back_once_it_has_been_idle_for_a_while(
+def test_a_warm_world_is_recalled_when_it_was_idle_for_a_while(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm, busy = machine.take(ranks(2)), machine.take(ranks(2))
@@ -183,7 +162,7 @@ def test_a_warm_world_is_asked_back_once_it_has_been_idle_for_a_while(
     assert busy.resume()
 
 
-def test_only_as_many_idle_worlds_are_asked_back_as_are_needed(
+def test_only_as_many_idle_worlds_are_recalled_as_are_needed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases_module, "RECALL_AFTER", -1.0)
@@ -196,7 +175,7 @@ def test_only_as_many_idle_worlds_are_asked_back_as_are_needed(
     assert [lease.resume() for lease in idle] == [True, True, False, False]
 
 
-def test_a_world_rests_until_its_turn_is_over_and_somebody_wants_the_same(
+def test_a_world_rests_until_its_turn_ends_and_another_waits(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = machine.take(gpus(1, "0"))
@@ -237,7 +216,7 @@ def test_a_world_rests_until_its_turn_is_over_and_somebody_wants_the_same(
         ([], 4, False, "012"),
     ],
 )
-def test_gpus_are_chosen_beside_those_of_others(
+def test_gpus_are_chosen_that_others_do_not_hold(
     held: list[tuple[str, bool]], number: int, exclusive: bool, chosen: str | None
 ) -> None:
     others = [ResourceRequest(1, "/there", 0, tuple(names), alone) for names, alone in held]
@@ -313,7 +292,7 @@ def linked(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("directory", "told"),
+    ("directory", "reason"),
     [
         (foreign, r"belongs to the user with id \d+, not to you \(\d+\)"),
         (writable, r"others may write in it \(its mode is 0770\)\. Take that away with `chmod go-w"),
@@ -321,19 +300,19 @@ def linked(path: Path) -> Path:
         (lambda path: path / "below", "No such file or directory"),
     ],
 )
-def test_a_directory_that_others_could_write_in_is_refused(
-    tmp_path: Path, directory: Callable[[Path], Path], told: str
+def test_a_directory_that_others_can_write_in_is_refused(
+    tmp_path: Path, directory: Callable[[Path], Path], reason: str
 ) -> None:
-    with pytest.raises(LaunchError, match=f"cannot keep leases in .*{told}.*LOCKSTEP_LEASES"):
+    with pytest.raises(LaunchError, match=f"cannot keep leases in .*{reason}.*LOCKSTEP_LEASES"):
         LeaseStore(directory(tmp_path / "leases"))
 
 
-def test_a_process_that_stopped_while_it_kept_the_store_locked_is_told_of(
+def test_a_store_that_a_stopped_process_locks_is_an_error(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_store, "LOCK_WITHIN", 0.0)
-    told = r"mutex locked for 0 s.*is one of your pytest runs stopped\?"
-    with machine.store.locked(), pytest.raises(LaunchError, match=told):
+    reason = r"mutex locked for 0 s.*is one of your pytest runs stopped\?"
+    with machine.store.locked(), pytest.raises(LaunchError, match=reason):
         machine.take(ranks(1))
 
 

@@ -1,4 +1,4 @@
-"""Leases: how many ranks run at once on a machine, over several runs of pytest that share it."""
+"""Leases of ranks: the number that runs at once on a machine which several pytest runs share."""
 
 from __future__ import annotations
 
@@ -8,91 +8,24 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from suites.selftest.project import copy_project, wait_for
 
-def until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Wait for something another process does; the bound is for a machine that is busy with other things."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
-        time.sleep(0.01)
-
-
-# Three runs at once that share four places: one is killed, one is patient, one has two controllers.
-
-CONFTEST = """
-import os, time
-import harness.launch.leases
-harness.launch.leases.SAY_AFTER = 0
-
-def note(what):
-    with open("ranks.txt", "a") as file:
-        file.write(f"{time.monotonic()} {what}\\n")
-
-def pytest_sessionstart():
-    if "RANK" in os.environ:
-        note(1)
-
-def pytest_sessionfinish():
-    if "RANK" in os.environ:
-        note(-1)
-"""
-HANGS = """
-import pathlib, pytest, time
-
-@pytest.mark.ranks(4)
-def test_hangs(world):
-    pathlib.Path(f"hangs-{world.rank}.txt").touch()
-    time.sleep(600)
-"""
-PATIENT = """
-import os, pathlib, pytest, time
-
-@pytest.mark.ranks(4)
-def test_of_four(world):
-    pathlib.Path("four.txt").open("a").write(f"{os.getpid()}\\n")
-
-def test_that_waits_for_another_run():
-    deadline = time.monotonic() + 120
-    while not pathlib.Path("many.txt").exists():
-        assert time.monotonic() < deadline, "the world that this run keeps warm blocks the other run"
-        time.sleep(0.01)
-
-@pytest.mark.ranks(4)
-def test_of_four_again(world):
-    pathlib.Path("four.txt").open("a").write(f"{os.getpid()}\\n")
-"""
-MANY = """
-import pathlib, pytest, time
-
-@pytest.mark.parametrize("turn", range(2))
-@pytest.mark.ranks(1, 2, 3)
-def test_marked(world, turn):
-    time.sleep(0.02)
-    pathlib.Path("many.txt").touch()
-
-@pytest.mark.parametrize("turn", range(2))
-def test_plain(turn):
-    time.sleep(0.02)
-
-@pytest.mark.ranks(5)
-def test_too_large(world): pass
-"""
+# Three runs at once that share four ranks: one is killed, one is patient, one has two controllers.
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What three runs that shared four places left behind."""
+    """Files and output of three runs that shared four ranks."""
 
     path: Path
     killed: int
     descriptors: dict[str, list[str]]
-    """By the role of a process of the run that was killed: its open files in the ledger."""
+    """By the role of a process of the run that was killed: its open files in the lease store."""
     patient: str
     many: str
 
@@ -108,7 +41,7 @@ def start(path: Path, *args: str) -> subprocess.Popen[str]:
 
 
 def open_entries(path: Path, pid: int) -> list[str]:
-    """Return which files of the ledger a process has open."""
+    """Return which files of the lease store a process has open."""
     targets = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -131,22 +64,24 @@ def describe(path: Path, controller: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    path = tmp_path_factory.mktemp("shared")
-    files = {"conftest": CONFTEST, "test_hangs": HANGS, "test_patient": PATIENT, "test_many": MANY}
-    for name, text in files.items():
-        (path / f"{name}.py").write_text(text)
-    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\nranks_at_once = 4\n")
+    path = copy_project("leases", tmp_path_factory.mktemp("shared"))
     (path / "leases").mkdir(mode=0o700)
     runs = [start(path, "test_hangs.py")]
     try:
-        until(lambda: list(path.glob("leases/*.lease")), "the first run has leased all four places")
+        wait_for(
+            lambda: list(path.glob("leases/*.lease")), "the first run has leased all four ranks", seconds=120
+        )
         runs.append(start(path, "test_patient.py"))
-        until(lambda: len(list(path.glob("hangs-*"))) == 4, "all ranks of the first run are in the test")
+        wait_for(
+            lambda: len(list(path.glob("hangs-*"))) == 4,
+            "all ranks of the first run are in the test",
+            seconds=120,
+        )
         descriptors = describe(path, runs[0].pid)
-        until(lambda: list(path.glob("leases/*.turn")), "the second run waits in line")
+        wait_for(lambda: list(path.glob("leases/*.turn")), "the second run waits in line")
         runs[0].kill()
         killed_at = time.monotonic()
-        until(lambda: (path / "four.txt").exists(), "the second run has got the places")
+        wait_for(lambda: (path / "four.txt").exists(), "the second run has got the ranks")
         runs.append(start(path, "-n", "2", "test_many.py"))
         patient, many = (run.communicate(timeout=240)[0] for run in runs[1:])
     finally:
@@ -162,7 +97,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return Shared(path, runs[0].pid, descriptors, patient, many)
 
 
-def test_never_do_more_ranks_live_than_may_run_at_once(shared: Shared) -> None:
+def test_no_more_ranks_live_than_may_run_at_once(shared: Shared) -> None:
     lines = [line.split() for line in (shared.path / "ranks.txt").read_text().splitlines()]
     alive, most = 0, 0
     for _, what in sorted((float(at), int(what)) for at, what in lines):
@@ -171,45 +106,45 @@ def test_never_do_more_ranks_live_than_may_run_at_once(shared: Shared) -> None:
     assert (most, alive) == (4, 0)
 
 
-def test_runs_that_share_places_end_with_all_tests_run(shared: Shared) -> None:
+def test_runs_that_share_ranks_run_all_their_tests(shared: Shared) -> None:
     assert re.search(r"3 passed in", shared.patient), shared.patient
     assert re.search(r"8 passed, [12] warnings?, 1 error in", shared.many), shared.many
 
 
-def test_the_places_of_a_controller_that_was_killed_are_free_for_who_waits(shared: Shared) -> None:
-    told = f"waiting for 4 of the 4 ranks that may run at once (ranks_at_once), held by pid {shared.killed}"
-    assert f"{told} in {shared.path} (4 ranks)" in shared.patient
+def test_the_ranks_of_a_killed_controller_are_free(shared: Shared) -> None:
+    line = f"waiting for 4 of the 4 ranks that may run at once (ranks_at_once), held by pid {shared.killed}"
+    assert f"{line} in {shared.path} (4 ranks)" in shared.patient
 
 
-def test_a_process_of_pytest_n_that_waited_says_so_once(shared: Shared) -> None:
-    told = re.findall(r"(gw\d) spent a long time waiting for [123] of the 4 ranks", shared.many)
-    assert told
-    assert len(told) == len(set(told))
+def test_a_worker_of_pytest_n_that_waited_says_so_once(shared: Shared) -> None:
+    workers = re.findall(r"(gw\d) spent a long time waiting for [123] of the 4 ranks", shared.many)
+    assert workers
+    assert len(workers) == len(set(workers))
 
 
-def test_a_world_gives_way_during_a_test_that_needs_none_and_is_made_anew(shared: Shared) -> None:
+def test_a_warm_world_gives_its_ranks_up_for_another_run(shared: Shared) -> None:
     pids = (shared.path / "four.txt").read_text().split()
     assert len(pids) == 8
     assert set(pids[:4]).isdisjoint(pids[4:])
 
 
-def test_ranks_hold_a_lease_and_neither_their_controller_nor_the_server_does(shared: Shared) -> None:
+def test_only_ranks_hold_a_lease(shared: Shared) -> None:
     assert shared.descriptors == {"controller": [], "server": [], "rank": [".lease"] * 4}
 
 
-def test_a_world_larger_than_the_bound_is_refused_with_what_to_do(shared: Shared) -> None:
+def test_a_world_larger_than_the_bound_is_refused_with_a_remedy(shared: Shared) -> None:
     assert (
         f"a world of 5 ranks is larger than `ranks_at_once = 4` in {shared.path}/pytest.ini: "
         "set ranks_at_once to 5 or more, or mark the test for fewer ranks"
     ) in shared.many
 
 
-def test_nothing_of_leases_that_have_ended_is_left(shared: Shared) -> None:
+def test_nothing_of_ended_leases_is_left(shared: Shared) -> None:
     assert [entry.name for entry in (shared.path / "leases").iterdir()] == ["mutex"]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("ranks_at_once = 0", "ranks_at_once = 0: write a whole number above 0"),
         ("ranks_at_once = many", "ranks_at_once: write a whole number above 0 (invalid literal"),
@@ -218,7 +153,7 @@ def test_nothing_of_leases_that_have_ended_is_left(shared: Shared) -> None:
         ("ranks_wait = long", "ranks_wait: write a number of seconds above 0 (could not convert"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(pytester: pytest.Pytester, line: str, told: str) -> None:
+def test_invalid_numbers_are_refused(pytester: pytest.Pytester, line: str, message: str) -> None:
     pytester.makeini(f"[pytest]\n{line}\n")
-    with pytest.raises(pytest.UsageError, match=re.escape(told)):
+    with pytest.raises(pytest.UsageError, match=re.escape(message)):
         pytester.parseconfigure()

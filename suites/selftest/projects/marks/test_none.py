@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.mark.ranks
+def test_x(world):
+    pass

@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.mark.ranks(2, backend="mpi")
+def test_x(world):
+    pass
