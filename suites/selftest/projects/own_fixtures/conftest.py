@@ -1,0 +1,24 @@
+"""A project whose fixtures have the names of ours, and that uses ours under other names."""
+
+import pytest
+
+from harness.fixtures import collectives as rank_collectives
+from harness.fixtures import run_subtests as rank_subtests
+from harness.fixtures import world as rank_world
+
+__all__ = ["rank_collectives", "rank_subtests", "rank_world"]
+
+
+@pytest.fixture
+def world():
+    return "of the project"
+
+
+@pytest.fixture(scope="session")
+def engine():
+    return "steam"
+
+
+@pytest.fixture(params=["stamps", "coins"])
+def collectives(request):
+    return request.param

@@ -1,0 +1,2 @@
+def test_unmarked(rank_world):
+    pass
