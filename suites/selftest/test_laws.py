@@ -35,9 +35,8 @@ def is_typing_only(node: ast.AST) -> bool:
 def imports(tree: ast.AST, *, lazy: bool, types: bool = False) -> Iterator[str]:
     """Yield the modules that a tree imports: in functions too if `lazy`, for type checkers too if `types`."""
     for node in ast.iter_child_nodes(tree):
-        if (not types and is_typing_only(node)) or (
-            not lazy and isinstance(node, ast.FunctionDef | ast.Lambda)
-        ):
+        is_function = isinstance(node, ast.FunctionDef | ast.Lambda)
+        if (is_typing_only(node) and not types) or (is_function and not lazy):
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
