@@ -94,17 +94,17 @@ class Buffers:
 
     def __init__(self, refs: Iterable[ParamRef], goes_back: bool) -> None:
         self.dtypes: dict[ParamRef, torch.dtype] = {}
-        self._refs = tuple(refs)
+        self.refs = tuple(refs)
         self._goes_back = goes_back
         self._values: dict[ParamRef, Tensor] = {}
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         """Cast floating-point buffers to `dtype`, or back for None, and move all buffers to `device`."""
-        if not self._refs:
+        if not self.refs:
             return
         # A tensor that is made in inference mode cannot be written to in training.
         with torch.inference_mode(False), torch.no_grad():
-            for ref in self._refs:
+            for ref in self.refs:
                 buffer = ref.module._buffers.get(ref.name)
                 if buffer is not None:
                     buffer = self._cast(ref, buffer, dtype) if buffer.is_floating_point() else buffer

@@ -1,7 +1,7 @@
 """Every torch.distributed collective the engine runs, and the arithmetic of reductions. Runs on ranks.
 
-What takes long is started and finished apart, so that ranks compute in between. On a backend with streams
-(nccl) to wait is to order the streams: the host goes on.
+Gathers and reductions are started and finished apart, so that ranks compute in between. On a backend with
+streams (nccl) to wait is to order the streams: the host goes on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from harness.engine.mesh import MeshInfo
+from harness.engine.mesh import Axis, MeshInfo
 
 
 class BufferPool:
-    """Lend 1-D buffers whose values are undefined, and keep what is given back until `clear`.
+    """Lend 1-D buffers whose values are undefined, and keep returned ones until `clear`.
 
-    A backward has one reduction in flight, so two buffers of the largest group's size serve all of it.
+    One group after the other sends its gradients from them and receives those of others in them. A backward
+    has one reduction in flight, so two buffers of the largest group's size serve all of it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class BufferPool:
             self._free.append(self._lent.pop(buffer.data_ptr()))
 
     def clear(self) -> None:
-        """Give all free memory back, and forget what was lent and never returned."""
+        """Free all returned buffers, and forget those that were lent and never returned."""
         self._free, self._lent = [], {}
 
 
@@ -62,7 +63,7 @@ GATHER = "lockstep::gather"
 REDUCE = "lockstep::reduce"
 SPREAD = "lockstep::spread"
 WRAP = "lockstep::wrap"
-"""What a profile calls the parts of a step, and of wrapping, that communicate."""
+"""The names, in a profile, of the parts of a step and of wrapping that communicate."""
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -79,96 +80,88 @@ _CHUNK_NUMEL = 1 << 16
 
 @dataclass(frozen=True)
 class Sum:
-    """What is special about a reduction.
+    """Options of a reduction.
 
-    ``divisor``: what the sum is divided by; None is the number of ranks. ``carried``: a shard that
-    `start_inside` left before, which joins in across replicas.
+    Attributes:
+        divisor: Divides the sum; None is the number of ranks.
+        carried: A shard from an earlier `start_inside`, which is added before the sum across replicas.
     """
 
     divisor: float | None = None
     carried: Tensor | None = None
 
-    def divided_by(self, axes: MeshInfo) -> float:
-        return axes.size if self.divisor is None else self.divisor
+    def divided_by(self, mesh: MeshInfo) -> float:
+        return mesh.size if self.divisor is None else self.divisor
 
 
 MEAN = Sum()
 
 
-def start_gather(full: Tensor, shard: Tensor, axes: MeshInfo) -> Finish:
-    """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order.
+def start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:
+    """Start to fill `full` (1-D, S * n) with the 1-D `shard` (n) of each of the S ranks, in order.
 
-    Neither may be touched until the result, ``full``, is there.
+    Neither may be touched until the result, `full`, is there.
     """
-    if axes.shard is None:
-        full.copy_(shard)
-        return lambda: full
     with record_function(GATHER):
-        return _start_gather(full, shard, axes.shard)
+        return _start_gather(full, shard, axis)
 
 
-def start_exchange(shard: Tensor, axes: MeshInfo) -> Callable[[], tuple[Tensor, ...]]:
-    """Bring the 1-D ``shard`` (n) of each of the S shards here, each apart; ``shard`` itself is among them.
+def start_exchange(shard: Tensor, axis: Axis) -> Callable[[], tuple[Tensor, ...]]:
+    """Start to gather the 1-D `shard` of each of the S ranks, in tensors of their own; one is `shard` itself.
 
     It may not be touched until the result is there. Shards without elements are left out.
     """
-    assert axes.shard is not None
     if not shard.numel():
         return lambda: ()
     with record_function(GATHER):
-        if _is_gloo_pair(shard, axes.shard):
+        if _is_gloo_pair(shard, axis):
             other = torch.empty_like(shard)
-            work = _swap(other, shard, axes.shard)
-            pair = (shard, other) if dist.get_rank(axes.shard) == 0 else (other, shard)
+            work = _swap(other, shard, axis)
+            pair = (shard, other) if axis.rank == 0 else (other, shard)
 
             def finish() -> tuple[Tensor, ...]:
                 work.wait()
                 return pair
 
             return finish
-        arrived = _start_gather(shard.new_empty(axes.num_shards * shard.numel()), shard, axes.shard)
-    return lambda: arrived().view(axes.num_shards, -1).unbind()
-
-
-def gather(full: Tensor, shard: Tensor, axes: MeshInfo) -> None:
-    """Fill ``full`` (1-D, S * n) with the 1-D ``shard`` (n) of each of the S shards, in order."""
-    start_gather(full, shard, axes)()
+        arrived = _start_gather(shard.new_empty(axis.size * shard.numel()), shard, axis)
+    return lambda: arrived().view(axis.size, -1).unbind()
 
 
 def start_mean(
-    full: Tensor, axes: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum = MEAN
+    full: Tensor, mesh: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum = MEAN
 ) -> Finish:
-    """Start the mean over ranks of ``full`` (1-D, S * n); the result is this rank's shard (n) in ``dtype``.
+    """Start the mean over ranks of `full` (1-D, S * n); the result is this rank's shard (n) in `dtype`.
 
-    ``full`` is used up. The result is rounded to its dtype before it becomes ``dtype``, and shares its memory
+    `full` is used up. The result is rounded to its dtype before it becomes `dtype`, and shares its memory
     only where there is one shard.
 
-    Reduces inside the shard axis, then across the replicate axis, and divides once. But for nccl, ranks of
+    Reduces inside the shard axis, then across the replicate axis, and divides once. Except on nccl, ranks of
     the shard axis exchange pieces and add them in rank order, in fp32 (fp64 for fp64), and so do those of the
     replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
     with record_function(REDUCE):
-        return _start_mean(full, axes, dtype, pool, sum_)
+        return _start_mean(full, mesh, dtype, pool, sum_)
 
 
-def start_inside(full: Tensor, axes: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
-    """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of ``full``."""
-    assert axes.shard is not None
+def start_inside(full: Tensor, mesh: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
+    """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of `full`."""
+    assert mesh.shard is not None
     with record_function(REDUCE):
-        return _start_reduce_scatter(full, axes.shard, sum_.divided_by(axes), full.dtype, pool)
+        return _start_reduce_scatter(full, mesh.shard, sum_.divided_by(mesh), full.dtype, pool)
 
 
-def _start_mean(full: Tensor, axes: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
-    across, divisor = axes.replicate, sum_.divided_by(axes)
-    if not full.numel() or axes.size == 1:
+def _start_mean(full: Tensor, mesh: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
+    across, divisor = mesh.replicate, sum_.divided_by(mesh)
+    if not full.numel() or mesh.size == 1:
         return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
-    if axes.shard is None:
+    if mesh.shard is None:
         assert across is not None
         reduced = _start_all_reduce(full, across, divisor, pool)
         return lambda: reduced().to(dtype)
     if across is None:
-        return _start_reduce_scatter(full, axes.shard, divisor, dtype, pool)
-    scattered = _start_reduce_scatter(full, axes.shard, divisor, full.dtype, pool)
+        return _start_reduce_scatter(full, mesh.shard, divisor, dtype, pool)
+    scattered = _start_reduce_scatter(full, mesh.shard, divisor, full.dtype, pool)
 
     def finish() -> Tensor:
         with record_function(REDUCE):
@@ -220,15 +213,15 @@ def divide_factors(size: float) -> tuple[float, float]:
     return float(before), size / before
 
 
-def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Finish:
+def _start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:
     if not full.numel():
         return lambda: full
-    if _is_gloo_pair(full, group):
+    if _is_gloo_pair(full, axis):
         halves = full.view(2, -1)
-        work = _swap(halves[1 - dist.get_rank(group)], shard, group)
-        halves[dist.get_rank(group)].copy_(shard)
+        work = _swap(halves[1 - axis.rank], shard, axis)
+        halves[axis.rank].copy_(shard)
     else:
-        work = _all_gather(full, shard, group=group, async_op=True)
+        work = _all_gather(full, shard, group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -237,46 +230,45 @@ def _start_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Fini
     return finish
 
 
-def _is_gloo_pair(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    return dist.get_world_size(group) == 2 and _backend(tensor, group) == "gloo"
+def _is_gloo_pair(tensor: Tensor, axis: Axis) -> bool:
+    return axis.size == 2 and axis.backends.get(tensor.device.type) == "gloo"
 
 
-def _swap(other: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to gather on two ranks: each sends its ``shard`` straight to where the other one wants it.
+def _swap(other: Tensor, shard: Tensor, axis: Axis) -> dist.Work:
+    """Start to gather on two ranks: each sends its `shard` straight into the memory where it is needed.
 
-    gloo's own all_gather receives into a second buffer of the size of ``full`` and copies it. For more ranks
-    such exchanges were no faster than that in benchmarks/engine.py.
+    gloo's own all_gather receives into a second buffer of the size of the result and copies it. For more
+    ranks such exchanges were no faster than that in benchmarks/engine.py.
     """
-    splits = [0, shard.numel()] if dist.get_rank(group) == 0 else [shard.numel(), 0]
-    work: dist.Work = dist.all_to_all_single(other, shard, splits, splits, group=group, async_op=True)
+    splits = [0, shard.numel()] if axis.rank == 0 else [shard.numel(), 0]
+    work: dist.Work = dist.all_to_all_single(other, shard, splits, splits, group=axis.group, async_op=True)
     return work
 
 
 def _start_reduce_scatter(
-    full: Tensor, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, pool: BufferPool
+    full: Tensor, axis: Axis, divisor: float, dtype: torch.dtype, pool: BufferPool
 ) -> Finish:
-    """Start the sum over ``group``, divided; the result is this rank's piece of it in ``dtype``."""
-    size = dist.get_world_size(group)
-    if _backend(full, group) == "nccl":
-        return _start_native_reduce_scatter(full, group, divisor, dtype)
+    """Start the sum over `axis`, divided; the result is this rank's piece of it in `dtype`."""
+    if axis.backends.get(full.device.type) == "nccl":
+        return _start_native_reduce_scatter(full, axis, divisor, dtype)
     received = pool.take_like(full)
-    work = dist.all_to_all_single(received, full, group=group, async_op=True)
+    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        shard = _sum_in_order(received.view(size, -1), divisor, dtype)
+        shard = _sum_in_order(received.view(axis.size, -1), divisor, dtype)
         pool.give(received)
         return shard
 
     return finish
 
 
-def _start_native_reduce_scatter(
-    full: Tensor, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype
-) -> Finish:
+def _start_native_reduce_scatter(full: Tensor, axis: Axis, divisor: float, dtype: torch.dtype) -> Finish:
+    # nccl sums in the dtype that it sends. Half of the division comes before the sum, so that this neither
+    # overflows nor underflows.
     before, after = divide_factors(divisor)
-    shard = full.new_empty(full.numel() // dist.get_world_size(group))
-    work = _reduce_scatter(shard, full.div_(before), group=group, async_op=True)
+    shard = full.new_empty(full.numel() // axis.size)
+    work = _reduce_scatter(shard, full.div_(before), group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -285,22 +277,22 @@ def _start_native_reduce_scatter(
     return finish
 
 
-def _start_all_reduce(full: Tensor, group: dist.ProcessGroup, divisor: float, pool: BufferPool) -> Finish:
-    """Start the sum over ``group``, divided; the result has all of it and may share memory with ``full``."""
-    if full.dtype in LOW_PRECISION and _backend(full, group) != "nccl":
-        size = dist.get_world_size(group)
-        padded = full.new_zeros(-(-full.numel() // size) * size)
+def _start_all_reduce(full: Tensor, axis: Axis, divisor: float, pool: BufferPool) -> Finish:
+    """Start the sum over `axis`, divided; the result has all of it and may share memory with `full`."""
+    if full.dtype in LOW_PRECISION and axis.backends.get(full.device.type) != "nccl":
+        # gloo would round after each addition: sum pieces in fp32 as a reduce-scatter does, and spread them.
+        padded = full.new_zeros(-(-full.numel() // axis.size) * axis.size)
         padded[: full.numel()] = full
-        scattered = _start_reduce_scatter(padded, group, divisor, full.dtype, pool)
+        scattered = _start_reduce_scatter(padded, axis, divisor, full.dtype, pool)
 
         def finish() -> Tensor:
             with record_function(SPREAD):
-                _start_gather(padded, scattered(), group)()
+                _start_gather(padded, scattered(), axis)()
             return padded[: full.numel()]
 
         return finish
     before, after = divide_factors(divisor)
-    work = dist.all_reduce(full.div_(before), group=group, async_op=True)
+    work = dist.all_reduce(full.div_(before), group=axis.group, async_op=True)
 
     def finish_native() -> Tensor:
         work.wait()
@@ -327,12 +319,6 @@ def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
             of_ranks[0].copy_(summed)
             piece.copy_(of_ranks[0])
     return shard
-
-
-def _backend(tensor: Tensor, group: dist.ProcessGroup) -> str:
-    """Return the name of what communicates tensors like this one in ``group``, "" if nothing does."""
-    served = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
-    return {device: backend for device, _, backend in served}.get(tensor.device.type, "")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:

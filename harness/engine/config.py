@@ -1,51 +1,85 @@
-"""In which dtypes a unit computes and communicates now: as it was told, or in eval in full precision.
-
-Imports torch and engine.policy only.
-"""
+"""The settings of one unit, as every front passes them to `init.build_unit`. Imports no process group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from harness.engine.api import MixedPrecision
+from harness.engine.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from harness.engine.layout import FlatLayout, Layout, RowLayout
+from harness.engine.mesh import DTensorPlacement, MeshInfo
 
 
 @dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of a forward and of the backward that belongs to it.
+class Ignored:
+    """Modules, with all modules below them, and parameters, with those modules' own, that are not sharded."""
 
-    ``compute``: of full parameters and their gather; ``reduce``: of gradients on the wire; ``gradient``: of
-    reduced gradients as the user gets them.
+    modules: frozenset[nn.Module] = frozenset()
+    parameters: frozenset[nn.Parameter] = frozenset()
+
+    @property
+    def states(self) -> frozenset[nn.Module | nn.Parameter]:
+        return self.modules | self.parameters
+
+    def union(self, others: Iterable[Ignored]) -> Ignored:
+        others = list(others)
+        return Ignored(
+            self.modules.union(*(other.modules for other in others)),
+            self.parameters.union(*(other.parameters for other in others)),
+        )
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """One unit's settings, with defaults filled in: frozen, so that units and their copies share it.
+
+    Attributes:
+        name: Names the unit in error messages.
+        device: Where arguments of the root and buffers are moved to, and where an offloaded unit computes;
+            None leaves them where they are.
+        output_dtype: Of floating-point results; None leaves them as they are.
+        keeps_precision: The unit has full precision among units without: its floating-point arguments are
+            cast up, and its results back to the dtype that came in.
+        dtensor: Set if parameters become `DTensor`s: each is sharded along dim 0, modules register unsharded
+            parameters, and gradients wait out of sight until they are reduced. None: parameters lie in one
+            flat shard, and the user always sees the gradients.
+        placement_fn: The user's `shard_placement_fn`.
+        use_orig_params: The user sees the original parameters, and not the flat one.
+        poison: Fill freed and sent memory with NaN, so that a late reader shows.
     """
 
-    compute: torch.dtype
-    reduce: torch.dtype
-    gradient: torch.dtype
+    name: str
+    strategy: ShardingStrategy
+    mesh: MeshInfo
+    mixed_precision: MixedPrecision
+    device: torch.device | None
+    offload: bool
+    use_orig_params: bool = True
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    full_precision_in_eval: bool = False
+    keeps_precision: bool = False
+    output_dtype: torch.dtype | None = None
+    dtensor: DTensorPlacement | None = None
+    placement_fn: Callable[[nn.Parameter], Shard | None] | None = None
+    ignored: Ignored = field(default=Ignored(), repr=False)
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool = False
+    poison: bool = field(
+        default_factory=lambda: os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0")
+    )
 
-
-@dataclass(frozen=True)
-class Precision:
-    """What a unit was told, ``given``, which does not hold in eval of its ``module`` if ``full_in_eval``."""
-
-    given: MixedPrecision
-    module: nn.Module
-    full_in_eval: bool
+    @cached_property
+    def offload_device(self) -> torch.device | None:
+        """Where an offloaded group computes; None if shards live where they compute."""
+        return self.device if self.offload else None
 
     @property
-    def is_suspended(self) -> bool:
-        """Whether the unit is in eval, and so in full precision whatever it was told."""
-        return self.full_in_eval and not self.module.training
-
-    @property
-    def now(self) -> MixedPrecision:
-        return MixedPrecision() if self.is_suspended else self.given
-
-    def dtypes(self, original: torch.dtype) -> Dtypes:
-        """Return what holds now for parameters of the dtype ``original``."""
-        mixed = self.now
-        compute = mixed.param_dtype or original
-        reduce = mixed.reduce_dtype or compute
-        return Dtypes(compute, reduce, gradient=reduce if mixed.keep_low_precision_grads else original)
+    def layout(self) -> type[Layout]:
+        return RowLayout if self.dtensor else FlatLayout

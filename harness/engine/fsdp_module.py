@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from harness.engine import optimizer_hooks
-from harness.engine.copying import copy_unit
 from harness.engine.gradients import AccumulatedGradients
+from harness.engine.init import copy_unit
 from harness.engine.param import DTensorParam
 from harness.engine.param_group import ParamGroup
 from harness.engine.root import RootState
@@ -29,7 +29,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Let modules see full parameters when they have come."""
         if self._group:
-            self._group.gather()
+            self._group.unshard()
 
 
 class FSDPModule(nn.Module):
@@ -56,7 +56,7 @@ class FSDPModule(nn.Module):
         group = self._composed_unit.group
         if group:
             group.prefetch()
-            group.last()
+            group.pin()
         handle = UnshardHandle(group)
         if async_op:
             return handle
@@ -66,7 +66,7 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Give full parameters up, and with them whatever was changed there."""
         if self._composed_unit.group:
-            self._composed_unit.group.free()
+            self._composed_unit.group.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients, or adds them up on each rank, in the reduce dtype, unseen.
@@ -96,7 +96,7 @@ class FSDPModule(nn.Module):
         meanwhile. Changes through ``.data`` or by ``torch._foreach_*`` leave no trace: call `reshard` after.
         """
         for unit in self._units(recurse):
-            unit.options.frees_after_backward = reshard_after_backward
+            unit.options.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by ``factor``, instead of by the number of ranks."""
@@ -113,17 +113,17 @@ class FSDPModule(nn.Module):
         refuse_when_busy([self._composed_unit], "reset_iter_state")
         for unit in self._composed_unit.root_state.units:
             if unit.group:
-                unit.group.free()
-                unit.group.discard()
-                unit.group.gradients.drop_unsynced()
+                unit.group.reshard()
+                unit.group.reset()
+                unit.group.gradients.drop_accumulated()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether forward gives full parameters up, or leaves them to backward."""
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
-            unit.options.frees_after_forward = reshard_after_forward
-            unit.options.split_among = None
+            unit.options.reshard_after_forward = reshard_after_forward
+            unit.options.reshard_to = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
@@ -212,15 +212,12 @@ def _bare(cls: type[FSDPModule]) -> type[nn.Module]:
 
 
 def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
-    """Let ``unit`` drive ``modules`` and be the root of all units below them."""
+    """Make `unit` drive `modules` and be the root of all units below them."""
     for module in modules:
         module._composed_unit = unit
         module._composed_modules = tuple(modules)
     unit.num_modules = len(modules)
-    tree = RootState([unit, *(below for below in units_of(modules) if below is not unit)])
-    for below in tree.units:
-        below.join(tree)
-    optimizer_hooks.watch(tree)
+    optimizer_hooks.watch(RootState([unit, *(below for below in units_of(modules) if below is not unit)]))
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

@@ -203,8 +203,8 @@ def clip_gradients(
     local = [p.grad for p in parameters if p.grad is not None]
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}  # by shard axis: replicas hold the same
     for group in groups:
-        axis = group.settings.axes.shard
-        held = local if axis is None else sharded.setdefault(axis, [])
+        axis = group.config.mesh.shard
+        held = local if axis is None else sharded.setdefault(axis.group, [])
         held += group.gradients.visible()
     device = groups[0].shard.device if groups else torch.device("cpu")
     largest = norm_type == float("inf")

@@ -1,7 +1,10 @@
-"""The gradients of one group: from full leaves, through the reduction, to where the user sees them.
+"""The gradients of one group: from leaves, through the reduction, to where the user sees them. Runs on ranks.
 
-Where unreduced ones wait is for the front to say: shown_gradients.py and held_gradients.py. Runs on ranks.
+The fronts differ in where unreduced ones are: `VisibleGradients` of the wrapper shows them to the user,
+`AccumulatedGradients` of `fully_shard` and `replicate` holds them back.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -13,119 +16,115 @@ from torch import Tensor, nn
 from harness.engine import collectives
 from harness.engine.collectives import BufferPool, Sum
 from harness.engine.layout import copy_in
-from harness.engine.local_shard import LocalShard
-from harness.engine.param import attach_gradient
+from harness.engine.param import LocalShard, attach_gradient
 from harness.engine.unsharded import UnshardedParams, fill_with_nan
 
 
 class Gradients(ABC):
-    """Reduce the gradients that belong to ``shard`` and add them to what the user sees."""
+    """Reduce the gradients that belong to a shard and add them to what the user sees."""
 
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
-        self._started: Callable[[], Tensor] | None = None
+        self.started: Callable[[], Tensor] | None = None
+        """Finishes the reduction that `reduce` started and `settle` has not finished."""
 
     def like(self, shard: LocalShard) -> Self:
-        """Return what does the same for ``shard``, without gradients."""
+        """Return an object with the same options for `shard`, without gradients."""
         return type(self)(shard)
 
     @property
     @abstractmethod
     def unreduced(self) -> bool:
-        """Whether there are gradients that the other ranks have not been told."""
+        """Whether this rank has gradients that the other ranks have not received."""
 
     @abstractmethod
     def visible(self) -> list[Tensor]:
         """Return the gradients that the user sees now."""
 
     @abstractmethod
-    def collect_unsynced(self, full: UnshardedParams) -> None:
-        """Add gradients from the leaves of ``full`` to this rank's own full gradients."""
+    def accumulate(self, full: UnshardedParams) -> None:
+        """Add gradients from the leaves of `full` to this rank's own unreduced ones."""
 
     @abstractmethod
-    def drop_unsynced(self) -> None:
-        """Forget what `collect_unsynced` gathered and the user cannot see."""
+    def drop_accumulated(self) -> None:
+        """Forget what `accumulate` added up and the user cannot see."""
 
     @abstractmethod
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        """Take the visible gradients off their parameters and return them converted."""
+        """Remove the visible gradients from their parameters and return them converted."""
 
     @abstractmethod
     def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Put gradients on their parameters."""
 
     @abstractmethod
-    def _add_unsynced(self, flat: Tensor) -> None:
-        """Add unreduced gradients to ``flat``, which is full and as it travels, and hold none any more."""
+    def _add_accumulated(self, flat: Tensor) -> None:
+        """Add the unreduced gradients to `flat`, which is full and packed, and hold none any more."""
 
     @abstractmethod
     def _add_shard(self, reduced: Tensor) -> None:
-        """Add ``reduced``, a 1-D shard in the gradient dtype, to what the user sees."""
+        """Add `reduced`, a 1-D shard in the gradient dtype, to what the user sees."""
 
     @torch.no_grad()
-    def collect(self, full: UnshardedParams, pool: BufferPool) -> None:
-        """Take gradients from the leaves of ``full`` and start to average them; `settle` shows them."""
+    def reduce(self, full: UnshardedParams, pool: BufferPool) -> None:
+        """Start to average gradients from the leaves of `full`; `settle` shows them."""
         self.settle()
-        flat = self._pack(full, BufferPool() if self._shard.whole else pool)
-        self._add_unsynced(flat)
+        # Where nothing is sharded the result lies in the packed buffer itself, so the pool cannot have it.
+        whole = self._shard.whole
+        flat = self._pack(full, BufferPool() if whole else pool)
+        self._add_accumulated(flat)
         finish = self._start(flat, full.dtypes.gradient, pool)
 
         def finished() -> Tensor:
             reduced = finish()
-            if not self._shard.whole:
-                self._give_back(flat, pool)
+            if not whole:
+                if self._shard.config.poison:
+                    fill_with_nan(flat)
+                pool.give(flat)
             return reduced
 
-        self._started = finished
+        self.started = finished
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for what `collect` started and add it to the visible gradients."""
-        started, self._started = self._started, None
+        """Wait for the reduction that was started, and add its result to the visible gradients."""
+        started, self.started = self.started, None
         if started:
             self._add_shard(started())
 
     def drop_started(self) -> None:
-        """Wait for what `collect` started in a backward that failed, and forget it."""
-        started, self._started = self._started, None
+        """Wait for the reduction that was started in a backward that failed, and forget its result."""
+        started, self.started = self.started, None
         if started:
             started()
 
     def _start(self, flat: Tensor, dtype: torch.dtype, pool: BufferPool) -> Callable[[], Tensor]:
-        """Start to average ``flat``, as it travels; the result is a shard in ``dtype`` for `_add_shard`."""
-        return collectives.start_mean(flat, self._shard.settings.axes, dtype, pool)
+        """Start to average the packed `flat`; the result is a shard in `dtype` for `_add_shard`."""
+        return collectives.start_mean(flat, self._shard.config.mesh, dtype, pool)
 
-    def _pack(self, full: UnshardedParams, lender: BufferPool) -> Tensor:
+    def _pack(self, full: UnshardedParams, pool: BufferPool) -> Tensor:
         """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
         layout = self._shard.layout
-        flat = lender.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
+        flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
         copy_in([_dense(leaf.grad) for leaf in full.leaves], flat, layout)
         for leaf in full.leaves:
             leaf.grad = None
         return flat
 
-    def _give_back(self, flat: Tensor, pool: BufferPool) -> None:
-        if self._shard.settings.poison:
-            fill_with_nan(flat)
-        pool.give(flat)
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
-
 
 class AccumulatedGradients(Gradients):
-    """Show reduced gradients, one per parameter; hold unreduced ones in the reduce dtype.
+    """Show reduced gradients, one per parameter; accumulate unreduced ones in the reduce dtype, out of sight.
 
-    ``divisor``: what sums over ranks are divided by; None is the number of ranks. ``across``: whether what
-    ranks of the shard axis have reduced is also reduced across replicas, or waits.
+    Attributes:
+        divisor: Divides sums over ranks; None is the number of ranks.
+        across: Whether what ranks of the shard axis have reduced is also reduced across replicas, or waits.
     """
 
     def __init__(self, shard: LocalShard) -> None:
         super().__init__(shard)
         self.divisor: float | None = None
         self.across = True
-        self._held: Tensor | None = None
+        self._accumulated: Tensor | None = None
         self._carried: Tensor | None = None
 
     def like(self, shard: LocalShard) -> Self:
@@ -135,30 +134,31 @@ class AccumulatedGradients(Gradients):
 
     @property
     def unreduced(self) -> bool:
-        held = self._held is not None and not self._waits
-        return held or (self._carried is not None and self.across)
+        accumulated = self._accumulated is not None and not self._waits
+        return accumulated or (self._carried is not None and self.across)
 
     def visible(self) -> list[Tensor]:
-        return [e.gradient for e in self._shard.params if e.gradient is not None]
+        return [param.gradient for param in self._shard.params if param.gradient is not None]
 
-    def collect(self, full: UnshardedParams, pool: BufferPool) -> None:
+    def reduce(self, full: UnshardedParams, pool: BufferPool) -> None:
         if self._waits:
-            self.collect_unsynced(full)
+            self.accumulate(full)
         else:
-            super().collect(full, pool)
+            super().reduce(full, pool)
 
     @torch.no_grad()
-    def collect_unsynced(self, full: UnshardedParams) -> None:
+    def accumulate(self, full: UnshardedParams) -> None:
         self.settle()
         flat = self._pack(full, BufferPool())
-        self._add_unsynced(flat)
-        self._held = flat
+        self._add_accumulated(flat)
+        self._accumulated = flat
 
-    def drop_unsynced(self) -> None:
-        self._held = self._carried = None
+    def drop_accumulated(self) -> None:
+        self._accumulated = self._carried = None
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        converted = {e.parameter: fn(e.gradient) for e in self._shard.params if e.gradient is not None}
+        shown = {param.parameter: param.gradient for param in self._shard.params}
+        converted = {p: fn(gradient) for p, gradient in shown.items() if gradient is not None}
         for parameter in converted:
             parameter.grad = None
         return converted
@@ -166,53 +166,45 @@ class AccumulatedGradients(Gradients):
     def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         for param in self._shard.params:
             if param.parameter in gradients:
-                param.show_gradient(gradients[param.parameter])
+                param.set_gradient(gradients[param.parameter])
 
-    def _add_unsynced(self, flat: Tensor) -> None:
-        if self._held is not None:
-            flat += self._held
-            self._held = None
+    def _add_accumulated(self, flat: Tensor) -> None:
+        if self._accumulated is not None:
+            flat += self._accumulated
+            self._accumulated = None
 
     def _start(self, flat: Tensor, dtype: torch.dtype, pool: BufferPool) -> Callable[[], Tensor]:
-        axes = self._shard.settings.axes
+        mesh = self._shard.config.mesh
         if self._stays_inside:
-            return collectives.start_inside(flat, axes, pool, Sum(self.divisor))
+            return collectives.start_inside(flat, mesh, pool, Sum(self.divisor))
         sum_, self._carried = Sum(self.divisor, self._carried), None
-        return collectives.start_mean(flat, axes, dtype, pool, sum_)
+        return collectives.start_mean(flat, mesh, dtype, pool, sum_)
 
     @property
     def _waits(self) -> bool:
-        """Whether nothing is to be sent: replicas are not told yet, and inside one there is one shard."""
-        return self._holds_back and self._shard.settings.axes.shard is None
+        """Whether nothing is to be sent: replicas get nothing yet, and inside one there is one shard."""
+        return self._holds_back and self._shard.config.mesh.shard is None
 
     @property
     def _stays_inside(self) -> bool:
-        return self._holds_back and self._shard.settings.axes.shard is not None
+        return self._holds_back and self._shard.config.mesh.shard is not None
 
     @property
     def _holds_back(self) -> bool:
-        return not self.across and self._shard.settings.axes.replicate is not None
+        return not self.across and self._shard.config.mesh.replicate is not None
 
     def _add_shard(self, reduced: Tensor) -> None:
         if self._stays_inside:
             self._carried = reduced if self._carried is None else self._carried.add_(reduced)
             return
-        reduced = reduced.to(self._shard.flat.device)
-        for (param, view), piece in zip(self._shard.views(), self._shard.pieces, strict=True):
-            if not param.parameter.requires_grad:
-                continue
-            fresh = reduced[piece.shard_start : piece.shard_stop].view(view.shape)
-            if (shown := param.gradient) is None:
-                param.show_gradient(fresh)
-            else:
-                shown.add_(fresh)
+        self._shard.add_gradients(reduced.to(self._shard.flat.device))
 
 
 class VisibleGradients(Gradients):
-    """Let what the user sees be the only store: `zero_grad`, a scaler or a clip in between is honoured.
+    """Make what the user sees the only store: `zero_grad`, a scaler or a clip in between is respected.
 
-    Inside ``no_sync`` the visible gradients are full and unreduced; what had been reduced before waits in
-    ``_synced`` until the next reduction.
+    Inside `no_sync` the visible gradients are full and unreduced; those that had been reduced before wait in
+    `_synced` until the next reduction.
     """
 
     def __init__(self, shard: LocalShard) -> None:
@@ -229,25 +221,25 @@ class VisibleGradients(Gradients):
         return [p.grad for p, _ in self._full_spans() if p.grad is not None]
 
     @torch.no_grad()
-    def collect_unsynced(self, full: UnshardedParams) -> None:
+    def accumulate(self, full: UnshardedParams) -> None:
         self.settle()
         flat = self._pack(full, BufferPool())
-        self._add_unsynced(flat)
+        self._add_accumulated(flat)
         self._show_full(flat)
 
-    def drop_unsynced(self) -> None:
-        """Nothing: the user sees them all, and may keep them."""
+    def drop_accumulated(self) -> None:
+        """Do nothing: the user sees them all, and may keep them."""
 
     @torch.no_grad()
-    def full(self) -> list[Tensor | None]:
-        """Return one full gradient per param, in the param's shape; None where no rank has one.
+    def full(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """Return one full gradient per parameter, in its shape and `dtype`; None where no rank has one.
 
-        Inside ``no_sync`` they are this rank's own.
+        Inside `no_sync` they are this rank's own.
         """
         shard = self._shard
         spans = self._full_spans() if self._unsynced else self._shard_spans()
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
-        flat = torch.zeros(numel, dtype=shard.dtypes.gradient, device=shard.device)
+        flat = torch.zeros(numel, dtype=dtype, device=shard.device)
         for parameter, span in spans:
             if parameter.grad is not None:
                 flat[span] = parameter.grad.reshape(-1).to(flat.device)
@@ -268,9 +260,9 @@ class VisibleGradients(Gradients):
 
     def _present_anywhere(self) -> list[bool]:
         shard = self._shard
-        visible = (e.parameter if shard.settings.use_orig_params else shard.flat for e in shard.params)
+        visible = (p.parameter if shard.config.use_orig_params else shard.flat for p in shard.params)
         present = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
-        return [bool(p) for p in collectives.total(present, shard.settings.axes.groups, largest=True)]
+        return [bool(p) for p in collectives.total(present, shard.config.mesh.groups, largest=True)]
 
     def _add_shard(self, reduced: Tensor) -> None:
         reduced = reduced.to(self._shard.flat.device)
@@ -291,8 +283,8 @@ class VisibleGradients(Gradients):
             gradient = full[span]
             attach_gradient(parameter, gradient.view(shapes.get(parameter, gradient.shape)))
 
-    def _add_unsynced(self, full: Tensor) -> None:
-        """Add visible unreduced gradients to ``full`` and show the reduced ones that wait behind them."""
+    def _add_accumulated(self, full: Tensor) -> None:
+        """Add visible unreduced gradients to `full` and show the reduced ones that wait behind them."""
         if not self._unsynced:
             return
         for parameter, span in self._full_spans():
@@ -305,13 +297,13 @@ class VisibleGradients(Gradients):
         self._synced = {}
 
     def _was_zeroed(self, shown: Tensor | None) -> bool:
-        """Tell whether the user zeroed a full gradient, and so means to forget what waits behind it."""
+        """Return whether the user zeroed a full gradient, and so means to forget what waits behind it."""
         return shown is None or (shown._version != self._shown_version and not shown.any())
 
     def _full_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Yield each visible trainable parameter with where its gradient lies in the full flat tensor."""
         shard, layout = self._shard, self._shard.layout
-        if shard.settings.use_orig_params:
+        if shard.config.use_orig_params:
             for param, start, numel in zip(shard.params, layout.starts, layout.numels, strict=True):
                 if param.parameter.requires_grad:
                     yield param.parameter, slice(start, start + numel)
@@ -321,9 +313,13 @@ class VisibleGradients(Gradients):
     def _shard_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Yield each visible trainable parameter that this rank holds a part of, and where in its shard."""
         shard = self._shard
-        if shard.settings.use_orig_params:
-            for param, piece in zip(shard.params, shard.pieces, strict=True):
-                if param.parameter.requires_grad and len(piece):
-                    yield param.parameter, slice(piece.shard_start, piece.shard_stop)
+        if shard.config.use_orig_params:
+            for param, span in zip(shard.params, shard.spans, strict=True):
+                if param.parameter.requires_grad and span.stop > span.start:
+                    yield param.parameter, span
         elif shard.flat.requires_grad:
             yield shard.flat, slice(0, shard.layout.shard_numel)
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()

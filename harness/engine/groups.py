@@ -1,17 +1,23 @@
 """All groups of a model, whichever front made them, as they are now. Runs on ranks."""
 
+from collections.abc import Mapping
+
 from torch import nn
 
-from harness.engine import inspection
 from harness.engine.api import GroupInfo
 from harness.engine.fsdp_module import FSDPModule
-from harness.engine.param import clean_name
+from harness.engine.param import clean_name, joined
+from harness.engine.param_group import ParamGroup
+from harness.engine.torch_internals import num_gradient_hooks
 from harness.engine.unit import Unit
 from harness.engine.wrapper import FullyShardedDataParallel
 
 
 def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
-    """Show all groups of ``model``, outer before inner; one of several modules has the name of the first."""
+    """Return a snapshot of each group of `model`, outer before inner.
+
+    A group of several modules has the name of the first.
+    """
     names = {module: clean_name(name) for name, module in model.named_modules()}
     found: dict[Unit, nn.Module] = {}
     for module in names:
@@ -19,8 +25,34 @@ def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
             found[module._unit] = module
         elif isinstance(module, FSDPModule):
             found.setdefault(module._composed_unit, module)
-    return tuple(
-        inspection.info(names[module], unit.group, module.training, names)
-        for unit, module in found.items()
-        if unit.group
+    return tuple(_info(unit.group, module, names) for unit, module in found.items() if unit.group)
+
+
+def _info(group: ParamGroup, module: nn.Module, names: Mapping[nn.Module, str]) -> GroupInfo:
+    """Return a snapshot of `group`, read without touching memory that comes and goes.
+
+    Args:
+        module: The module that the unit of `group` is named after.
+        names: The names of all modules of the model.
+    """
+    shard, layout, dtypes = group.shard, group.shard.layout, group.dtypes
+    gradients = group.gradients.visible()
+    return GroupInfo(
+        name=names[module],
+        parameters=tuple(joined(names[p.refs[0].module], p.refs[0].name) for p in shard.params),
+        state=group.state,
+        sharding_strategy=group.config.strategy,
+        original_dtype=shard.flat.dtype,
+        compute_dtype=dtypes.compute,
+        reduce_dtype=dtypes.reduce,
+        flat_dtype=shard.flat.dtype,
+        gradient_dtype=gradients[0].dtype if gradients else None,
+        post_backward_hooks=tuple(map(num_gradient_hooks, group.leaves)),
+        local_numel=layout.shard_numel,
+        full_numel=layout.padded_numel,
+        padding=layout.padding,
+        local_bytes=shard.flat.numel() * shard.flat.itemsize,
+        gathered_bytes=group.unsharded_bytes,
+        low_precision_bytes=group.low_precision_bytes,
+        training=module.training,
     )

@@ -1,225 +1,256 @@
-"""From what a user asks of one unit to the unit: checks, placement, equal start. Runs on ranks."""
+"""The construction of units, the same for all fronts: checks, materialisation, placement. Runs on ranks."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.nn.parameter import is_lazy
 
 from harness.engine import collectives
 from harness.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from harness.engine.casting import Buffers
-from harness.engine.config import Precision
-from harness.engine.gradients import VisibleGradients
-from harness.engine.local_shard import GroupSettings, LocalShard
-from harness.engine.materialise import Materialiser, ParamInit
-from harness.engine.mesh import MeshInfo, ProcessGroups
-from harness.engine.param import Param, ParamRef, collect, mark_sharded, own_modules, refuse_sharded
+from harness.engine.config import Ignored, UnitConfig
+from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
+from harness.engine.materialise import Materialiser
+from harness.engine.mesh import device_of
+from harness.engine.param import LocalShard, Param, ParamRef, joined, mark_sharded, refuse_sharded
 from harness.engine.param_group import ParamGroup
-from harness.engine.unit import Unit, UnitSettings
+from harness.engine.unit import Unit
+from harness.engine.unsharded import Precision
 from harness.engine.wrapping import has_forward
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What the user asked for, with defaults filled in. ``device`` None: where the parameters are."""
-
-    process_group: ProcessGroups
-    strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
-    offload: bool
-    use_orig_params: bool
-    forward_prefetch: bool
-    backward_prefetch: BackwardPrefetch | None
-    device: torch.device | None
-    sync_module_states: bool
-    ignored: Ignored
-    param_init_fn: ParamInit | None
-    full_precision_in_eval: bool
-
-    @property
-    def axes(self) -> MeshInfo:
-        return MeshInfo.of(self.strategy, self.process_group)
+Owned = Sequence[tuple[str, nn.Module]]
+"""The modules of a unit, by name within it."""
 
 
-def build_unit(module: nn.Module, plan: Plan, is_unit: Callable[[nn.Module], bool]) -> Unit:
-    """Shard what ``module`` holds and no unit below it (``is_unit``) does, and return the unit."""
-    name = unit_name(module)
-    modules = list(own_modules(module, lambda m: is_unit(m) or m in plan.ignored.modules))
-    params = _made(modules, plan, name)
-    buffers = _buffers(modules)
-    _place(params, buffers, plan, name)
-    _refuse_disagreement(params, plan, name)
-    if plan.sync_module_states:
-        tensors = [param.parameter.data for param in params] + [s.module._buffers[s.name] for s in buffers]
-        collectives.broadcast((t for t in tensors if t is not None), plan.axes.groups)
-    device = _compute_device(params, plan) if plan.offload else plan.device
-    precision = Precision(plan.mixed_precision, module, plan.full_precision_in_eval)
-    settings = GroupSettings(
-        unit=name,
-        strategy=plan.strategy,
-        precision=precision,
-        use_orig_params=plan.use_orig_params,
-        axes=plan.axes,
-        offload_device=device if plan.offload else None,
-        poison=poisons(),
-    )
-    group = ParamGroup(shard := LocalShard(params, settings), VisibleGradients(shard)) if params else None
-    settings_of_unit = UnitSettings(
-        plan.strategy,
-        precision,
-        device,
-        keeps_precision=False,
-        forward_prefetch=plan.forward_prefetch,
-        backward_prefetch=plan.backward_prefetch,
-    )
-    return Unit(group, Buffers(buffers, goes_back=plan.full_precision_in_eval), settings_of_unit)
+def build_unit(
+    modules: Sequence[nn.Module], config: UnitConfig, is_unit: Callable[[nn.Module], bool]
+) -> Unit:
+    """Shard the parameters of `modules` that no unit below them (`is_unit`) has, and return the unit.
+
+    Raises:
+        ValueError: For what cannot be sharded; the message says what, where, and the remedy.
+    """
+    owned = _own_modules(modules, lambda m: is_unit(m) or m in config.ignored.modules)
+    params = _materialised(owned, config)
+    _place(params, owned, config)
+    device = _compute_device(params, config)
+    # Ranks compare before they check: an error of one rank alone would leave the others waiting.
+    _refuse_disagreement(params, config, device)
+    _check(params, config)
+    if config.sync_module_states:
+        states = [*(param.parameter.data for param in params), *_buffers(owned)]
+        collectives.broadcast(states, config.mesh.groups)
+    if config.offload:
+        config = replace(config, device=device)
+    precision = Precision(config.mixed_precision, modules[0], config.full_precision_in_eval)
+    group = None
+    if params:
+        shard = LocalShard.of(params, config)
+        gradients: Gradients = AccumulatedGradients(shard) if config.dtensor else VisibleGradients(shard)
+        group = ParamGroup(shard, gradients, precision)
+    refs = [] if config.dtensor else _buffer_refs(owned)
+    return Unit(group, Buffers(refs, goes_back=config.full_precision_in_eval), config, precision)
 
 
-def _refuse_disagreement(params: Sequence[Param], plan: Plan, unit: str) -> None:
+def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """Return a unit that drives the copies of `unit`'s modules, which `memo` has already.
+
+    It shares the process groups and nothing else. Like copies of an `nn.Module`, it starts without gradients.
+    """
+    precision = deepcopy(unit.precision, memo)
+    group = None
+    if unit.group:
+        shard = unit.group.shard
+        shard.reclaim()
+        params = [
+            replace(
+                param,
+                parameter=deepcopy(param.parameter, memo),
+                refs=tuple(ParamRef(deepcopy(ref.module, memo), ref.name) for ref in param.refs),
+            )
+            for param in shard.params
+        ]
+        copied_shard = LocalShard(params, shard.config, flat=deepcopy(shard.flat, memo))
+        group = ParamGroup(copied_shard, unit.group.gradients.like(copied_shard), precision)
+    copied = Unit(group, deepcopy(unit.buffers, memo), unit.config, precision)
+    # The groups to prefetch belong to the original.
+    copied.options = replace(unit.options, forward_prefetch=(), backward_prefetch=())
+    return copied
+
+
+def _refuse_disagreement(params: Sequence[Param], config: UnitConfig, device: torch.device) -> None:
     """Raise ValueError if another rank wraps something else now: gloo would end the process later."""
-    mine = [unit, plan.strategy.name, *map(describe, params)]
-    refuse_disagreement(mine, plan.axes, _compute_device(params, plan))
-
-
-def describe(param: Param) -> str:
-    """Return what ranks compare of one parameter."""
-    return f"{param.name!r} {list(param.shape)} {param.parameter.dtype}"
-
-
-def refuse_disagreement(mine: list[str], axes: MeshInfo, device: torch.device) -> None:
-    """Raise ValueError if ``mine``, the name of a unit and what it wraps, is not the same on all ranks."""
-    unit = mine[0]
-    found = [collectives.gather_wrapped(mine, group, device) for group in axes.groups]
+    wrapped = [f"{param.name!r} {list(param.shape)} {param.parameter.dtype}" for param in params]
+    mine = [config.name, config.strategy.name, *wrapped]
+    found = [collectives.gather_wrapped(mine, group, device) for group in config.mesh.groups]
     for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):
         if theirs != mine:
             here, there = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="no more") if a != b)
             raise ValueError(
-                f"{unit}: ranks wrap different things: {here} here, {there} on rank {rank} of the process "
-                f"group, which wraps {theirs[0]}. Build the same model on all ranks, and wrap the same "
-                "modules of it in the same order."
+                f"{config.name}: ranks wrap different things: {here} here, {there} on rank {rank} of the "
+                f"process group, which wraps {theirs[0]}. Build the same model on all ranks, and wrap the "
+                "same modules of it in the same order."
             )
 
 
-def poisons() -> bool:
-    """Tell whether freed and sent memory is to be filled with NaN."""
-    return os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0")
+def _materialised(owned: Owned, config: UnitConfig) -> tuple[Param, ...]:
+    """Return the unit's parameters; those of the wrapper are not on meta any more."""
+    params = _collect(owned, config.ignored.parameters)
+    refuse_sharded(owned, params, config.name)
+    if config.dtensor:  # `to_empty` gives them memory after sharding
+        return params
+    device = torch.device("cpu") if config.offload else _compute_device(params, config)
+    materialiser = Materialiser(config.name, device, config.param_init_fn, config.ignored.parameters)
+    materialiser.make({module: name for name, module in owned})
+    # Another unit that shares one of these would make values of its own, and the tie would be lost.
+    mark_sharded((param for param in params if param.parameter.is_meta), config.name)
+    return _collect(owned, config.ignored.parameters)
 
 
-def unit_name(module: nn.Module) -> str:
-    """Return how error messages call the unit of ``module``."""
-    return f"FullyShardedDataParallel({type(module).__name__})"
+def _place(params: Iterable[Param], owned: Owned, config: UnitConfig) -> None:
+    """Move what is on CPU to the unit's device; parameters not if they are offloaded."""
+    if config.device is None:
+        return
+    wanted, remedy = "device_id", "move the module there or to CPU first, or leave device_id out"
+    if config.dtensor:
+        wanted, remedy = "the device of the mesh", "move the module there or to CPU first"
+    for param in params:
+        found = param.parameter.device
+        if found.type not in ("cpu", "meta") and found != config.device:
+            raise ValueError(
+                f"{config.name}: parameter {param.name!r} is on {found}, but {wanted} is "
+                f"{config.device}; {remedy}."
+            )
+        if found.type == "cpu" and not config.offload:
+            param.parameter.data = param.parameter.data.to(config.device)
+    for buffer in _buffers(owned):
+        if not buffer.is_meta and buffer not in config.ignored.parameters:
+            buffer.data = buffer.data.to(config.device)
 
 
-def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
-    """Return the device that ``device_id`` names; an int counts the host's accelerators.
-
-    Raises ValueError if this host has no such device or the backend of ``groups`` does not serve it.
-    """
-    if device_id is None:
-        return None
-    if not isinstance(device_id, int | torch.device):
-        raise TypeError(f"device_id: expected an int or a torch.device, got {device_id!r}")
-    device = _present(device_id)
-    backends = _backends(groups)
-    if f"{device.type}:" not in backends:
-        raise ValueError(
-            f"device_id={device_id}: the process group communicates on {backends} only; "
-            "pass a device that its backend serves, or a process group of another backend."
-        )
-    return device
+def _compute_device(params: Iterable[Param], config: UnitConfig) -> torch.device:
+    if config.device or config.dtensor:
+        return config.device or torch.device("cpu")
+    return device_of((param.parameter for param in params), config.mesh.process_group)
 
 
-def _backends(groups: ProcessGroups) -> str:
-    """Return which backend serves which type of device, such as "cpu:gloo,cuda:nccl"."""
-    return str(dist.get_backend_config(groups[0] if isinstance(groups, tuple) else groups))
+def _own_modules(modules: Sequence[nn.Module], skip: Callable[[nn.Module], bool]) -> Owned:
+    """Return `modules` and those below them by name, without those that `skip` picks and all below these."""
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or skip(module):
+            return
+        seen.add(module)
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(joined(name, child_name), child)
+
+    prefixes = [""] if len(modules) == 1 else map(str, range(len(modules)))
+    return [found for name, module in zip(prefixes, modules, strict=True) for found in walk(name, module)]
 
 
-def _present(device_id: int | torch.device) -> torch.device:
-    """Return the device that ``device_id`` names on this host, with its index."""
-    if isinstance(device_id, torch.device) and device_id.type == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != torch.device(device_id).type:
-        raise ValueError(
-            f"device_id={device_id}: this host has {accelerator or 'no accelerator'}; "
-            "pass torch.device('cpu'), or None for where the parameters are."
-        )
-    index = device_id if isinstance(device_id, int) else device_id.index
-    index = torch.accelerator.current_device_index() if index is None else index
-    if index >= (count := torch.accelerator.device_count()):
-        raise ValueError(f"device_id={device_id}: this host has {count} of {accelerator}, counted from 0.")
-    return torch.device(accelerator.type, index)
-
-
-def full_precision_in_eval(argument: object) -> bool:
-    """Return ``argument``, or where it is None what the environment says; TypeError for what is no bool."""
-    if argument is None:
-        return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-    if not isinstance(argument, bool):
-        raise TypeError(f"full_precision_in_eval: expected True, False or None, got {argument!r}")
-    return argument
-
-
-def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[ParamRef]:
+def _buffer_refs(owned: Owned) -> list[ParamRef]:
     return [
         ParamRef(module, name)
-        for _, module in modules
+        for _, module in owned
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
 
 
-def _made(modules: Sequence[tuple[str, nn.Module]], plan: Plan, unit: str) -> tuple[Param, ...]:
-    """Return the unit's parameters, none of them on meta any more."""
-    params = collect(modules, plan.ignored.parameters)
-    refuse_sharded(modules, params, unit)
-    device = torch.device("cpu") if plan.offload else _compute_device(params, plan)
-    materialiser = Materialiser(unit, device, plan.param_init_fn, plan.ignored.parameters)
-    materialiser.make({module: name for name, module in modules})
-    # Another unit that sees one of these would make values of its own, and nobody would see the tie.
-    mark_sharded((param for param in params if param.parameter.is_meta), unit)
-    return collect(modules, plan.ignored.parameters)
+def _buffers(owned: Owned) -> Iterator[Tensor]:
+    return (buffer for _, module in owned for buffer in module._buffers.values() if buffer is not None)
 
 
-def _place(params: Iterable[Param], buffers: Iterable[ParamRef], plan: Plan, unit: str) -> None:
-    if plan.device is None:
-        return
+def _collect(owned: Owned, ignored: Collection[nn.Parameter]) -> tuple[Param, ...]:
+    """Return one `Param` per distinct parameter that the modules hold directly and that is not `ignored`."""
+    names: dict[nn.Parameter, str] = {}
+    refs: dict[nn.Parameter, list[ParamRef]] = {}
+    for module_name, module in owned:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            full_name = f"{module_name}.{name}" if module_name else name
+            if is_lazy(parameter):
+                raise ValueError(f"parameter {full_name!r} has no shape yet; run a forward before wrapping.")
+            names.setdefault(parameter, full_name)
+            refs.setdefault(parameter, []).append(ParamRef(module, name))
+    return tuple(Param(name, p, tuple(refs[p]), p.shape) for p, name in names.items())
+
+
+def _check(params: Sequence[Param], config: UnitConfig) -> None:
+    """Raise ValueError for parameters that cannot lie in one shard, with their names and the remedy."""
     for param in params:
-        found = param.parameter.device
-        if found.type != "cpu" and found != plan.device:
-            raise ValueError(
-                f"{unit}: parameter {param.name!r} is on {found}, but device_id is {plan.device}; move the "
-                "module there or to CPU first, or leave device_id out."
-            )
-        if not plan.offload:
-            param.parameter.data = param.parameter.data.to(plan.device)
-    for ref in buffers:
-        buffer = ref.module._buffers[ref.name]
-        ref.module._buffers[ref.name] = buffer if buffer is None else buffer.to(plan.device)
+        _check_one(param, config)
+    _check_uniform(params, config, "dtype", lambda p: p.dtype, "convert the module to one dtype first")
+    _check_uniform(params, config, "device", lambda p: p.device, "move the module to one device first")
+    if not config.use_orig_params:
+        remedy = "pass use_orig_params=True, or wrap the frozen modules on their own"
+        _check_uniform(params, config, "requires_grad", lambda p: p.requires_grad, remedy)
 
 
-def _compute_device(params: Iterable[Param], plan: Plan) -> torch.device:
-    return plan.device or device_of(params, plan.process_group)
+def _check_one(param: Param, config: UnitConfig) -> None:
+    parameter = param.parameter
+    where = f"{config.name}: parameter {param.name!r}"
+    if type(parameter.data) is not Tensor:
+        raise NotImplementedError(
+            f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "
+            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. "
+            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
+        )
+    if config.dtensor and config.mesh.shard and not param.shape:
+        raise ValueError(
+            f"{where} is 0-dim and cannot be sharded; give it the shape (1,), or pass it in ignored_params."
+        )
+    wanted = config.placement_fn(parameter) if config.placement_fn else None
+    if wanted is not None and wanted != Shard(0):
+        raise NotImplementedError(
+            f"{config.name}: shard_placement_fn wants {wanted!r} for parameter {param.name!r}; only Shard(0) "
+            "is built."
+        )
 
 
-def device_of(params: Iterable[Param], groups: ProcessGroups) -> torch.device:
-    """Return where a unit that nobody told computes: where its parameters are, else by the backend."""
+def _check_uniform(
+    params: Sequence[Param],
+    config: UnitConfig,
+    what: str,
+    read: Callable[[nn.Parameter], object],
+    remedy: str,
+) -> None:
+    """Raise ValueError that names one parameter of each kind when `read` differs among `params`."""
+    examples: dict[object, str] = {}
     for param in params:
-        if param.parameter.device.type not in ("cpu", "meta"):
-            return param.parameter.device
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in _backends(groups):
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        examples.setdefault(read(param.parameter), param.name)
+    if len(examples) > 1:
+        found = ", ".join(f"{name!r} has {value}" for value, name in examples.items())
+        raise ValueError(
+            f"{config.name}: the parameters of one unit must agree in {what}, but {found}; {remedy}."
+        )
+
+
+def full_precision_in_eval(argument: object) -> bool:
+    """Return `argument`, or where it is None what the environment says; TypeError for what is no bool."""
+    if argument is None:
+        return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+    if not isinstance(argument, bool):
+        raise TypeError(f"full_precision_in_eval: expected True, False or None, got {argument!r}")
+    return argument
 
 
 _TYPES: Mapping[str, type] = MappingProxyType(
@@ -273,30 +304,11 @@ def warn_if_all_ignored(module: nn.Module, ignored: Collection[nn.Module]) -> No
         )
 
 
-@dataclass(frozen=True)
-class Ignored:
-    """Modules, with all that lies below them, and parameters, with all of those modules' own."""
-
-    modules: frozenset[nn.Module] = frozenset()
-    parameters: frozenset[nn.Parameter] = frozenset()
-
-    @property
-    def states(self) -> frozenset[nn.Module | nn.Parameter]:
-        return self.modules | self.parameters
-
-    def union(self, others: Iterable[Ignored]) -> Ignored:
-        others = list(others)
-        return Ignored(
-            self.modules.union(*(other.modules for other in others)),
-            self.parameters.union(*(other.parameters for other in others)),
-        )
-
-
 def resolve_ignored(modules: object, states: object, is_unit: Callable[[nn.Module], bool]) -> Ignored:
-    """Return what the arguments ``ignored_modules`` and ``ignored_states`` mean; None is nothing.
+    """Return what the arguments `ignored_modules` and `ignored_states` mean; None is nothing.
 
-    Raises ValueError when both are given or a unit (``is_unit``) is among them, TypeError for anything that
-    is not an iterable of modules (or, in ``states``, of parameters).
+    Raises ValueError when both are given or a unit (`is_unit`) is among them, TypeError for anything that
+    is not an iterable of modules (or, in `states`, of parameters).
     """
     if modules is not None and states is not None:
         raise ValueError(
@@ -318,7 +330,7 @@ def resolve_ignored(modules: object, states: object, is_unit: Callable[[nn.Modul
 
 
 def ignored_parameters(front: str, given: object) -> frozenset[nn.Parameter]:
-    """Return what ``ignored_params`` of ``front`` names; TypeError for what is no parameter."""
+    """Return what `ignored_params` of `front` names; TypeError for what is no parameter."""
     return frozenset(_listed(f"{front}: ignored_params: expected a set of parameters", given, nn.Parameter))
 
 

@@ -1,4 +1,4 @@
-"""Where parameters lie in a shard: pure arithmetic on element counts, usable without a process group."""
+"""Offsets of parameters in shards, and the copies in and out of them; needs no process group."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from torch import Tensor
 class Piece:
     """Name the part of one parameter that one shard holds, in elements of the flattened parameter.
 
-    The same elements lie at ``shard_start`` in that shard. An empty piece has ``start == stop``.
+    The same elements lie at `shard_start` in that shard. An empty piece has `start == stop`.
     """
 
     start: int
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Say how parameters of these ``shapes`` lie in ``num_shards`` shards of one size, and in full."""
+    """Say how parameters of these `shapes` lie in `num_shards` shards of one size, and in full."""
 
     shapes: tuple[Sequence[int], ...]
     num_shards: int
@@ -51,11 +51,11 @@ class Layout(ABC):
         """Elements of all parameters, without padding."""
         return sum(self.numels)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.shard_numel * self.num_shards
 
-    @property
+    @cached_property
     def padding(self) -> int:
         return self.padded_numel - self.numel
 
@@ -76,7 +76,7 @@ class Layout(ABC):
 
     @abstractmethod
     def piece(self, index: int, shard: int) -> Piece:
-        """Return the part of parameter ``index`` that ``shard`` holds."""
+        """Return the part of parameter `index` that `shard` holds."""
 
     @abstractmethod
     def piece_shape(self, index: int, shard: int) -> Sequence[int]:
@@ -85,7 +85,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class FlatLayout(Layout):
-    """Lay parameters end to end, pad the end, cut into ``num_shards`` equal shards.
+    """Lay parameters end to end, pad the end, cut into `num_shards` equal shards.
 
     >>> layout = FlatLayout(shapes=((2, 2), (1,)), num_shards=2)
     >>> layout.starts, layout.shard_numel, layout.padding
@@ -132,7 +132,7 @@ class RowLayout(Layout):
     (Piece(start=4, stop=6, shard_start=0), (1, 2))
     """
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         return self.num_shards == 1 or len(self.shapes) == 1
 
@@ -170,7 +170,7 @@ class RowLayout(Layout):
 
 
 def copy_out(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
-    """Fill ``full`` (1-D, the layout's padded size) from all ``shards``, which lie there row by row."""
+    """Fill `full` (1-D, the layout's padded size) from all `shards`, in which pieces lie row by row."""
     assert isinstance(layout, RowLayout)
     sizes = list(layout.piece_numels)
     parameters = torch.split(full, [size * layout.num_shards for size in sizes])
@@ -179,15 +179,18 @@ def copy_out(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
             parameter[index * size : (index + 1) * size].copy_(piece)
 
 
-def copy_in(values: Sequence[Tensor | None], wire: Tensor, layout: Layout) -> None:
-    """Fill ``wire`` with one value per parameter, in its shape and any dtype; zeros for None and padding."""
+def copy_in(values: Sequence[Tensor | None], packed: Tensor, layout: Layout) -> None:
+    """Fill `packed`, the shards end to end, with one value per parameter, in its shape and any dtype.
+
+    Padding, and what belongs to a value of None, becomes zero.
+    """
     if isinstance(layout, RowLayout):
-        _copy_in_rows(values, wire.view(layout.num_shards, -1), layout)
+        _copy_in_rows(values, packed.view(layout.num_shards, -1), layout)
         return
     for value, start, numel, shape in zip(values, layout.starts, layout.numels, layout.shapes, strict=True):
-        view = wire[start : start + numel].view(shape)
+        view = packed[start : start + numel].view(shape)
         view.zero_() if value is None else view.copy_(value)
-    wire[layout.numel :].zero_()
+    packed[layout.numel :].zero_()
 
 
 def _copy_in_rows(values: Sequence[Tensor | None], shards: Tensor, layout: RowLayout) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.engine.param import ParamRef, children_first
+from harness.engine.param import ParamRef
 
 ParamInit = Callable[[nn.Module], None]
 
@@ -143,3 +143,21 @@ def _tied(slots: Iterable[ParamRef]) -> list[list[ParamRef]]:
 
 def _label(name: str, module: nn.Module) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+
+
+def children_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return `modules` in the order in which a model is built: children before parents, else as given."""
+    given = dict.fromkeys(modules)
+    seen, found = set[nn.Module](), list[nn.Module]()
+
+    def visit(module: nn.Module) -> None:
+        if module not in seen:
+            seen.add(module)
+            for child in module.children():
+                visit(child)
+            if module in given:
+                found.append(module)
+
+    for module in given:
+        visit(module)
+    return found

@@ -1,14 +1,18 @@
-"""Over which ranks a group's parameters are cut, and over which the cuts are repeated. Runs on ranks."""
+"""The ranks that shard and replicate a group's parameters, and the device they compute on. Runs on ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from harness.engine.api import ShardingStrategy
 
@@ -17,75 +21,100 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class MeshInfo:
-    """The two axes of a mesh that one group lies on, as process groups; None where the user gave none.
+class Axis:
+    """One axis of a mesh, as this rank sees it.
 
-    ``sharding``: each rank of it holds a piece of its own. ``replicating``: all ranks of it hold the same
-    piece. A rank that shards and replicates is in one group of each.
+    Torch is asked once, when a unit is built: a step would ask for sizes and backends some thirty times.
+
+    Attributes:
+        size: Number of ranks.
+        rank: This rank's place among them.
+        backends: The backend that serves each type of device.
     """
 
-    sharding: dist.ProcessGroup | None
-    replicating: dist.ProcessGroup | None
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    backends: Mapping[str, str]
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Axis:
+        served = (entry.partition(":") for entry in backend_config(group).split(","))
+        backends = {device: backend for device, _, backend in served}
+        return Axis(group, dist.get_world_size(group), dist.get_rank(group), backends)
+
+
+@dataclass(frozen=True)
+class MeshInfo:
+    """The axes of a mesh that one group of parameters lies on; None where the user gave none.
+
+    Attributes:
+        sharding: Each rank of it holds a different shard.
+        replicating: All ranks of it hold the same shard.
+    """
+
+    sharding: Axis | None
+    replicating: Axis | None
 
     @staticmethod
     def of(strategy: ShardingStrategy, groups: ProcessGroups) -> MeshInfo:
-        """Return the axes that ``strategy`` makes of ``groups``."""
+        """Return what `strategy` makes of `groups`."""
         if isinstance(groups, tuple):
-            return MeshInfo(*groups)
-        return MeshInfo(None, groups) if strategy is ShardingStrategy.NO_SHARD else MeshInfo(groups, None)
+            return MeshInfo(Axis.of(groups[0]), Axis.of(groups[1]))
+        axis = Axis.of(groups)
+        return MeshInfo(None, axis) if strategy is ShardingStrategy.NO_SHARD else MeshInfo(axis, None)
+
+    @cached_property
+    def shard(self) -> Axis | None:
+        """The axis to gather from; None where there is one shard."""
+        return self.sharding if self.sharding and self.sharding.size > 1 else None
+
+    @cached_property
+    def replicate(self) -> Axis | None:
+        """The axis of ranks that hold the same; None where no other rank does."""
+        return self.replicating if self.replicating and self.replicating.size > 1 else None
+
+    @cached_property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups of the axes that are longer than one, shard first."""
+        return tuple(axis.group for axis in (self.shard, self.replicate) if axis)
 
     @property
-    def shard(self) -> dist.ProcessGroup | None:
-        """The group to gather from; None where there is one shard."""
-        return self.sharding if _size(self.sharding) > 1 else None
-
-    @property
-    def replicate(self) -> dist.ProcessGroup | None:
-        """The group to average with that holds the same; None where nobody else does."""
-        return self.replicating if _size(self.replicating) > 1 else None
+    def process_groups(self) -> ProcessGroups:
+        """The process groups that `of` was given."""
+        if self.sharding and self.replicating:
+            return self.sharding.group, self.replicating.group
+        return self.process_group
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that have everything between them: the shard axis, or where there is none the other."""
-        group = self.sharding or self.replicating
-        assert group is not None
-        return group
+        """The ranks that have all parameters between them: the shard axis, else the replicate axis."""
+        axis = self.sharding or self.replicating
+        assert axis is not None
+        return axis.group
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
-        return _size(self.sharding)
+        return self.sharding.size if self.sharding else 1
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """How many ranks average their gradients."""
-        return _size(self.sharding) * _size(self.replicating)
+        """Number of ranks that average their gradients."""
+        return self.num_shards * (self.replicating.size if self.replicating else 1)
 
-    @property
+    @cached_property
     def index(self) -> int:
-        """Which shard this rank holds."""
-        return _rank(self.sharding)
+        """Number of the shard that this rank holds."""
+        return self.sharding.rank if self.sharding else 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of both axes: the one that rank0_only means."""
-        return _rank(self.sharding) == _rank(self.replicating) == 0
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The axes that are longer than one, shard first."""
-        return tuple(group for group in (self.shard, self.replicate) if group)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if group else 1
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if group else 0
+        """Whether this rank is rank 0 of both axes, the one that rank0_only means."""
+        return self.index == (self.replicating.rank if self.replicating else 0) == 0
 
 
 def resolve(strategy: ShardingStrategy, given: object, mesh: DeviceMesh | None) -> ProcessGroups:
-    """Return the process groups for ``strategy`` that the user's ``process_group`` or ``device_mesh`` names.
+    """Return the process groups for `strategy` that the user's `process_group` or `device_mesh` names.
 
     With neither it is the default group; hybrid strategies shard inside a host and replicate across hosts.
     Raises RuntimeError where there is no default group, TypeError and ValueError for what does not fit.
@@ -143,9 +172,9 @@ def _by_host() -> ProcessGroups:
     return _mine(hosts.tolist()), _mine(hosts.T.tolist())
 
 
-def check_neighbours(axes: MeshInfo, count: int) -> None:
-    """Raise ValueError unless the shard axis can be divided into groups of ``count``."""
-    size = axes.num_shards
+def check_neighbours(mesh: MeshInfo, count: int) -> None:
+    """Raise ValueError unless the shard axis can be divided into groups of `count`."""
+    size = mesh.num_shards
     if not isinstance(count, int) or not 1 < count < size or size % count:
         raise ValueError(
             f"reshard_after_forward: {count!r} is no number of ranks into which {size} can be divided; pass "
@@ -153,10 +182,10 @@ def check_neighbours(axes: MeshInfo, count: int) -> None:
         )
 
 
-def neighbours(axes: MeshInfo, count: int) -> tuple[int, ...]:
-    """Return the ``count`` consecutive ranks of the shard axis that this rank is one of."""
-    first = axes.index // count * count
-    return tuple(dist.get_process_group_ranks(axes.process_group)[first : first + count])
+def neighbours(mesh: MeshInfo, count: int) -> tuple[int, ...]:
+    """Return the `count` consecutive ranks of the shard axis that this rank is one of."""
+    first = mesh.index // count * count
+    return tuple(dist.get_process_group_ranks(mesh.process_group)[first : first + count])
 
 
 def _ranks_per_host() -> int:
@@ -175,3 +204,82 @@ def _mine(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in ranks])  # type: ignore[no-untyped-call]
     return mine
+
+
+def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
+    """Return the device that `device_id` names; an int counts the host's accelerators.
+
+    Raises ValueError if this host has no such device or the backend of `groups` does not serve it.
+    """
+    if device_id is None:
+        return None
+    if not isinstance(device_id, int | torch.device):
+        raise TypeError(f"device_id: expected an int or a torch.device, got {device_id!r}")
+    device = _present(device_id)
+    backends = backend_config(groups)
+    if f"{device.type}:" not in backends:
+        raise ValueError(
+            f"device_id={device_id}: the process group communicates on {backends} only; "
+            "pass a device that its backend serves, or a process group of another backend."
+        )
+    return device
+
+
+def backend_config(groups: ProcessGroups) -> str:
+    """Return which backend serves which type of device, such as "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config(groups[0] if isinstance(groups, tuple) else groups))
+
+
+def _present(device_id: int | torch.device) -> torch.device:
+    """Return the device that `device_id` names on this host, with its index."""
+    if isinstance(device_id, torch.device) and device_id.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != torch.device(device_id).type:
+        raise ValueError(
+            f"device_id={device_id}: this host has {accelerator or 'no accelerator'}; "
+            "pass torch.device('cpu'), or None for where the parameters are."
+        )
+    index = device_id if isinstance(device_id, int) else device_id.index
+    index = torch.accelerator.current_device_index() if index is None else index
+    if index >= (count := torch.accelerator.device_count()):
+        raise ValueError(f"device_id={device_id}: this host has {count} of {accelerator}, counted from 0.")
+    return torch.device(accelerator.type, index)
+
+
+def device_of(tensors: Iterable[Tensor], groups: ProcessGroups) -> torch.device:
+    """Return the device that a unit computes on by default: that of its `tensors`, else by the backend."""
+    for tensor in tensors:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or "cpu:" in backend_config(groups):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+@dataclass(frozen=True)
+class DTensorPlacement:
+    """How the `DTensor`s of one group are placed on a device mesh."""
+
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+
+    def tensor(self, local: Tensor, shape: torch.Size) -> DTensor:
+        """Return the `DTensor` of `shape` of which this rank holds `local`; shares its memory."""
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            _at_start(local), self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def _at_start(tensor: Tensor) -> Tensor:
+    """Return `tensor` with a storage that begins where it does; shares its memory.
+
+    torch 2.13 cannot save a `DTensor` whose local tensor lies further on in its storage.
+    """
+    if tensor.is_meta or tensor.storage_offset() == 0:
+        return tensor
+    first = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.itemsize]
+    return tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from harness.engine.api import StateDictSettings, StateDictType
 from harness.engine.layout import Piece
-from harness.engine.local_shard import LocalShard
-from harness.engine.param import FLAT, clean_name, joined
+from harness.engine.param import FLAT, LocalShard, clean_name, joined
 from harness.engine.state_dict import signature
 from harness.engine.unit import Unit
 
@@ -193,7 +192,7 @@ def view_of(
             for param, piece in zip(shard.params, shard.pieces, strict=True)
         )
         shards.append((shard, originals))
-        if not shard.settings.use_orig_params:
+        if not shard.config.use_orig_params:
             params[shard.flat] = OptimParam(joined(prefix, FLAT), shard.flat, originals, shard)
             continue
         for param, original in zip(shard.params, originals, strict=True):
@@ -204,7 +203,7 @@ def view_of(
             params[parameter] = OptimParam(whole.name, parameter, (whole,), None)
     default = dist.group.WORLD
     assert default is not None
-    outermost = sharded[0][1].settings.axes.groups if sharded else (default,)
+    outermost = sharded[0][1].config.mesh.groups if sharded else (default,)
     return OptimizerView(optimizer, params, tuple(shards), settings, (group,) if group else outermost)
 
 

@@ -96,9 +96,7 @@ def _reported(view: OptimizerView, local: Mapping[str, State]) -> dict[str, Stat
 
     The ranks gather it, as each one knows the state of the parameters alone of which it holds a part.
     """
-    worlds = {
-        o.name: shard.settings.axes.process_group for shard, originals in view.shards for o in originals
-    }
+    worlds = {o.name: shard.config.mesh.process_group for shard, originals in view.shards for o in originals}
     reported_here = {o.name for _, originals in view.shards for o in originals if o.is_reported_here}
     result = {name: state for name, state in local.items() if name not in worlds}
     for world in dict.fromkeys(worlds.values()):

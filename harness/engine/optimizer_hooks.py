@@ -1,35 +1,64 @@
-"""What is done when an optimizer steps, whichever it is. Runs on ranks."""
+"""Hooks on the steps of all optimizers of the process, while there are units. Runs on ranks."""
 
-from weakref import WeakSet
+import inspect
+import sys
+from weakref import WeakSet, finalize
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from harness.engine.param import refuse_invalidated
 from harness.engine.root import RootState
 
-# One hook for all trees: to remove a hook when its tree dies, which may be at any time, would change torch's
-# list of hooks while an optimizer goes through it.
-_WATCHING: WeakSet[RootState] = WeakSet()
+# torch's hooks are global, so this is: one pair of hooks for all roots, registered with the first and removed
+# with the last.
+_ROOTS: WeakSet[RootState] = WeakSet()
+_HANDLES: list[RemovableHandle] = []
+# Where torch goes through the hooks, in the function that wraps `step`.
+_TORCHS_FILE = inspect.getfile(Optimizer)
 
 
-def watch(tree: RootState) -> None:
-    """Outdate full parameters of ``tree`` whenever an optimizer steps shards of them, as long as it lives.
+def watch(root: RootState) -> None:
+    """Check the parameters of each optimizer that steps, and invalidate pinned ones of `root` after it.
 
     The foreach and fused kernels of optimizers change `DTensor`s without a trace in their versions.
     """
-    _WATCHING.add(tree)
+    _ROOTS.add(root)
+    finalize(root, _unwatch).atexit = False
+    if not _HANDLES:
+        _HANDLES.append(register_optimizer_step_pre_hook(_refuse_misfits))
+        _HANDLES.append(register_optimizer_step_post_hook(_invalidate))
+
+
+def _unwatch() -> None:
+    """Remove the hooks if no root is left, and if no optimizer is going through them now.
+
+    The garbage collector may come here at any time. Hooks that stay serve the next root, or do nothing.
+    """
+    if next(iter(_ROOTS), None) is None and not _is_stepping():
+        while _HANDLES:
+            _HANDLES.pop().remove()
+
+
+def _is_stepping() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == _TORCHS_FILE:
+            return True
+    return False
 
 
 def _optimized(optimizer: Optimizer) -> set[Tensor]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _outdate(optimizer: Optimizer, *_: object) -> None:
+def _invalidate(optimizer: Optimizer, *_: object) -> None:
     stepped = _optimized(optimizer)
-    for tree in list(_WATCHING):
-        tree.outdate(stepped)
+    for root in list(_ROOTS):
+        root.invalidate(stepped)
 
 
 def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
@@ -40,7 +69,3 @@ def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
             "the optimizer's gradients are full, and its parameters shards: no_sync left them unreduced. Run "
             "the last backward before the step outside no_sync."
         )
-
-
-register_optimizer_step_pre_hook(_refuse_misfits)
-register_optimizer_step_post_hook(_outdate)

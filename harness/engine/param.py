@@ -1,23 +1,32 @@
-"""The parameters of one unit: where modules read them, and what is put there. Imports torch only."""
+"""The parameters of one unit, as modules and the user see them, and the local shard. Runs on ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
-from torch.nn.parameter import is_lazy
+
+from harness.engine import collectives
+from harness.engine.config import UnitConfig
+from harness.engine.layout import Layout
+from harness.engine.mesh import DTensorPlacement
+from harness.engine.torch_internals import dtensor_spec, local_tensor, set_local_tensor
+
+INNER = "_sharded_module"
+"""The attribute of a wrapper that holds the module it wraps."""
+FLAT = "flat_param"
+"""The name of a group's flat parameter in its wrapper, and of this rank's shard in a local state dict."""
 
 _OWNER = "_lockstep_unit"
-_RETIRED = "_lockstep_retired"
+_INVALID = "_lockstep_invalid"
 
 
-class _Claim(str):
-    """Say which unit owns what carries this. Copies of that belong to none: they carry an empty claim."""
+class _Owner(str):
+    """The unit that shards what carries this mark. A copy of that belongs to no unit: its mark is empty."""
 
     def __deepcopy__(self, _: object) -> str:
         return ""
@@ -37,15 +46,16 @@ class ParamRef:
         return getattr(self.module, self.name, None)
 
     def put(self, value: Tensor) -> None:
-        """Make the module read ``value``: registered if it is an nn.Parameter, a plain attribute if not.
-
-        Goes through the module's own ``__setattr__`` if it has one: recurrent modules keep a second list.
-        """
+        """Make the module read `value`: registered if it is an nn.Parameter, a plain attribute if not."""
+        registered = self.module._parameters
+        if registered.get(self.name) is value:
+            return
         plain = type(self.module).__setattr__ is nn.Module.__setattr__
-        if plain and self.name in self.module._parameters and isinstance(value, nn.Parameter):
-            self.module._parameters[self.name] = value
+        if plain and self.name in registered and isinstance(value, nn.Parameter):
+            registered[self.name] = value
             return
         self.clear()
+        # Recurrent modules have a `__setattr__` that keeps a second list of parameters.
         setattr(self.module, self.name, value)
 
     def clear(self) -> None:
@@ -55,10 +65,12 @@ class ParamRef:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of a unit. Tied parameters are one param with several refs.
+    """One parameter of a unit. Tied parameters are one `Param` with several refs.
 
-    ``name`` is relative to the unit's module. ``parameter`` stays the same object for the whole life of the
-    unit, so that an optimizer may be built before or after sharding.
+    Attributes:
+        name: Relative to the unit's module.
+        parameter: The same object for the whole life of the unit, so that an optimizer may be built before or
+            after sharding.
     """
 
     name: str
@@ -68,7 +80,7 @@ class Param:
 
     @property
     def piece(self) -> Tensor:
-        """What the parameter holds between steps: this rank's part."""
+        """This rank's part, which the parameter holds between steps."""
         return self.parameter.data
 
     @property
@@ -77,15 +89,15 @@ class Param:
         return self.parameter.grad
 
     def hold(self, piece: Tensor) -> None:
-        """Let the parameter be ``piece`` from now on."""
+        """Make `piece` the parameter's data."""
         set_data(self.parameter, piece)
 
-    def show_gradient(self, gradient: Tensor) -> None:
-        """Let the user see ``gradient``, which is new and of the piece's shape."""
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Show `gradient`, which is new and of the piece's shape, to the user."""
         attach_gradient(self.parameter, gradient)
 
     def exchanged(self, found: object) -> Param | None:
-        """Return the param for what somebody put in the parameter's place; None if that cannot be."""
+        """Return the `Param` of what replaced the parameter in its module; None if it does not fit."""
         return None
 
     def put(self, value: Tensor) -> None:
@@ -97,94 +109,285 @@ class Param:
             ref.clear()
 
 
-def own_modules(
-    root: nn.Module, skip: Callable[[nn.Module], bool], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) below and including ``root``, not entering modules that ``skip`` picks."""
-    seen: set[nn.Module] = set()
+@dataclass(frozen=True)
+class DTensorParam(Param):
+    """One parameter of a unit that the user sees as a `DTensor`."""
 
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or skip(module):
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+    placement: DTensorPlacement
 
-    return walk(prefix, root)
+    @staticmethod
+    def of(param: Param, piece: Tensor, placement: DTensorPlacement) -> DTensorParam:
+        """Return the `Param` that shows `piece` in place of the plain parameter of `param`."""
+        parameter = nn.Parameter(placement.tensor(piece, param.shape), param.parameter.requires_grad)
+        return DTensorParam(param.name, parameter, param.refs, param.shape, placement)
 
+    @property
+    def piece(self) -> Tensor:
+        return local_tensor(self.parameter)
 
-def children_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return ``modules`` in the order in which a model is built: children before parents, else as given."""
-    given = dict.fromkeys(modules)
-    seen, found = set[nn.Module](), list[nn.Module]()
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
 
-    def visit(module: nn.Module) -> None:
-        if module not in seen:
-            seen.add(module)
-            for child in module.children():
-                visit(child)
-            if module in given:
-                found.append(module)
+    def hold(self, piece: Tensor) -> None:
+        shown = self.placement.tensor(piece, self.shape)
+        # A DTensor has dtype and device of its own, next to those of its local tensor: both are exchanged.
+        set_data(self.parameter, shown)
+        set_local_tensor(self.parameter, shown)
 
-    for module in given:
-        visit(module)
-    return found
+    def set_gradient(self, gradient: Tensor) -> None:
+        # As `DTensorPlacement.tensor`, in an eighth of its time: done for each parameter in each step.
+        spec = dtensor_spec(self.parameter)
+        self.parameter.grad = DTensor(gradient, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
+    def exchanged(self, found: object) -> Param | None:
+        """Accept what `load_state_dict` with `assign=True` puts in the parameter's place."""
+        if not (isinstance(found, DTensor) and isinstance(found, nn.Parameter)):
+            return None
+        fits = found.shape == self.shape and tuple(found.placements) == tuple(self.placement.placements)
+        return replace(self, parameter=found) if fits else None
 
-def collect(modules: Sequence[tuple[str, nn.Module]], ignored: Collection[nn.Parameter]) -> tuple[Param, ...]:
-    """Return one param per distinct parameter that ``modules`` hold directly and that is not ``ignored``."""
-    names: dict[nn.Parameter, str] = {}
-    refs: dict[nn.Parameter, list[ParamRef]] = {}
-    for module_name, module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
-                continue
-            full_name = f"{module_name}.{name}" if module_name else name
-            if is_lazy(parameter):
-                raise ValueError(f"parameter {full_name!r} has no shape yet; run a forward before wrapping.")
-            names.setdefault(parameter, full_name)
-            refs.setdefault(parameter, []).append(ParamRef(module, name))
-    return tuple(Param(name, p, tuple(refs[p]), p.shape) for p, name in names.items())
+    def copy(self) -> DTensorParam:
+        """Return a `Param` for the same modules with a parameter of its own, over the same mesh."""
+        return DTensorParam.of(self, self.piece.clone(), self.placement)
 
 
-def check(params: Sequence[Param], unit: str, uniform_requires_grad: bool) -> None:
-    """Raise ValueError for parameters that cannot lie in one flat tensor, with their names and the cure."""
-    for param in params:
-        _check_one(param, unit)
-    _check_uniform(params, unit, "dtype", lambda p: p.dtype, "convert the module to one dtype first")
-    _check_uniform(params, unit, "device", lambda p: p.device, "move the module to one device first")
-    if uniform_requires_grad:
-        cure = "pass use_orig_params=True, or wrap the frozen modules on their own"
-        _check_uniform(params, unit, "requires_grad", lambda p: p.requires_grad, cure)
+class LocalShard:
+    """This rank's shard of a unit's parameters: `flat`, 1-D, the only copy that outlasts a step.
 
+    The visible parameters are the originals, each a view of its piece of `flat` (`use_orig_params`), or
+    `flat` itself.
+    """
 
-def mark_sharded(params: Iterable[Param], unit: str) -> None:
-    """Mark parameters, and modules that hold them, as sharded by ``unit``: a second unit can say so."""
-    for param in params:
-        setattr(param.parameter, _OWNER, _Claim(f"{param.name} of {unit}"))
-        for ref in param.refs:
-            ref.module.__dict__[_OWNER] = _Claim(unit)
+    def __init__(self, params: Sequence[Param], config: UnitConfig, flat: nn.Parameter) -> None:
+        self.params = tuple(params)
+        self.config = config
+        self.layout = layout_of(params, config)
+        self.pieces = tuple(self.layout.piece(i, config.mesh.index) for i in range(len(params)))
+        self.spans = tuple(slice(piece.shard_start, piece.shard_stop) for piece in self.pieces)
+        self.flat = flat
+        self._flat_ref: ParamRef | None = None
+        self._views: tuple[Tensor, ...] = ()
+        self._viewed: tuple[int, torch.dtype] | None = None
+        mark_sharded(params, config.name)
+        self._bind()
 
+    @staticmethod
+    def of(params: Sequence[Param], config: UnitConfig) -> LocalShard:
+        """Return this rank's shard of the values that `params` hold in full."""
+        trainable = any(param.parameter.requires_grad for param in params)
+        layout, index = layout_of(params, config), config.mesh.index
+        values = params[0].parameter.detach().new_zeros(layout.shard_numel)
+        for i, param in enumerate(params):
+            piece = layout.piece(i, index)
+            whole = param.parameter.detach().reshape(-1)
+            values[piece.shard_start : piece.shard_stop] = whole[piece.start : piece.stop]
+        flat = nn.Parameter(values.cpu() if config.offload else values, trainable)
+        if config.dtensor:
+            mark_sharded(params, config.name)  # the plain parameters: another unit that shares one can refuse
+            invalidate(
+                (p.parameter for p in params), f"parameters of {config.name} as they were before sharding"
+            )
+            views = _views(flat.data, layout, index)
+            params = [DTensorParam.of(p, v, config.dtensor) for p, v in zip(params, views, strict=True)]
+        return LocalShard(params, config, flat)
 
-def invalidate(replaced: Iterable[Tensor], what: str) -> None:
-    """Mark tensors that no optimizer should hold, since others get the gradients; messages say ``what``."""
-    for tensor in replaced:
-        setattr(tensor, _RETIRED, what)
+    @cached_property
+    def whole(self) -> bool:
+        """Whether there is one shard, which has everything in the parameters' own shapes."""
+        return self.layout.num_shards == 1
 
+    @property
+    def device(self) -> torch.device:
+        """Where the group computes and communicates."""
+        return self.config.offload_device or self.flat.device
 
-def refuse_invalidated(optimized: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if an optimizer holds what was retired: it would never move."""
-    for parameter in optimized:
-        if what := getattr(parameter, _RETIRED, None):
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change with every in-place change of the shard through what the user sees."""
+        # An operation on a DTensor is counted by the DTensor, one on its local tensor by that.
+        return tuple(param.parameter._version + param.piece._version for param in self.params)
+
+    @property
+    def all_trainable(self) -> bool:
+        return all(map(self.is_trainable, self.params))
+
+    def is_trainable(self, param: Param) -> bool:
+        return param.parameter.requires_grad if self.config.use_orig_params else self.flat.requires_grad
+
+    def register_flat(self, ref: ParamRef) -> None:
+        """Show `flat` as a parameter at `ref` whenever the shard is shown."""
+        replaced = (param.parameter for param in self.params)
+        invalidate(replaced, f"parameters of {self.config.name} as they were before sharding")
+        self._flat_ref = ref
+        ref.put(self.flat)
+
+    def show(self) -> None:
+        """Show modules the shard: as their parameters, or as plain tensors and `flat`."""
+        if self._flat_ref:
+            self._flat_ref.put(self.flat)
+        if self.config.use_orig_params:
+            for param in self.params:
+                param.put(param.parameter)
+        else:
+            for param, view in self.views():
+                param.put(view)
+
+    def show_unsharded(self, leaves: Iterable[Tensor]) -> None:
+        """Show modules one leaf per parameter, with gradients where the user wants them."""
+        for param, leaf in zip(self.params, leaves, strict=True):
+            if leaf.requires_grad != (trainable := self.is_trainable(param)):
+                leaf.requires_grad_(trainable)
+            param.put(leaf)
+
+    def show_original(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
+        """Register full original parameters that lie in `full`, with `gradients` if given."""
+        self.hide()
+        for i, (param, view) in enumerate(zip(self.params, self.in_full(full), strict=True)):
+            original = nn.Parameter(view, requires_grad=self.is_trainable(param))
+            attach_gradient(original, gradients[i] if gradients else None)
+            param.put(original)
+
+    def hide(self) -> None:
+        """Remove the parameters, and `flat`, from their modules."""
+        if self._flat_ref:
+            self._flat_ref.clear()
+        for param in self.params:
+            param.clear()
+
+    def views(self) -> Iterator[tuple[Param, Tensor]]:
+        """Return each parameter with its piece of the shard, in the shape that the layout gives it."""
+        key = (self.flat.data_ptr(), self.flat.dtype)
+        if self._viewed != key:
+            self._views = _views(self.flat.data, self.layout, self.config.mesh.index)
+            self._viewed = key
+        return zip(self.params, self._views, strict=True)
+
+    def add_gradients(self, reduced: Tensor) -> None:
+        """Add `reduced`, 1-D and in the shard's order, to the gradients of trainable parameters."""
+        for (param, view), span in zip(self.views(), self.spans, strict=True):
+            if param.parameter.requires_grad:
+                fresh = reduced[span].view(view.shape)
+                if (shown := param.gradient) is None:
+                    param.set_gradient(fresh)
+                else:
+                    shown.add_(fresh)
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Return every rank's 1-D `shard` end to end, as a new tensor on the group's device."""
+        shard = shard.to(self.device)
+        axis = self.config.mesh.shard
+        if axis is None:
+            return shard.clone()
+        return collectives.start_gather(shard.new_empty(self.layout.padded_numel), shard, axis)()
+
+    def in_full(self, full: Tensor) -> list[Tensor]:
+        """Return views of the 1-D `full` (padded numel), one per parameter, in the parameter's shape."""
+        layout = self.layout
+        return [
+            full[start : start + numel].view(shape)
+            for start, numel, shape in zip(layout.starts, layout.numels, layout.shapes, strict=True)
+        ]
+
+    def replace(self, flat: Tensor) -> None:
+        """Hold `flat`, of the same shape, in place of the current values."""
+        if flat.shape != self.flat.shape:
+            raise ValueError(
+                f"{self.config.name}: a conversion must keep the shape {tuple(self.flat.shape)}."
+            )
+        set_data(self.flat, flat)
+        self._bind()
+
+    def reclaim(self) -> None:
+        """Copy in visible parameters whose `.data` the user replaced; refuse ones that were exchanged."""
+        if self.config.offload and self.flat.device.type not in ("cpu", "meta"):
             raise RuntimeError(
-                f"the optimizer holds {what}, to which no gradient comes. Make it from the "
-                "model's parameters() after sharding, and not between unshard and reshard."
+                f"{self.config.name}: offload_params keeps shards on CPU, but they are on "
+                f"{self.flat.device}; do not move the module after wrapping it."
+            )
+        if not self.config.use_orig_params:
+            return
+        for index in range(len(self.params)):
+            self._read_again(index)
+        if self.flat.is_meta and not any(param.piece.is_meta for param in self.params):
+            # `load_state_dict` with assign=True gave values to all parameters.
+            set_data(self.flat, torch.zeros_like(self.flat, device=self.params[0].piece.device))
+        for index, (param, view) in enumerate(self.views()):
+            if any(ref.read() is not param.parameter for ref in param.refs):
+                raise RuntimeError(
+                    f"{self.config.name}: parameter {param.name!r} was exchanged for another object after "
+                    "wrapping; copy the values into it instead (into a wrapper's under summon_full_params)."
+                )
+            piece = param.piece
+            if piece.data_ptr() != view.data_ptr() and not view.is_meta:
+                self._copy_into(view, index, piece)
+                param.hold(view)
+
+    def write_back(self) -> None:
+        """Copy in this rank's part of the full parameters that modules hold."""
+        for index, (param, view) in enumerate(self.views()):
+            value = param.refs[0].read()
+            if not isinstance(value, Tensor) or value.shape != param.shape:
+                raise ValueError(
+                    f"{self.config.name}: parameter {param.name!r} must keep its shape "
+                    f"{tuple(param.shape)} inside summon_full_params."
+                )
+            self._copy_into(view, index, value.detach())
+
+    def _read_again(self, index: int) -> None:
+        """Adopt the parameter that the module of parameter number `index` has now, if it fits."""
+        param = self.params[index]
+        found = param.refs[0].read()
+        if found is not param.parameter and (exchanged := param.exchanged(found)):
+            twins = [param.exchanged(ref.read()) for ref in param.refs]
+            # `load_state_dict` gives every name of a tied parameter an object of its own over one memory.
+            if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
+                exchanged.put(exchanged.parameter)
+            self.params = (*self.params[:index], exchanged, *self.params[index + 1 :])
+
+    def _bind(self) -> None:
+        """Make the original parameters views of `flat`, which is new; they hold nothing else, seen or not."""
+        for param, view in self.views():
+            param.hold(view)
+        self.show()
+
+    def _copy_into(self, view: Tensor, index: int, value: Tensor) -> None:
+        """Copy `value`, a full parameter or this rank's piece of it, into the shard's `view`."""
+        param, piece = self.params[index], self.pieces[index]
+        if value.shape == param.shape:
+            view.view(-1).copy_(value.reshape(-1)[piece.start : piece.stop])
+        elif value.shape == view.shape:
+            view.copy_(value)
+        else:
+            raise ValueError(
+                f"{self.config.name}: parameter {param.name!r} was given the shape {tuple(value.shape)}; "
+                f"expected {tuple(param.shape)} in full or {tuple(view.shape)} for this rank's shard."
             )
 
 
+def layout_of(params: Sequence[Param], config: UnitConfig) -> Layout:
+    return config.layout(tuple(tuple(param.shape) for param in params), config.mesh.num_shards)
+
+
+def _views(flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:
+    """Return the pieces of shard number `index`, which lie in the 1-D `flat`, in their shapes."""
+    pieces = [layout.piece(i, index) for i in range(len(layout.shapes))]
+    return tuple(
+        flat[piece.shard_start : piece.shard_stop].view(layout.piece_shape(i, index))
+        for i, piece in enumerate(pieces)
+    )
+
+
+def mark_sharded(params: Iterable[Param], unit: str) -> None:
+    """Mark parameters, and the modules that hold them, as sharded by `unit`: a second unit refuses them."""
+    for param in params:
+        setattr(param.parameter, _OWNER, _Owner(f"{param.name} of {unit}"))
+        for ref in param.refs:
+            ref.module.__dict__[_OWNER] = _Owner(unit)
+
+
 def refuse_sharded(modules: Iterable[tuple[str, nn.Module]], params: Iterable[Param], unit: str) -> None:
-    """Raise ValueError for a module or parameter that another unit shards, with its name and the cure."""
+    """Raise ValueError for a module or parameter that another unit shards, with its name and the remedy."""
     for name, module in modules:
         if owner := module.__dict__.get(_OWNER):
             place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
@@ -193,20 +396,32 @@ def refuse_sharded(modules: Iterable[tuple[str, nn.Module]], params: Iterable[Pa
                 "ones: put that unit in its place, or wrap one module that contains all its users."
             )
     for param in params:
-        _refuse_claimed(param, unit)
+        if owner := getattr(param.parameter, _OWNER, None):
+            raise ValueError(
+                f"{unit}: parameter {param.name!r} is tied to {owner}, which shards it already. "
+                "Wrap one module that contains both (or pass fully_shard or replicate a list of the two), "
+                "and neither of the two on its own."
+            )
 
 
-def _refuse_claimed(param: Param, unit: str) -> None:
-    if owner := getattr(param.parameter, _OWNER, None):
-        raise ValueError(
-            f"{unit}: parameter {param.name!r} is tied to {owner}, which shards it already. "
-            "Wrap one module that contains both (or hand fully_shard or replicate a list of the two), and "
-            "neither of the two on its own."
-        )
+def invalidate(replaced: Iterable[Tensor], what: str) -> None:
+    """Mark tensors that no optimizer should hold, since others get the gradients; messages say `what`."""
+    for tensor in replaced:
+        setattr(tensor, _INVALID, what)
+
+
+def refuse_invalidated(optimized: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if an optimizer holds what was invalidated: it would never move."""
+    for parameter in optimized:
+        if what := getattr(parameter, _INVALID, None):
+            raise RuntimeError(
+                f"the optimizer holds {what}, to which no gradient comes. Make it from the "
+                "model's parameters() after sharding, and not between unshard and reshard."
+            )
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Let ``parameter`` be ``data``, the same object still, also where one of the two is on meta."""
+    """Make `data` the memory of `parameter`, the same object still, also where one of the two is on meta."""
     if parameter.is_meta == data.is_meta:
         parameter.data = data
         return
@@ -217,10 +432,10 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Set ``parameter.grad``, also where shape, dtype or device differ from the parameter's.
+    """Set `parameter.grad`, also where shape, dtype or device differ from the parameter's.
 
-    They differ on purpose: inside ``no_sync`` the gradient is unsharded, and with
-    ``keep_low_precision_grads`` it has another dtype. torch checks them on assignment only.
+    They differ on purpose: inside `no_sync` the gradient is unsharded, and with `keep_low_precision_grads` it
+    has another dtype. torch checks them on assignment only.
     """
     data = parameter.data
     if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != (
@@ -236,121 +451,11 @@ def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
 
-def _check_one(param: Param, unit: str) -> None:
-    parameter = param.parameter
-    where = f"{unit}: parameter {param.name!r}"
-    _refuse_claimed(param, unit)
-    if type(parameter.data) is not Tensor:
-        raise NotImplementedError(
-            f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "
-            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
-        )
-    if not parameter.is_floating_point():
-        raise ValueError(
-            f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. "
-            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
-        )
-
-
-def _check_uniform(
-    params: Sequence[Param], unit: str, what: str, read: Callable[[nn.Parameter], object], cure: str
-) -> None:
-    """Raise ValueError that names one parameter of each kind when ``read`` differs among ``params``."""
-    examples: dict[object, str] = {}
-    for param in params:
-        examples.setdefault(read(param.parameter), param.name)
-    if len(examples) > 1:
-        found = ", ".join(f"{name!r} has {value}" for value, name in examples.items())
-        raise ValueError(f"{unit}: the parameters of one unit must agree in {what}, but {found}; {cure}.")
-
-
-@dataclass(frozen=True)
-class DTensorPlacement:
-    """Over which mesh, and how, `DTensor`s are placed."""
-
-    mesh: DeviceMesh
-    placements: Sequence[Placement]
-
-    def tensor(self, local: Tensor, shape: torch.Size) -> DTensor:
-        """Return the `DTensor` of ``shape`` of which this rank holds ``local``; shares its memory."""
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            _at_start(local), self.mesh, self.placements, run_check=False, shape=shape, stride=stride
-        )
-
-
-@dataclass(frozen=True)
-class DTensorParam(Param):
-    """One parameter of a unit, visible as a `DTensor`."""
-
-    placing: DTensorPlacement
-
-    @staticmethod
-    def of(param: Param, piece: Tensor, placing: DTensorPlacement) -> DTensorParam:
-        """Return the param that shows ``piece`` in place of the plain parameter of ``param``."""
-        parameter = nn.Parameter(placing.tensor(piece, param.shape), param.parameter.requires_grad)
-        return DTensorParam(param.name, parameter, param.refs, param.shape, placing)
-
-    @property
-    def piece(self) -> Tensor:
-        return _local(self.parameter)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return None if self.parameter.grad is None else _local(self.parameter.grad)
-
-    def hold(self, piece: Tensor) -> None:
-        shown = self.placing.tensor(piece, self.shape)
-        # A DTensor is a tensor that has dtype and device, and beside it the local one: both are exchanged.
-        set_data(self.parameter, shown)
-        self.parameter._local_tensor = shown._local_tensor  # type: ignore[attr-defined]
-        self.parameter._spec = shown._spec  # type: ignore[attr-defined]
-
-    def show_gradient(self, gradient: Tensor) -> None:
-        # As `DTensorPlacement.tensor`, in an eighth of its time: done for each parameter in each step.
-        spec = self.parameter._spec  # type: ignore[attr-defined]
-        self.parameter.grad = DTensor(gradient, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-    def exchanged(self, found: object) -> Param | None:
-        """Take what `load_state_dict` with ``assign=True`` puts in the parameter's place."""
-        if not (isinstance(found, DTensor) and isinstance(found, nn.Parameter)):
-            return None
-        fits = found.shape == self.shape and tuple(found.placements) == tuple(self.placing.placements)
-        return replace(self, parameter=found) if fits else None
-
-    def copy(self) -> DTensorParam:
-        """Return an param for the same modules with a parameter of its own, over the same mesh."""
-        return DTensorParam.of(self, self.piece.clone(), self.placing)
-
-
-def _at_start(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with a storage that begins where it does; shares its memory.
-
-    torch 2.13 cannot save a `DTensor` whose local tensor lies further on in its storage.
-    """
-    if tensor.is_meta or tensor.storage_offset() == 0:
-        return tensor
-    first = tensor.storage_offset() * tensor.itemsize
-    storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.itemsize]
-    return tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor  # what `to_local` returns under no_grad
-
-
-INNER = "_sharded_module"
-"""Where a wrapper holds the module that it wraps."""
-FLAT = "flat_param"
-"""What a wrapper calls the flat parameter of its group, and a local state dict this rank's shard."""
-
-
 def clean_name(name: str) -> str:
-    """Return ``name`` as it is in the unsharded model."""
+    """Return `name` as it is in the unsharded model."""
     return ".".join(part for part in name.split(".") if part != INNER)
 
 
 def joined(prefix: str, name: str) -> str:
-    """Return ``name`` below the module that is called ``prefix``, ``""`` for the model itself."""
+    """Return `name` below the module that is called `prefix`, `""` for the model itself."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from harness.engine import collectives
 from harness.engine.api import GroupState, ShardingStrategy, StateDictSettings, StateDictType
 from harness.engine.gradients import VisibleGradients
-from harness.engine.local_shard import LocalShard
-from harness.engine.param import FLAT, INNER, ParamRef, clean_name, joined
+from harness.engine.param import FLAT, INNER, LocalShard, ParamRef, clean_name, joined
 from harness.engine.param_group import ParamGroup
 from harness.engine.torch_internals import module_versions, new_state_dict
 from harness.engine.unit import Unit
@@ -36,7 +35,7 @@ SAME_SHARD = (
 
 def signature(shard: LocalShard) -> str:
     """Return a description of `shard` that no other rank, world size or wrapping has."""
-    index = shard.settings.axes.index
+    index = shard.config.mesh.index
     shapes = ", ".join(f"{e.name}{list(e.shape)}" for e in shard.params)
     return f"shard {index} of {shard.layout.num_shards} of {shapes}"
 
@@ -114,7 +113,7 @@ class UnitState:
                 )
                 value = shard.flat.detach()  # stays as it is
             state[prefix + FLAT] = value
-            group.free()
+            group.reshard()
             shard.reclaim()
             shard.hide()
             ParamRef(self.wrapper, FLAT).put(shard.flat)
@@ -125,7 +124,7 @@ class UnitState:
         if not group:
             return
         if not self.is_local:
-            group.dismiss(writeback=True)
+            group.end_summon(writeback=True)
             return
         ref = ParamRef(self.wrapper, FLAT)
         loaded = ref.read()
@@ -138,7 +137,7 @@ class UnitState:
         """Make modules see their shards again after an exception."""
         if group := self.unit.group:
             if group.state is GroupState.SUMMONED:
-                group.dismiss(writeback=False)
+                group.end_summon(writeback=False)
             elif self.is_local:
                 ParamRef(self.wrapper, FLAT).clear()
                 group.shard.show()
@@ -156,7 +155,7 @@ class UnitState:
             return True
         # A unit without parameters of its own has no axes; it follows the units around it.
         groups = [unit.group for unit in (self.unit, *self.unit.root_state.units) if unit.group]
-        return groups[0].settings.axes.is_first if groups else dist.get_rank() == 0
+        return groups[0].config.mesh.is_first if groups else dist.get_rank() == 0
 
     def _parameters_to_save(self) -> AbstractContextManager[None]:
         """Return a context in which modules see what they are to save in place of their parameters."""
@@ -166,7 +165,7 @@ class UnitState:
         if self.is_local:
             group.shard.reclaim()
             return _replaced_parameters(group.shard, None)
-        views = group.shard.in_full(group.full_original())
+        views = group.shard.in_full(group.gather_original())
         if not self._is_destination():
             return _replaced_parameters(group.shard, None)
         if self.settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
@@ -195,9 +194,9 @@ class UnitState:
         if not self.settings.rank0_only or not group:
             return
         lacking = not any(name.startswith(prefix) for name in state)
-        axes = group.settings.axes
-        count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), axes.groups)
-        if 0 < count < axes.size:
+        mesh = group.config.mesh
+        count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), mesh.groups)
+        if 0 < count < mesh.size:
             raise RuntimeError(
                 "load_state_dict: with rank0_only some ranks were given nothing to load. Loading needs the "
                 "full state dict on every rank; torch.load(..., mmap=True) reads it without a copy. Or load "
@@ -232,7 +231,7 @@ def _padded_with_own_shard(group: ParamGroup) -> Tensor:
     This is enough to load into without communication: a rank keeps its own shard alone, and where nothing is
     loaded that has its old values.
     """
-    group.free()
+    group.reshard()
     shard = group.shard
     shard.reclaim()
     flat = shard.flat.data
@@ -240,7 +239,7 @@ def _padded_with_own_shard(group: ParamGroup) -> Tensor:
         return flat.clone()
     full = flat.new_empty(shard.layout.padded_numel)
     fill_with_nan(full)
-    start = shard.settings.axes.index * flat.numel()
+    start = shard.config.mesh.index * flat.numel()
     full[start : start + flat.numel()] = flat
     return full
 
@@ -251,8 +250,8 @@ def as_dtensors(full: Iterable[Tensor], shard: LocalShard) -> list[DTensor]:
     They are sharded along dim 0 as torch.chunk does: uneven, perhaps empty on the last ranks. 0-dim tensors
     and those of NO_SHARD are replicated. Communicates nothing.
     """
-    mesh = DeviceMesh.from_group(shard.settings.axes.process_group, shard.device.type)
-    no_shard = shard.settings.strategy is ShardingStrategy.NO_SHARD
+    mesh = DeviceMesh.from_group(shard.config.mesh.process_group, shard.device.type)
+    no_shard = shard.config.strategy is ShardingStrategy.NO_SHARD
     return [_as_dtensor(tensor, mesh, replicated=no_shard or tensor.dim() == 0) for tensor in full]
 
 
@@ -316,18 +315,18 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
 
 
 def _summon(group: ParamGroup, options: Summon, stack: ExitStack) -> None:
-    full = group.full_original()
+    full = group.gather_original()
     gradients = None
     if options.with_grads:
         assert isinstance(group.gradients, VisibleGradients)
-        gradients = group.gradients.full()
-    if options.rank0_only and not group.settings.axes.is_first:
+        gradients = group.gradients.full(group.dtypes.gradient)
+    if options.rank0_only and not group.config.mesh.is_first:
         return
     if options.offload_to_cpu:
         full = full.cpu()
         gradients = [g if g is None else g.cpu() for g in gradients] if gradients else None
     group.summon(full, gradients)
-    stack.callback(group.dismiss, options.writeback)
+    stack.callback(group.end_summon, options.writeback)
 
 
 def refuse_when_busy(units: Iterable[Unit], what: str) -> None:

@@ -1,15 +1,36 @@
-"""Private names of torch that the engine uses, each as seen in torch 2.13. Imports torch only."""
+"""Private names of torch that the engine uses, each as seen in torch 2.13. Imports torch only.
+
+What a step calls is an alias and no function of ours, so that it costs nothing.
+"""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-__all__ = ["BATCH_NORM", "module_versions", "new_state_dict", "pytree", "unscale_and_check"]
+__all__ = [
+    "BATCH_NORM",
+    "current_backward",
+    "dtensor_spec",
+    "local_tensor",
+    "module_versions",
+    "new_state_dict",
+    "num_gradient_hooks",
+    "outside_transforms",
+    "pytree",
+    "queue_after_backward",
+    "set_local_tensor",
+    "unscale_and_check",
+    "will_run",
+]
 
 # pytree: `tree_is_leaf`, `tree_flatten(is_leaf=)`, `tree_unflatten` and `tree_map`. If it moves:
 # torch.utils.pytree, or optree, which has the same functions.
@@ -17,6 +38,38 @@ __all__ = ["BATCH_NORM", "module_versions", "new_state_dict", "pytree", "unscale
 # The base class of BatchNorm1d to 3d, of SyncBatchNorm and of the lazy ones; torch's own FSDP uses it for the
 # same purpose. If it moves: the class that BatchNorm1d and SyncBatchNorm have in common below nn.Module.
 BATCH_NORM: type[nn.Module] = _BatchNorm
+
+# The context in which no vmap, jvp or grad of torch.func goes on: inside one, views of shards and of full
+# parameters would be wrapped tensors without memory. If it moves: what torch._functorch.pyfunctorch enters
+# around a call that must see plain tensors.
+outside_transforms: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
+
+# The number of the backward that this thread is in, -1 outside; nested ones differ. If it moves: what
+# torch.autograd.graph.register_multi_grad_hook counts by.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+# Whether the backward that is running will come to a node. If it moves: as for `current_backward`.
+will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+
+# Calls a function at the end of the running backward, unless that raises. If it moves: torch's own FSDP2
+# ends its backwards so, in `_register_root_post_backward_final_callback`.
+queue_after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+# What a `DTensor` holds: the part of this rank, as `to_local` returns it under no_grad, and mesh, placements,
+# shape and dtype. If they move: the constructor of DTensor takes both.
+local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+dtensor_spec: Callable[[Tensor], Any] = attrgetter("_spec")
+
+
+def set_local_tensor(dtensor: Tensor, other: Tensor) -> None:
+    """Make `dtensor` hold what the `DTensor` `other` holds."""
+    dtensor._local_tensor = other._local_tensor  # type: ignore[attr-defined]
+    dtensor._spec = other._spec  # type: ignore[attr-defined]
+
+
+def num_gradient_hooks(leaf: Tensor) -> int:
+    """Return the number of hooks of `register_post_accumulate_grad_hook` on `leaf`."""
+    return len(leaf._post_accumulate_grad_hooks or ())
 
 
 def new_state_dict(

@@ -1,116 +1,74 @@
-"""The full parameters of one group in one dtype: one buffer, and a leaf tensor per parameter that lies in it.
+"""The unsharded parameters of one group in one set of dtypes, and their pending gradients. Runs on ranks.
 
-The leaves live as long as the group, so that what autograd saved in forward is valid in backward; only the
-memory under them comes and goes. To read a leaf whose memory is gone crashes the process, as with torch's own
-engines; with LOCKSTEP_ENGINE_DEBUG=1 it reads NaN. Runs on ranks.
+One buffer, and a leaf tensor per parameter that lies in it. The leaves live as long as the group, so that
+what autograd saved in forward is valid in backward: only the memory under them comes and goes. To read a leaf
+whose memory is gone crashes the process, as with torch's own engines; with LOCKSTEP_ENGINE_DEBUG=1 it reads
+NaN.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import ParamSpec, TypeVar
-from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from harness.engine.config import Dtypes
+from harness.engine.api import MixedPrecision
 from harness.engine.layout import Layout
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from harness.engine.torch_internals import outside_transforms, will_run
 
 
-def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` run as if no vmap, jvp or grad of torch.func were going on.
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a forward and of the backward that belongs to it.
 
-    Inside one, views of shards and of full parameters would be wrapped tensors without memory.
+    Attributes:
+        compute: Of unsharded parameters and their all-gather.
+        reduce: Of gradients as they are sent.
+        gradient: Of reduced gradients as the user gets them.
     """
 
-    @wraps(function)
-    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
-
-    return plain
+    compute: torch.dtype
+    reduce: torch.dtype
+    gradient: torch.dtype
 
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class Precision:
+    """The mixed precision of a unit, `given` by the user; full precision in eval of `module` if so wanted."""
 
+    given: MixedPrecision
+    module: nn.Module
+    full_in_eval: bool
 
-class PendingGradients:
-    """Count the gradients that each backward under way will still bring to watched leaves.
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the unit is in eval and therefore in full precision."""
+        return self.full_in_eval and not self.module.training
 
-    ``inputs_done``: whether gradients came out at the unit's arguments; nothing reads its parameters then.
-    """
+    @property
+    def now(self) -> MixedPrecision:
+        return MixedPrecision() if self.is_suspended else self.given
 
-    def __init__(self) -> None:
-        self.inputs_done = False
-        self._reading: set[object] = set()
-        self._nodes: dict[Tensor, Node] = {}
-        self._left: dict[int, int] = {}
-
-    @outside_transforms
-    def watch(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Call ``hook`` with each gradient that comes to ``leaf`` from now on, if it can have one."""
-        if leaf.requires_grad and leaf not in self._nodes:
-            self._nodes[leaf] = get_gradient_edge(leaf).node
-            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def begin(self, call: object) -> None:
-        """Note that the backward of this forward call begins."""
-        self._reading.add(call)
-        self.inputs_done = False
-
-    def end(self, call: object) -> None:
-        """Note that gradients came out at the arguments of this forward call."""
-        # They may be the outputs of an earlier call of the same unit, whose backward has begun by then.
-        self._reading.discard(call)
-        self.inputs_done = not self._reading
-
-    def note(self, backward: int) -> bool:
-        """Count one gradient that ``backward`` brought, and tell whether it was the last."""
-        # As `register_multi_grad_hook` counts; but that one holds all gradients until the last has come,
-        # which makes autograd copy each of them.
-        self._left[backward] = self.left(backward) - 1
-        return self._left[backward] == 0
-
-    def left(self, backward: int) -> int:
-        """Return how many leaves ``backward``, which is running, will still give a gradient to."""
-        if backward not in self._left:
-            return sum(map(torch._C._will_engine_execute_node, self._nodes.values()))
-        return self._left[backward]
-
-    def forget(self) -> None:
-        """Forget the backwards that were under way."""
-        self._left.clear()
-        self._reading.clear()
-
-
-def weakly(method: Callable[[T], None], subject: T) -> Callable[[Tensor], None]:
-    """Return a hook that calls ``method(subject)`` without a hold on either.
-
-    A leaf's hook, the unit and autograd's node of the leaf would hold each other for ever, as no garbage
-    collector sees through the node.
-    """
-    reference, weak_subject = WeakMethod(method), ref(subject)
-
-    def call(_: Tensor) -> None:
-        alive, there = reference(), weak_subject()
-        if alive and there is not None:
-            alive(there)
-
-    return call
+    def dtypes(self, original: torch.dtype) -> Dtypes:
+        """Return the dtypes of a forward that would begin now, for parameters of the dtype `original`."""
+        mixed = self.now
+        compute = mixed.param_dtype or original
+        reduce = mixed.reduce_dtype or compute
+        return Dtypes(compute, reduce, gradient=reduce if mixed.keep_low_precision_grads else original)
 
 
 @dataclass(eq=False)
 class UnshardedParams:
-    """A 1-D ``buffer`` of the layout's padded size and ``leaves``, one per parameter in its own shape.
+    """A 1-D `buffer` of the layout's padded size and `leaves`, one per parameter in its own shape.
 
-    ``dtypes``: of the forwards that compute with them, and of their backwards, which ``awaited`` counts for.
-    ``borrowed``: the buffer is the group's own storage (nothing is sharded or cast) and is never freed.
-    ``poison``: instead of giving memory back, fill it with NaN, so that a late reader is noticed.
+    Attributes:
+        dtypes: Of the forwards that compute with them, and of their backwards.
+        borrowed: The buffer is the shard's own storage, as nothing is sharded or cast, and is never freed.
+        poison: Instead of giving memory back, fill it with NaN, so that a late reader shows.
+        inputs_done: Gradients came out at the unit's arguments: nothing reads the parameters any more.
     """
 
     # Not shown: a traceback shows what functions were given, and may find the memory gone.
@@ -119,12 +77,15 @@ class UnshardedParams:
     dtypes: Dtypes
     borrowed: bool
     poison: bool
-    awaited: PendingGradients = field(default_factory=PendingGradients)
+    inputs_done: bool = field(default=False, init=False)
     _in_use: bool = field(default=False, init=False)
+    _in_backward: set[object] = field(default_factory=set, init=False, repr=False)
+    _nodes: dict[Tensor, Node] = field(default_factory=dict, init=False, repr=False)
+    _pending: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """What is allocated; where memory is never given back, what modules or a backward still need."""
+        """Allocated bytes; where memory is never given back, those that modules or a backward still need."""
         stays = self.borrowed or self.poison
         return 0 if stays and not self._in_use else self.buffer.untyped_storage().nbytes()
 
@@ -143,11 +104,48 @@ class UnshardedParams:
         else:
             self.buffer.untyped_storage().resize_(0)
 
+    def watch(self, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook` with each gradient that comes to a leaf from now on, of those that can have one."""
+        for leaf in self.leaves:
+            if leaf.requires_grad and leaf not in self._nodes:
+                with outside_transforms():
+                    self._nodes[leaf] = get_gradient_edge(leaf).node
+                    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def begin_backward(self, call: object) -> None:
+        """Record that the backward of this forward call begins."""
+        self._in_backward.add(call)
+        self.inputs_done = False
+
+    def end_inputs(self, call: object) -> None:
+        """Record that gradients came out at the arguments of this forward call."""
+        # They may be the outputs of an earlier call of the same unit, whose backward has begun by then.
+        self._in_backward.discard(call)
+        self.inputs_done = not self._in_backward
+
+    def count_gradient(self, backward: int) -> bool:
+        """Count one gradient of the running `backward`, and return whether it was the last pending one."""
+        # As `register_multi_grad_hook` counts; but that one holds all gradients until the last has come,
+        # which makes autograd copy each of them.
+        self._pending[backward] = self.pending(backward) - 1
+        return self._pending[backward] == 0
+
+    def pending(self, backward: int) -> int:
+        """Return how many leaves the running `backward` will still give a gradient to."""
+        if backward not in self._pending:
+            return sum(map(will_run, self._nodes.values()))
+        return self._pending[backward]
+
+    def forget_pending(self) -> None:
+        """Forget the backwards that were under way."""
+        self._pending.clear()
+        self._in_backward.clear()
+
 
 def lay_out(buffer: Tensor, layout: Layout, trainable: Iterable[bool] | None) -> tuple[Tensor, ...]:
-    """Return leaves that lie in ``buffer``, whose memory must be allocated: one for each parameter.
+    """Return one leaf per parameter that lies in `buffer`, whose memory must be allocated.
 
-    They are plain tensors, but with ``trainable`` parameters, which that says of each.
+    They are plain tensors, or with `trainable`, a flag for each, parameters.
     """
     # Tensors made in inference mode could never be saved for a later backward.
     with torch.inference_mode(False), torch.no_grad():

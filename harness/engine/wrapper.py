@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import copying, init, inspection, mesh
+from harness.engine import init, mesh, optimizer_hooks
 from harness.engine.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
+from harness.engine.config import Ignored, UnitConfig
 from harness.engine.grad_scaler import clip_gradients
 from harness.engine.mesh import ProcessGroups
 from harness.engine.param import FLAT as _FLAT
@@ -95,39 +96,37 @@ class FullyShardedDataParallel(WrapperState):
         units = dict(_wrappers(module))
         alone = init.resolve_ignored(ignored_modules, ignored_states, _is_wrapper)
         init.warn_if_all_ignored(module, alone.modules)
-        plan = init.Plan(
-            process_group=groups,
+        config = UnitConfig(
+            name=f"FullyShardedDataParallel({type(module).__name__})",
             strategy=strategy,
+            mesh=mesh.MeshInfo.of(strategy, groups),
             mixed_precision=mixed_precision or MixedPrecision(),
+            device=mesh.as_device(device_id, groups),
             offload=bool(cpu_offload and cpu_offload.offload_params),
             use_orig_params=use_orig_params,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
-            device=init.as_device(device_id, groups),
-            sync_module_states=sync_module_states,
+            full_precision_in_eval=init.full_precision_in_eval(full_precision_in_eval),
             ignored=alone.union(unit._ignored for unit in units.values()),
             param_init_fn=param_init_fn,
-            full_precision_in_eval=init.full_precision_in_eval(full_precision_in_eval),
+            sync_module_states=sync_module_states,
         )
         if policy is not None:
-            auto_wrap = AutoWrap(policy, plan.ignored.states, plan.mixed_precision, _below(plan))
+            auto_wrap = AutoWrap(policy, config.ignored.states, config.mixed_precision, _below(config))
             auto_wrap.wrap_below(module, units)
-        self._finish(module, plan)
-
-    def _finish(self, module: nn.Module, plan: init.Plan) -> None:
-        self._unit = init.build_unit(module, plan, _is_wrapper)
-        self._ignored = plan.ignored
+        self._unit = init.build_unit([module], config, _is_wrapper)
+        self._ignored = config.ignored
         self.add_module(_INNER, module)
-        self._join(plan.use_orig_params)
+        self._join(use_orig_params)
         self._register_state_hooks()
+
+    _ignored: Ignored
 
     def _join(self, use_orig_params: bool) -> None:
         """Show the flat parameter if the originals are not, and be the root of all units below."""
         if self._unit.group and not use_orig_params:
             self._unit.group.shard.register_flat(ParamRef(self, _FLAT))
-        tree = RootState([wrapper._unit for _, wrapper in _wrappers(self)])
-        for unit in tree.units:
-            unit.join(tree)
+        optimizer_hooks.watch(RootState([wrapper._unit for _, wrapper in _wrappers(self)]))
 
     @property
     def module(self) -> nn.Module:
@@ -173,13 +172,13 @@ class FullyShardedDataParallel(WrapperState):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k != "_unit"})
-        copied._unit = copying.copy_unit(self._unit, memo)
+        copied._unit = init.copy_unit(self._unit, memo)
         copied._join(use_orig_params=_FLAT not in self._parameters)
         return copied
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(
-            f"{init.unit_name(self.module)} can be neither pickled (torch.save) nor copied by "
+            f"{self._unit.config.name} can be neither pickled (torch.save) nor copied by "
             "copy.copy, because it belongs to a running process group and owns its module's parameters; save "
             "its state_dict() and load that into a model wrapped anew, or use copy.deepcopy."
         )
@@ -187,7 +186,7 @@ class FullyShardedDataParallel(WrapperState):
     def extra_repr(self) -> str:
         """Say how the unit shards, in which dtypes, and how much; reads no parameter, so safe at any time."""
         unit = self.__dict__.get("_unit")
-        return inspection.describe(unit) if unit else ""
+        return unit.describe() if unit else ""
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` with every module below and then with this one, under full parameters; keep changes.
@@ -275,7 +274,7 @@ class FullyShardedDataParallel(WrapperState):
     def _require_root(self, what: str) -> RootState:
         if not self.check_is_root():
             raise RuntimeError(
-                f"{what} is for the root unit only; {init.unit_name(self.module)} is a unit below "
+                f"{what} is for the root unit only; {self._unit.config.name} is a unit below "
                 "it. Call it on the root."
             )
         return self._unit.root_state
@@ -291,28 +290,28 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def _below(plan: init.Plan) -> MakeUnit:
-    """Return what makes units with the arguments of ``plan``."""
+def _below(config: UnitConfig) -> MakeUnit:
+    """Return a function that makes units with the settings in `config`."""
 
     def make(module: nn.Module, overrides: Mapping[str, Any], precise: bool) -> FullyShardedDataParallel:
         arguments: dict[str, Any] = {
-            "process_group": plan.process_group,
-            "sharding_strategy": plan.strategy,
-            "cpu_offload": CPUOffload(plan.offload),
-            "mixed_precision": plan.mixed_precision,
-            "param_init_fn": plan.param_init_fn,
-            "device_id": plan.device,
-            "sync_module_states": plan.sync_module_states,
-            "use_orig_params": plan.use_orig_params,
-            "forward_prefetch": plan.forward_prefetch,
-            "backward_prefetch": plan.backward_prefetch,
-            "ignored_states": plan.ignored.states,
-            "full_precision_in_eval": plan.full_precision_in_eval,
+            "process_group": config.mesh.process_groups,
+            "sharding_strategy": config.strategy,
+            "cpu_offload": CPUOffload(config.offload),
+            "mixed_precision": config.mixed_precision,
+            "param_init_fn": config.param_init_fn,
+            "device_id": config.device,
+            "sync_module_states": config.sync_module_states,
+            "use_orig_params": config.use_orig_params,
+            "forward_prefetch": config.forward_prefetch,
+            "backward_prefetch": config.backward_prefetch,
+            "ignored_states": config.ignored.states,
+            "full_precision_in_eval": config.full_precision_in_eval,
         }
         full = {"mixed_precision": None} if precise else {}
         unit = FullyShardedDataParallel(module, **{**arguments, **overrides, **full})
         if precise:
-            unit._unit.settings = replace(unit._unit.settings, keeps_precision=True)
+            unit._unit.config = replace(unit._unit.config, keeps_precision=True)
         return unit
 
     return make

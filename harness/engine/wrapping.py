@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from harness.engine.api import MixedPrecision
-from harness.engine.param import children_first
+from harness.engine.materialise import children_first
 
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]

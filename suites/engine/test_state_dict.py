@@ -278,7 +278,7 @@ def test_loading_full_or_local_state_communicates_nothing(world, engine, kind):
 )
 def test_saving_unshards_one_group_at_a_time(world, engine, monkeypatch, kind, config):
     model = shard(engine, world)
-    gather, fulls, alive = ParamGroup.full_original, [], []
+    gather, fulls, alive = ParamGroup.gather_original, [], []
 
     def counted(group):
         # Views keep the tensor that they show alive.
@@ -287,9 +287,9 @@ def test_saving_unshards_one_group_at_a_time(world, engine, monkeypatch, kind, c
         fulls.append(weakref.ref(full.untyped_storage()))
         return full
 
-    monkeypatch.setattr(ParamGroup, "full_original", counted)
+    monkeypatch.setattr(ParamGroup, "gather_original", counted)
     # gloo's threads let go of the tensors of a gather that is done when they come to it.
-    monkeypatch.setattr(collectives, "gather", lambda full, shard, group: full.zero_())
+    monkeypatch.setattr(collectives, "start_gather", lambda full, shard, axis: full.zero_)
     saved(model, kind, config)
     keeps = kind is FULL and world.rank == 0
     assert alive == ([0, 1, 2] if keeps else [0, 0, 0])
