@@ -8,12 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.assertions import assert_named_close, named_gradients
-from harness.conformance import ShardSpec
 
 pytestmark = pytest.mark.ranks(2)
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 BOTH_KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 
 
@@ -58,10 +55,6 @@ class Tied(nn.Module):
         return x
 
 
-def shard(world, engine, bare, strategy, **more):
-    return engine.shard(copy.deepcopy(bare).to(world.device), ShardSpec(strategy, **more))
-
-
 def gathered_bytes(engine, log, in_backward):
     return [entry.nbytes for entry in engine.traffic(log).gathers if entry.in_backward == in_backward]
 
@@ -72,13 +65,13 @@ ROOT, INNER = 4 * 40 // 2, 4 * 144 // 2
 
 @BOTH_KINDS
 @pytest.mark.parametrize(
-    ("strategy", "use_orig_params"), [(s, o) for s in STRATEGIES[:2] for o in (False, True)]
+    ("strategy", "use_orig_params"), [(s, o) for s in ("FULL_SHARD", "SHARD_GRAD_OP") for o in (False, True)]
 )
-def test_a_checkpointed_unit_is_gathered_for_its_recomputation_and_not_again_for_its_backward(
-    world, engine, collectives, strategy, use_orig_params, use_reentrant
+def test_a_checkpointed_unit_is_gathered_once_in_backward(
+    world, engine, shard, collectives, strategy, use_orig_params, use_reentrant
 ):
     spec = {"units": ("inner",), "use_orig_params": use_orig_params}
-    model = shard(world, engine, Around(use_reentrant), strategy, **spec)
+    model = shard(Around(use_reentrant), strategy, **spec)
     model(torch.randn(2, 4, device=world.device) + world.rank).sum().backward()
     # The reentrant kind runs forward without autograd, so that nothing is kept for backward.
     kept = strategy == "SHARD_GRAD_OP"
@@ -90,10 +83,10 @@ def test_a_checkpointed_unit_is_gathered_for_its_recomputation_and_not_again_for
 
 @BOTH_KINDS
 @pytest.mark.parametrize(("strategy", "again"), [("FULL_SHARD", [INNER]), ("SHARD_GRAD_OP", [])])
-def test_a_unit_that_checkpoints_a_part_of_itself_is_gathered_once_for_backward(
-    world, engine, collectives, strategy, again, use_reentrant
+def test_a_partly_checkpointed_unit_is_gathered_once_more(
+    world, engine, shard, collectives, strategy, again, use_reentrant
 ):
-    model = shard(world, engine, Within(use_reentrant), strategy)
+    model = shard(Within(use_reentrant), strategy)
     x = torch.randn(2, 8, device=world.device, requires_grad=True)
     model(x).sum().backward()
     assert gathered_bytes(engine, collectives, in_backward=False) == [INNER]
@@ -101,14 +94,13 @@ def test_a_unit_that_checkpoints_a_part_of_itself_is_gathered_once_for_backward(
 
 
 @BOTH_KINDS
-@EVERY_STRATEGY
 @pytest.mark.parametrize("make", [Around, Within])
 def test_every_original_parameter_gets_its_piece_of_the_gradient(
-    world, engine, strategy, make, use_reentrant
+    world, engine, shard, strategy, make, use_reentrant
 ):
     """pytorch#87413: with original parameters and the reentrant kind post-backward never ran."""
     units = ("inner",) if make is Around else ()
-    model = shard(world, engine, make(use_reentrant), strategy, units=units, use_orig_params=True)
+    model = shard(make(use_reentrant), strategy, units=units, use_orig_params=True)
     x = torch.randn(2, 4 if make is Around else 8, device=world.device, requires_grad=True)
     model(x).sum().backward()
     for name, parameter in model.named_parameters():
@@ -118,12 +110,12 @@ def test_every_original_parameter_gets_its_piece_of_the_gradient(
 
 
 @BOTH_KINDS
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_tied_weight_is_counted_once_per_use(world, engine, strategy, use_orig_params, use_reentrant):
+def test_a_tied_weight_is_counted_once_per_use(
+    world, engine, shard, strategy, use_orig_params, use_reentrant
+):
     """DeepSpeed#988: under checkpointing it was counted twice."""
     bare = Tied(use_reentrant).to(world.device)
-    model = shard(world, engine, bare, strategy, use_orig_params=use_orig_params)
+    model = shard(copy.deepcopy(bare), strategy, use_orig_params=use_orig_params)
     tokens = torch.arange(4 * world.size, device=world.device) % 5
     bare(tokens).square().mean().backward()
     model(tokens.chunk(world.size)[world.rank]).square().mean().backward()
@@ -131,12 +123,9 @@ def test_a_tied_weight_is_counted_once_per_use(world, engine, strategy, use_orig
 
 
 @BOTH_KINDS
-@EVERY_STRATEGY
-def test_recomputation_accumulates_without_sync_as_without_checkpointing(
-    world, engine, collectives, strategy, use_reentrant
-):
+def test_recomputation_accumulates_in_no_sync(world, engine, shard, collectives, strategy, use_reentrant):
     bare = Around(use_reentrant).to(world.device)
-    model = shard(world, engine, bare, strategy, units=("inner",))
+    model = shard(copy.deepcopy(bare), strategy, units=("inner",))
     batches = torch.randn(3, 2 * world.size, 4, device=world.device)
     for batch in batches:
         bare(batch).square().mean().backward()

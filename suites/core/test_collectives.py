@@ -17,7 +17,6 @@ BACKWARD = ("", "module.2", "module.1", "module.1.0")
 REDUCED = ("module.2", "module.1", "module.1.0", "")  # the root last: it holds the first layer
 # Which groups are gathered, in order: in forward, in backward.
 GATHERED = {"FULL_SHARD": (FORWARD, BACKWARD), "SHARD_GRAD_OP": (FORWARD, ()), "NO_SHARD": ((), ())}
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", GATHERED)
 
 # precision -> dtype of gathers, dtype of reductions
 DTYPES = {
@@ -26,15 +25,6 @@ DTYPES = {
     Precision(param_dtype=BF16, reduce_dtype=F32): (BF16, F32),
     Precision(reduce_dtype=BF16): (F32, BF16),
 }
-
-
-def shard(world, engine, strategy, bare=None, **more):
-    bare = (bare or NestedWrappedModule()).to(world.device)
-    return engine.shard(bare, ShardSpec(strategy, units=NestedWrappedModule.units, **more))
-
-
-def forward(model, world):
-    return model(torch.randn(4, 8, device=world.device) + world.rank).float().sum()
 
 
 def full_numel(world, engine, model):
@@ -95,45 +85,39 @@ def check_reductions(world, engine, model, log, strategy, dtype, steps=1, names=
     assert engine.traffic(log).others == (), log
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_a_step_gathers_and_reduces_each_group_as_its_strategy_says(
-    world, engine, collectives, strategy, precision, offload
+def test_a_step_gathers_and_reduces_by_strategy(
+    world, engine, shard, batch, collectives, strategy, offload, precision
 ):
     """What goes over the wire is cast before, not after (pytorch#154975)."""
-    model = shard(world, engine, strategy, precision=precision, offload=offload, device=world.device)
+    model = shard(NestedWrappedModule(), strategy, precision=precision, offload=offload)
     for _ in range(2):
-        forward(model, world).backward()
+        model(batch()).float().sum().backward()
     gathered, reduced = DTYPES[precision]
     check_gathers(world, engine, model, collectives, strategy, gathered, steps=2)
     check_reductions(world, engine, model, collectives, strategy, reduced, steps=2)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("precision", list(DTYPES)[::2], ids=["fp32", "bf16_reduced_in_fp32"])
-def test_no_sync_reduces_nothing_and_the_next_backward_reduces_each_group_once(
-    world, engine, collectives, strategy, use_orig_params, offload, precision
+def test_no_sync_reduces_nothing_and_the_next_backward_all(
+    world, engine, shard, batch, collectives, strategy, use_orig_params, offload, precision
 ):
     """huggingface/accelerate#3762: gradients were communicated all the same."""
     spec = {"use_orig_params": use_orig_params, "offload": offload, "precision": precision}
-    model = shard(world, engine, strategy, device=world.device, **spec)
+    model = shard(NestedWrappedModule(), strategy, **spec)
     with engine.no_sync(model):
         for _ in range(2):
-            forward(model, world).backward()
+            model(batch()).float().sum().backward()
     assert reductions(engine, collectives) == []
-    forward(model, world).backward()
+    model(batch()).float().sum().backward()
     gathered, reduced = DTYPES[precision]
     check_gathers(world, engine, model, collectives, strategy, gathered, steps=3)
     check_reductions(world, engine, model, collectives, strategy, reduced, steps=1)
 
 
-@EVERY_STRATEGY
-def test_every_synced_backward_of_an_accumulation_reduces(world, engine, collectives, strategy):
-    model = shard(world, engine, strategy)
-    loss = forward(model, world)
+def test_every_synced_backward_of_an_accumulation_reduces(world, engine, shard, batch, collectives, strategy):
+    model = shard(NestedWrappedModule(), strategy)
+    loss = model(batch()).float().sum()
     loss.backward(retain_graph=True)
     loss.backward()
     check_reductions(world, engine, model, collectives, strategy, F32, steps=2)
@@ -143,25 +127,27 @@ def test_every_synced_backward_of_an_accumulation_reduces(world, engine, collect
     assert found == shard_bytes(world, engine, model, F32, again)
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_gathers_each_group_once_and_keeps_none(world, engine, collectives, strategy, dtype, mode):
-    model = shard(world, engine, strategy, precision=Precision(param_dtype=dtype)).eval()
+def test_evaluation_gathers_each_group_once_and_keeps_none(
+    world, engine, shard, batch, collectives, strategy, dtype, mode
+):
+    model = shard(NestedWrappedModule(), strategy, precision=Precision(param_dtype=dtype)).eval()
     with mode():
-        forward(model, world)
+        model(batch()).float().sum()
         assert {group.state.name for group in engine.groups(model)} == {"SHARDED"}
-        forward(model, world)
+        model(batch()).float().sum()
     expected = shard_bytes(world, engine, model, dtype, GATHERED[strategy][0]) * 2
     assert gathers(engine, collectives, in_backward=False) == expected
     assert reductions(engine, collectives) == []
 
 
-@EVERY_STRATEGY
-def test_a_forward_without_backward_is_forgotten_by_the_next(world, engine, collectives, strategy):
-    model = shard(world, engine, strategy)
-    forward(model, world)
-    forward(model, world).backward()
+def test_a_forward_without_backward_is_forgotten_by_the_next(
+    world, engine, shard, batch, collectives, strategy
+):
+    model = shard(NestedWrappedModule(), strategy)
+    model(batch()).float().sum()
+    model(batch()).float().sum().backward()
     first, second = GATHERED[strategy]
     assert (
         gathers(engine, collectives, in_backward=False) == shard_bytes(world, engine, model, F32, first) * 2
@@ -170,33 +156,27 @@ def test_a_forward_without_backward_is_forgotten_by_the_next(world, engine, coll
     check_reductions(world, engine, model, collectives, strategy, F32)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_frozen_group_is_gathered_for_its_inputs_gradient_but_not_reduced(
-    world, engine, collectives, strategy, use_orig_params
+def test_a_frozen_group_is_gathered_in_backward_but_not_reduced(
+    world, engine, shard, batch, collectives, strategy, use_orig_params
 ):
     bare = NestedWrappedModule()
-    model = shard(world, engine, strategy, bare, use_orig_params=use_orig_params)
+    model = shard(bare, strategy, use_orig_params=use_orig_params)
     bare.module[2].requires_grad_(False)
-    forward(model, world).backward()
+    model(batch()).float().sum().backward()
     check_gathers(world, engine, model, collectives, strategy, F32)
     check_reductions(world, engine, model, collectives, strategy, F32, names=REDUCED[1:])
 
 
-@EVERY_STRATEGY
-def test_a_frozen_group_that_backward_does_not_reach_is_gathered_in_forward_only(
-    world, engine, collectives, strategy
-):
+def test_a_frozen_group_out_of_backward_is_gathered_once(world, engine, collectives, strategy):
     bare = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)).to(world.device)
     model = engine.shard(bare, ShardSpec(strategy, units=(nn.Linear,)))
-    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
     num = {"FULL_SHARD": (2, 1), "SHARD_GRAD_OP": (2, 0), "NO_SHARD": (0, 0)}[strategy]
     found = [len(gathers(engine, collectives, in_backward=where)) for where in (False, True)]
     assert (tuple(found), len(reductions(engine, collectives))) == (num, 1)
     assert [group.gathered_bytes for group in engine.groups(model)] == [0, 0]
 
 
-@EVERY_STRATEGY
 def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, collectives, strategy):
     """facebookresearch/fairscale#513."""
 
@@ -209,13 +189,12 @@ def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, colle
             return self.inner(x) + self.inner(10 * x)
 
     model = engine.shard(Twice().to(world.device), ShardSpec(strategy, units=("inner",)))
-    model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
+    model(torch.tensor(2.0 * world.rank)).backward()
     assert engine.full_gradients(model)["inner.weight"].tolist() == [11.0 * (world.size - 1)] * 3
     assert len(reductions(engine, collectives)) == 1
 
 
 @pytest.mark.ranks(2)
-@EVERY_STRATEGY
 def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, strategy):
     class Skipping(nn.Module):
         def __init__(self):
@@ -226,16 +205,15 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, 
             return self.used(x)
 
     model = engine.shard(Skipping().to(world.device), ShardSpec(strategy, units=(KnownGradient,)))
-    model(torch.ones((), device=world.device)).backward()
+    model(torch.ones(())).backward()
     assert reductions(engine, collectives) == [(F32, 8)]
     assert {nbytes for _, nbytes in gathers(engine, collectives, in_backward=False)} <= {4}
 
 
 @pytest.mark.ranks(1)
-@EVERY_STRATEGY
 @pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
-def test_one_rank_communicates_nothing(world, engine, collectives, strategy, precision):
-    model = shard(world, engine, strategy, precision=precision)
-    forward(model, world).backward()
+def test_one_rank_communicates_nothing(engine, shard, batch, collectives, strategy, precision):
+    model = shard(NestedWrappedModule(), strategy, precision=precision)
+    model(batch()).float().sum().backward()
     engine.clip_grad_norm_(model, 1.0)
     assert list(collectives) == []

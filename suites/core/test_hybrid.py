@@ -1,7 +1,8 @@
-"""Hybrid sharding: cut inside a replica, averaged across replicas, of which there are two unless told."""
+"""Hybrid sharding: sharded inside a replica, averaged across replicas, of which there are two by default."""
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from harness.assertions import (
     assert_named_close,
     assert_parity,
     assert_same_across_ranks,
+    assert_sharded_parity,
+    local_part,
     named_gradients,
-    per_rank_batches,
     train,
 )
 from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance import Capability, Precision, offers
 from harness.conformance.models import (
     KnownGradient,
     KnownGradients,
@@ -31,13 +33,14 @@ pytestmark = pytest.mark.ranks(4)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 REPLICAS = 2
-
-STRATEGIES = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+OF_STRATEGIES = pytest.mark.parametrize(
+    "hybrid_front", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], indirect=True
+)
 
 # Of the nested model: groups by name, in order of forward, and the orders of backward.
 NUMEL = {"": 76, "module.1": 272, "module.1.0": 80, "module.2": 68}
 BACKWARD = ("", "module.2", "module.1", "module.1.0")
+GATHERED = {"HYBRID_SHARD": BACKWARD, "_HYBRID_SHARD_ZERO2": (), "fully_shard": BACKWARD[1:]}
 REDUCED = ("module.2", "module.1", "module.1.0", "")  # the root last: it holds the first layer
 
 # precision -> dtype of gathers, dtype of reductions
@@ -47,55 +50,45 @@ DTYPES = {
     Precision(param_dtype=BF16, reduce_dtype=F32): (BF16, F32),
     Precision(reduce_dtype=BF16): (F32, BF16),
 }
-EVERY_DTYPE = pytest.mark.parametrize(
-    "precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"]
-)
 
 
-def axes(world, replicas=REPLICAS):
-    """Return the groups that this rank shares a replica and a shard with."""
-    mesh = world.mesh(replicas, world.size // replicas)
-    return mesh.get_group(1), mesh.get_group(0)
+@pytest.fixture
+def shard(world, hybrid_front):
+    """Shard a bare model on a mesh of so many replicas."""
+
+    def shard(bare, replicas=REPLICAS, **spec):
+        mesh = world.mesh(replicas, world.size // replicas, names=("replicate", "shard"))
+        return hybrid_front.shard(bare, mesh=mesh, **spec)
+
+    return shard
 
 
-def shard(world, engine, bare, strategy, replicas=REPLICAS, **more):
-    more = {"units": getattr(bare, "units", ()), "process_group": axes(world, replicas)} | more
-    return engine.shard(bare.to(world.device), ShardSpec(strategy, device=world.device, **more))
-
-
-def step(world, model, number=0):
-    """Run forward and backward of the nested model on a batch that differs by rank and by number."""
-    batch = per_rank_batches(NestedWrappedModule.batch, world.seed, world.rank)(number)
-    NestedWrappedModule.loss(model(batch.to(world.device)).float().square()).backward()
-
-
-def values(engine, model):
+def values(front, model):
     """Return the elements of each full gradient."""
-    return [gradient.tolist() for gradient in engine.full_gradients(model).values()]
+    return [gradient.tolist() for gradient in front.full_gradients(model).values()]
 
 
 # values
 
 
-class Parity:
-    """What a model learns under DDP, to hold hybrid runs of it to."""
+@pytest.fixture
+def check_parity(world, batches, hybrid_front, shard):
+    """Train a bare model under DDP; return a check that it learns the same in a hybrid run."""
 
-    def __init__(self, world, bare, loss):
-        self.bare = bare
-        batches = per_rank_batches(bare.batch, world.seed, world.rank)
-        self.training = Training(lambda number: to(world.device, batches(number)), loss)
+    def make(bare, loss):
+        training = Training(batches(bare.batch), loss)
         reference = DistributedDataParallel(copy.deepcopy(bare).to(world.device))
-        self.learned = train(Trainee(reference, full_gradients=named_gradients), self.training)
+        learned = train(Trainee(reference, full_gradients=named_gradients), training)
 
-    def check(self, world, engine, **settings):
-        model = shard(world, engine, copy.deepcopy(self.bare), **settings)
-        candidate = Trainee(model, engine.full_parameters, engine.full_gradients)
-        assert_parity(self.learned, candidate, self.training)
-        assert_same_across_ranks(engine.full_parameters(model))
+        def check(**settings):
+            model = shard(copy.deepcopy(bare), **settings)
+            candidate = Trainee(model, hybrid_front.full_parameters, hybrid_front.full_gradients)
+            assert_parity(learned, candidate, training)
+            assert_same_across_ranks(hybrid_front.full_parameters(model))
 
+        return check
 
-def to(device, batch):
-    return batch.to(device) if isinstance(batch, torch.Tensor) else tuple(part.to(device) for part in batch)
+    return make
 
 
 def nested_loss(model, batch):
@@ -106,109 +99,109 @@ def transformer_loss(model, batch):
     return TransformerWithSharedParams.loss(model(*batch), batch[1])
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-@EVERY_STRATEGY
 @pytest.mark.parametrize(
     ("model", "loss"),
     [(NestedWrappedModule, nested_loss), (TransformerWithSharedParams, transformer_loss)],
     ids=["nested", "tied_transformer"],
 )
-def test_it_learns_what_ddp_learns(world, engine, run_subtests, model, loss, strategy, offload):
-    settings = {
+def test_it_learns_what_ddp_learns(check_parity, run_subtests, hybrid_front, model, loss):
+    own = {
+        "offload": [False, True],
         "use_orig_params": [False, True],
         "backward_prefetch": [None, "BACKWARD_PRE", "BACKWARD_POST"],
         "forward_prefetch": [False, True],
     }
-    parity = Parity(world, model(), loss)
-    run_subtests(settings, parity.check, world, engine, strategy=strategy, offload=offload)
+    composable = {"reshard_after_forward": [None, True, False]}
+    run_subtests(composable if hybrid_front.is_composable else own, check_parity(model(), loss))
 
 
 @pytest.mark.ranks(2, 4)
-@EVERY_STRATEGY
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_it_learns_the_same_with_one_replica_or_one_shard(world, engine, strategy, replicas):
-    parity = Parity(world, NestedWrappedModule(), nested_loss)
-    parity.check(world, engine, strategy=strategy, replicas=replicas)
+def test_it_learns_the_same_with_one_replica_or_one_shard(check_parity, replicas):
+    check_parity(NestedWrappedModule(), nested_loss)(replicas=replicas)
 
 
-@EVERY_STRATEGY
-@EVERY_DTYPE
-def test_replicas_are_bit_equal_after_steps(world, engine, strategy, precision):
+@pytest.mark.parametrize(
+    "precision",
+    [*DTYPES, Precision(BF16)],
+    ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16", "bf16"],
+)
+def test_replicas_are_bit_equal_after_steps(world, step, hybrid_front, precision):
     """Each rank that holds a shard has the same bits as those that hold it in other replicas."""
-    groups = axes(world)
-    model = shard(world, engine, NestedWrappedModule(), strategy, precision=precision, process_group=groups)
-    start = [parameter.detach().clone() for parameter in model.parameters()]
+    mesh = world.mesh(REPLICAS, world.size // REPLICAS, names=("replicate", "shard"))
+    model = hybrid_front.shard(NestedWrappedModule(), mesh=mesh, precision=precision)
+    start = [local_part(parameter).detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for number in range(3):
         optimizer.zero_grad()
-        step(world, model, number)
+        step(model, number)
         optimizer.step()
-    assert not any(map(torch.equal, start, model.parameters()))
-    assert_same_across_ranks(dict(model.named_parameters()), groups[1])
-    assert_same_across_ranks(engine.full_parameters(model))
+    assert not any(map(torch.equal, start, map(local_part, model.parameters())))
+    assert_same_across_ranks(dict(model.named_parameters()), mesh.get_group("replicate"))
+    assert_same_across_ranks(hybrid_front.full_parameters(model))
 
 
 @pytest.mark.ranks(2, 4)
-@EVERY_STRATEGY
+@OF_STRATEGIES
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_a_mean_within_the_range_of_its_dtype_is_exact(world, engine, strategy, replicas, dtype):
-    more = {"precision": Precision(reduce_dtype=dtype), "replicas": replicas}
-    model = shard(world, engine, KnownGradient(3), strategy, **more)
+def test_a_mean_within_the_range_of_its_dtype_is_exact(world, shard, hybrid_front, replicas, dtype):
+    model = shard(KnownGradient(3), replicas, precision=Precision(reduce_dtype=dtype))
     # Any two of them add up to more than 65,504, the largest fp16 number; their mean is below it.
     own = 49152.0 + 4096 * world.rank
     model(torch.tensor(own, device=world.device)).backward()
-    assert values(engine, model) == [[49152.0 + 2048 * (world.size - 1)] * 3]
+    assert values(hybrid_front, model) == [[49152.0 + 2048 * (world.size - 1)] * 3]
 
 
-@EVERY_STRATEGY
-def test_reduce_dtype_holds_inside_a_replica_and_across(world, engine, strategy):
-    precision = Precision(F16, F32, cast_root_forward_inputs=False)
-    model = shard(world, engine, KnownGradients(3), strategy, precision=precision)
+def test_reduce_dtype_holds_inside_a_replica_and_across(world, shard, hybrid_front):
+    model = shard(KnownGradients(3), precision=Precision(F16, F32, cast_root_forward_inputs=False))
     # One of four ranks adds the last bit that 1 has in fp16; the mean needs two bits more.
     witness = torch.tensor(1 + (world.rank == 3) * 2**-10, device=world.device, dtype=F16)
     model(witness).backward()
-    assert values(engine, model) == [[1 + 2**-12] * 3] * 4
+    assert values(hybrid_front, model) == [[1 + 2**-12] * 3] * 4
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("sync", [True, False], ids=["synced", "no_sync"])
-def test_accumulating_twice_is_exactly_twice(world, engine, strategy, sync):
-    model = shard(world, engine, NestedWrappedModule(), strategy)
-    step(world, model)
-    once = engine.full_gradients(model)
+def test_accumulating_twice_is_exactly_twice(shard, step, hybrid_front, sync):
+    model = shard(NestedWrappedModule())
+    step(model)
+    once = hybrid_front.full_gradients(model)
     model.zero_grad()
-    if sync:
-        step(world, model)
-    else:
-        with engine.no_sync(model):
-            step(world, model)
-    step(world, model)
+    with nullcontext() if sync else hybrid_front.no_sync(model):
+        step(model)
+    step(model)
     twice = {name: 2 * gradient for name, gradient in once.items()}
-    assert_named_close(engine.full_gradients(model), twice, EXACT)
+    assert_named_close(hybrid_front.full_gradients(model), twice, EXACT)
     assert all(gradient.any() for gradient in once.values())
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_the_norm_to_clip_by_is_the_unsharded_one(world, engine, strategy, use_orig_params, norm_type):
-    bare = NestedWrappedModule().to(world.device)
-    reference = DistributedDataParallel(copy.deepcopy(bare))
-    model = shard(world, engine, bare, strategy, use_orig_params=use_orig_params)
-    for one in (reference, model):
-        step(world, one)
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
-    norm = engine.clip_grad_norm_(model, 0.5, norm_type)
-    assert expected > 0.5
-    torch.testing.assert_close(norm.float(), expected)
-    world.assert_same(norm)
-    assert_named_close(engine.full_gradients(model), named_gradients(reference))
+def test_the_norm_to_clip_by_is_the_unsharded_one(world, shard, step, run_subtests, hybrid_front, norm_type):
+    """pytorch#88955: the norm was counted once for each replica."""
+
+    def check(foreach=None, **spec):
+        bare = NestedWrappedModule().to(world.device)
+        reference = DistributedDataParallel(copy.deepcopy(bare))
+        model = shard(bare, **spec)
+        for one in (reference, model):
+            step(one)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
+        how = {} if foreach is None else {"foreach": foreach}
+        norm = hybrid_front.clip_grad_norm_(model, 0.5, norm_type, **how)
+        assert expected > 0.5
+        torch.testing.assert_close(norm.float(), expected)
+        world.assert_same(norm)
+        assert_named_close(hybrid_front.full_gradients(model), named_gradients(reference))
+        if hybrid_front.is_composable:
+            assert_sharded_parity(model, reference.module)
+
+    setting = "foreach" if hybrid_front.is_composable else "use_orig_params"
+    run_subtests({setting: [False, True]}, check)
 
 
 @pytest.mark.ranks(2, 4)
-@EVERY_STRATEGY
-def test_ranks_seeded_differently_start_from_rank_zero_with_buffers(world, engine, strategy):
+@OF_STRATEGIES
+def test_ranks_seeded_differently_start_from_rank_zero(world, shard, hybrid_front):
     """pytorch#178569: buffers were made equal inside each replica only."""
     torch.manual_seed(world.rank)
     bare = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8)))
@@ -216,8 +209,8 @@ def test_ranks_seeded_differently_start_from_rank_zero_with_buffers(world, engin
     bare[1][0].num_batches_tracked.fill_(world.rank + 1)
     mine = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
     expected = world.gather(mine)[0]
-    model = shard(world, engine, bare, strategy, units=("1",), sync_module_states=True)
-    found = dict(engine.full_parameters(model)) | dict(model.named_buffers())
+    model = shard(bare, units=("1",), sync_module_states=True)
+    found = dict(hybrid_front.full_parameters(model)) | dict(model.named_buffers())
     assert_named_close(found, expected, EXACT)
 
 
@@ -234,19 +227,20 @@ def reductions(engine, log):
     return [(e.dtype, e.nbytes, e.group_size) for e in engine.traffic(log).reductions]
 
 
-def gathered(world, engine, model, dtype, names):
-    """Return what to expect of gathers: a rank's shard, told inside the replica."""
+def gathered(world, front, model, dtype, names):
+    """Return what to expect of gathers: a rank's shard, sent inside the replica."""
     num_shards = world.size // REPLICAS
-    numel = {group.name: group.local_numel for group in engine.groups(model)}
-    if offers(engine, Capability.ONE_PADDING):
+    numel = {group.name: group.local_numel for group in front.engine.groups(model)}
+    # On two shards nothing is padded.
+    if offers(front, Capability.ONE_PADDING) or (front.is_composable and num_shards == 2):
         assert numel == {name: -(-number // num_shards) for name, number in NUMEL.items()}
     return [(dtype, numel[name] * dtype.itemsize, num_shards) for name in names]
 
 
-def reduced(world, engine, model, log, dtype):
+def reduced(world, front, model, log, dtype):
     """Return what to expect of reductions: of each group the whole inside a replica, then a shard across."""
     expected = []
-    for _, nbytes, num_shards in gathered(world, engine, model, dtype, REDUCED):
+    for _, nbytes, num_shards in gathered(world, front, model, dtype, REDUCED):
         # Replicas that exchange pieces have as much for each.
         unit = 1 if "all_reduce" in log.counts() else REPLICAS * dtype.itemsize
         across = (dtype, -(-nbytes // unit) * unit, REPLICAS)
@@ -254,44 +248,38 @@ def reduced(world, engine, model, log, dtype):
     return expected
 
 
-def check_reductions(world, engine, model, log, dtype):
-    found, expected = reductions(engine, log), reduced(world, engine, model, log, dtype)
-    if not offers(engine, Capability.EARLY_REDUCTION):  # a group waits for all that is inside its modules
+def check_reductions(world, front, model, log, dtype):
+    found, expected = reductions(front.engine, log), reduced(world, front, model, log, dtype)
+    if not offers(front, Capability.EARLY_REDUCTION):  # a group waits for all that is inside its modules
         found, expected = sorted(found, key=str), sorted(expected, key=str)
     assert found == expected, log
 
 
 # On six ranks a replica has three, so that no exchange across can be taken for one inside.
 @pytest.mark.ranks(4, 6)
-@EVERY_STRATEGY
-@EVERY_DTYPE
-def test_it_gathers_inside_a_replica_and_reduces_inside_then_across(
-    world, engine, collectives, strategy, precision
+@pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
+def test_it_gathers_inside_and_reduces_inside_and_across(
+    world, engine, shard, step, collectives, hybrid_front, precision
 ):
-    model = shard(world, engine, NestedWrappedModule(), strategy, precision=precision)
-    step(world, model)
+    model = shard(NestedWrappedModule(), precision=precision)
+    step(model)
     dtype, reduce_dtype = DTYPES[precision]
-    again = BACKWARD if strategy == "HYBRID_SHARD" else ()
-    assert gathers(engine, collectives, in_backward=False) == gathered(world, engine, model, dtype, NUMEL), (
-        collectives
-    )
-    assert gathers(engine, collectives, in_backward=True) == gathered(world, engine, model, dtype, again), (
-        collectives
-    )
-    check_reductions(world, engine, model, collectives, reduce_dtype)
+    for in_backward, names in ((False, NUMEL), (True, GATHERED[hybrid_front.name])):
+        expected = gathered(world, hybrid_front, model, dtype, names)
+        assert gathers(engine, collectives, in_backward) == expected, collectives
+    check_reductions(world, hybrid_front, model, collectives, reduce_dtype)
     assert engine.traffic(collectives).others == (), collectives
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_no_sync_reduces_nothing_and_the_next_backward_reduces_each_group_once(
-    world, engine, collectives, strategy, use_orig_params
+@OF_STRATEGIES
+def test_no_sync_reduces_nothing_and_the_next_backward_all(
+    world, engine, shard, step, collectives, use_orig_params, hybrid_front
 ):
-    model = shard(world, engine, NestedWrappedModule(), strategy, use_orig_params=use_orig_params)
-    with engine.no_sync(model):
+    model = shard(NestedWrappedModule(), use_orig_params=use_orig_params)
+    with hybrid_front.no_sync(model):
         for number in range(2):
-            step(world, model, number)
+            step(model, number)
     traffic = engine.traffic(collectives)
     assert (traffic.reductions, traffic.others) == ((), ()), collectives
-    step(world, model, 2)
-    check_reductions(world, engine, model, collectives, F32)
+    step(model, 2)
+    check_reductions(world, hybrid_front, model, collectives, F32)

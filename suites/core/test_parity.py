@@ -22,7 +22,6 @@ from harness.assertions import (
     assert_parity,
     named_gradients,
     named_parameters,
-    per_rank_batches,
     train,
 )
 from harness.conformance import Precision, ShardSpec
@@ -109,18 +108,6 @@ def shard(engine, bare, spec, device_init_mode, device):
     return sharded.to(device) if device_init_mode == "after" else sharded
 
 
-def batches(bare, world):
-    make = per_rank_batches(bare.batch, world.seed, world.rank)
-
-    def on_device(step: int) -> Tensor | tuple[Tensor, ...]:
-        batch = make(step)
-        if isinstance(batch, Tensor):
-            return batch.to(world.device)
-        return tuple(tensor.to(world.device) for tensor in batch)
-
-    return on_device
-
-
 @contextmanager
 def own_groups(units: tuple[str, ...]) -> Iterator[Mapping[str, dist.ProcessGroup]]:
     """Give each of the units a process group of this rank alone."""
@@ -141,7 +128,7 @@ def large_steps(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def assert_each_point(run_subtests, world, engine, strategy, offload):
+def assert_each_point(run_subtests, world, engine, batches, strategy, offload):
     """Hold a model to its reference at every point of the item; the reference is trained once.
 
     ``training``: what differs from two steps with the loss of the nested models.
@@ -156,7 +143,7 @@ def assert_each_point(run_subtests, world, engine, strategy, offload):
         settings |= {"device_init_mode": ["before"], "backward_prefetch": ["BACKWARD_PRE"]}
 
     def run(model, reference=ddp, training=(), **claim):
-        how = Training(batches(model, world), **{"loss": nested_loss, "steps": 2, **dict(training)})
+        how = Training(batches(model.batch), **{"loss": nested_loss, "steps": 2, **dict(training)})
         learned = train(reference(copy.deepcopy(model).to(world.device)), how)
         whole = Claim(model, learned, how, **claim)
         run_subtests(settings, check_parity, world, engine, whole, strategy=strategy, offload=offload)
@@ -170,8 +157,6 @@ ON_MORE_RANKS = pytest.mark.ranks(2, 3, 4)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("offload", [True, False], ids=["offload", "no_offload"])
 class TestParityWithDDP:
     @ON_MORE_RANKS
     def test_nested_wrapped_model(self, assert_each_point):
@@ -189,7 +174,7 @@ class TestParityWithDDP:
     def test_transformer(self, assert_each_point):
         assert_each_point(TransformerWithSharedParams(), training={"loss": transformer_loss})
 
-    def test_delayed_optim_step(self, assert_each_point, world, engine):
+    def test_delayed_optim_step(self, world, engine, assert_each_point):
         model = NestedWrappedModuleWithDelay(delay_after_loss_ms=late_on_rank_0(world))
 
         def late_backward(sharded, loss):
@@ -199,13 +184,13 @@ class TestParityWithDDP:
 
         assert_each_point(model, training={"optimizer": large_steps}, backward=late_backward)
 
-    def test_delayed_reduce_scatter(self, assert_each_point, world):
+    def test_delayed_reduce_scatter(self, world, assert_each_point):
         assert_each_point(NestedWrappedModuleWithDelay(delay_before_reduction_ms=late_on_rank_0(world)))
 
     @ON_MORE_RANKS
-    def test_mixture_of_experts(self, assert_each_point, world):
+    def test_mixture_of_experts(self, world, assert_each_point):
         assert_each_point(MixtureOfExperts(world.rank), dummy_ddp, alone=(MixtureOfExperts.expert,))
 
-    def test_mixture_of_experts_with_delay_before_free(self, assert_each_point, world):
+    def test_mixture_of_experts_with_delay_before_free(self, world, assert_each_point):
         model = MixtureOfExperts(world.rank, delay_before_free_ms=late_on_rank_0(world))
         assert_each_point(model, dummy_ddp, alone=(MixtureOfExperts.expert,))

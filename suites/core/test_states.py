@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from harness.assertions import local_part
-from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance import Capability, Precision, offers, require
 from harness.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 
 BF16, F32 = torch.bfloat16, torch.float32
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 ROOT, MIDDLE, INNER, LAST = "", "module.1", "module.1.0", "module.2"
 NUMEL = {ROOT: 76, MIDDLE: 272, INNER: 80, LAST: 68}
 AFTER_FORWARD = {"FULL_SHARD": "SHARDED", "SHARD_GRAD_OP": "RETAINED", "NO_SHARD": "RETAINED"}
@@ -35,21 +33,27 @@ class Watched(NestedWrappedModule):
         self.seen[moment] = self.look()
 
 
-def watch(world, engine, strategy, **more):
+@pytest.fixture
+def watch(engine, shard):
     """Return the sharded model and what it will note: the states of its groups by moment."""
-    bare = Watched().to(world.device)
-    model = engine.shard(bare, ShardSpec(strategy, units=bare.units, **more))
-    bare.look = lambda: states(engine, model)
-    return model, bare.seen
+
+    def watch(strategy, **spec):
+        bare = Watched()
+        model = shard(bare, strategy, **spec)
+        bare.look = lambda: states(engine, model)
+        return model, bare.seen
+
+    return watch
 
 
 def states(engine, model):
     return {group.name: group.state.name for group in engine.groups(model)}
 
 
-def batch(world):
-    # torch warns of backward hooks where no input needs a gradient.
-    return (torch.randn(4, 8, device=world.device) + world.rank).requires_grad_()
+@pytest.fixture
+def batch(batch):
+    """Make the same inputs, with gradients: torch warns of backward hooks where no input needs one."""
+    return lambda: batch().requires_grad_()
 
 
 def all_in(state):
@@ -61,12 +65,10 @@ def gathered(rest, *names):
     return rest | dict.fromkeys(names, "UNSHARDED")
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_forward_gathers_a_group_for_its_own_modules_only(world, engine, strategy, use_orig_params):
-    model, seen = watch(world, engine, strategy, use_orig_params=use_orig_params, backward_prefetch=None)
+def test_forward_gathers_a_group_for_its_own_modules_only(engine, batch, watch, strategy, use_orig_params):
+    model, seen = watch(strategy, use_orig_params=use_orig_params, backward_prefetch=None)
     assert states(engine, model) == all_in("SHARDED")
-    model(batch(world))
+    model(batch())
     after = AFTER_FORWARD[strategy]
     start, inner_done = all_in("SHARDED"), {**all_in("SHARDED"), INNER: after}
     unit_done = {**inner_done, MIDDLE: after}
@@ -80,13 +82,13 @@ def test_forward_gathers_a_group_for_its_own_modules_only(world, engine, strateg
     assert states(engine, model) == all_in(after)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("sync", [True, False])
-def test_backward_frees_a_group_when_it_has_its_gradients(world, engine, strategy, use_orig_params, sync):
+def test_backward_frees_a_group_when_it_has_its_gradients(
+    engine, batch, watch, strategy, use_orig_params, sync
+):
     require(engine, Capability.EARLY_REDUCTION)
-    model, seen = watch(world, engine, strategy, use_orig_params=use_orig_params, backward_prefetch=None)
-    loss = model(batch(world)).sum()
+    model, seen = watch(strategy, use_orig_params=use_orig_params, backward_prefetch=None)
+    loss = model(batch()).sum()
     seen.clear()
     if sync:
         loss.backward()
@@ -107,19 +109,18 @@ def test_backward_frees_a_group_when_it_has_its_gradients(world, engine, strateg
 @pytest.mark.parametrize(
     ("param_dtype", "itemsize"), [(None, 0), (F32, 0), (BF16, 2)], ids=["none", "original", "bf16"]
 )
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
-    world, engine, param_dtype, itemsize, offload
+    world, engine, shard, batch, offload, param_dtype, itemsize
 ):
     bare = Watched().to(world.device)
-    spec = {"precision": Precision(param_dtype), "offload": offload, "device": world.device}
-    model = engine.shard(bare, ShardSpec(units=bare.units, **spec))
+    spec = {"precision": Precision(param_dtype), "offload": offload}
+    model = shard(bare, **spec)
 
     def cast():
         return {(g.state.name, g.low_precision_bytes / g.local_numel) for g in engine.groups(model)}
 
     bare.look = cast
-    model(batch(world)).float().sum().backward()
+    model(batch()).float().sum().backward()
     under_way = {("SHARDED", 0), ("PREFETCHED", itemsize), ("UNSHARDED", 0)}
     assert bare.seen["backward module.2"] == bare.seen["backward module.1.1"] == under_way
     for moment in ("backward module.0", "forward module.2"):
@@ -127,13 +128,13 @@ def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
     assert cast() == {("SHARDED", 0)}
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("precision", [Precision(), Precision(BF16, F32)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, precision, offload):
+def test_groups_show_dtypes_and_bytes_at_every_moment(
+    world, engine, shard, batch, strategy, offload, precision
+):
     bare = NestedWrappedModule().to(world.device)
-    spec = {"precision": precision, "offload": offload, "device": world.device}
-    model = engine.shard(bare, ShardSpec(strategy, units=bare.units, **spec))
+    spec = {"precision": precision, "offload": offload}
+    model = shard(bare, strategy, **spec)
     num_shards = 1 if strategy == "NO_SHARD" else world.size
     compute = precision.param_dtype or F32
 
@@ -151,7 +152,7 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, p
     kept = set(NUMEL) if strategy != "FULL_SHARD" else set()
     bare.module[3].register_forward_pre_hook(lambda *_: check({ROOT} | kept, None))
     check(set(), None)
-    loss = model(batch(world)).float().sum()
+    loss = model(batch()).float().sum()
     check(kept, None)
     loss.backward()
     check(set(), F32)
@@ -161,14 +162,16 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(world, engine, strategy, p
 
 @pytest.mark.parametrize(("strategy", "after_forward"), [("FULL_SHARD", 0), ("SHARD_GRAD_OP", 1)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_full_parameters_give_their_memory_back(world, engine, monkeypatch, strategy, after_forward, dtype):
+def test_full_parameters_give_their_memory_back(
+    monkeypatch, world, engine, shard, batch, strategy, after_forward, dtype
+):
     # It would fill the memory with NaN and hold it.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
     bare = NestedWrappedModule().to(world.device)
-    model = engine.shard(bare, ShardSpec(strategy, units=bare.units, precision=Precision(param_dtype=dtype)))
+    model = shard(bare, strategy, precision=Precision(dtype))
     inside = {}
     bare.module[0].register_forward_pre_hook(lambda layer, _: inside.update(weight=layer.weight))
-    loss = model(batch(world)).float().sum()
+    loss = model(batch()).float().sum()
     memory = inside["weight"].untyped_storage()
     numels = {NUMEL[ROOT]}
     if not offers(engine, Capability.PLAIN_PARAMETERS):  # each parameter may have memory of its own
@@ -178,14 +181,12 @@ def test_full_parameters_give_their_memory_back(world, engine, monkeypatch, stra
     assert memory.nbytes() == 0
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_visible_parameters_are_sharded_outside_forward(world, engine, strategy, use_orig_params):
-    model, _ = watch(world, engine, strategy, use_orig_params=use_orig_params)
+def test_visible_parameters_are_sharded_outside_forward(world, batch, watch, strategy, use_orig_params):
+    model, _ = watch(strategy, use_orig_params=use_orig_params)
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
     local = sum(NUMEL.values()) // (1 if strategy == "NO_SHARD" else world.size)
     assert sum(local_part(p).numel() for p in model.parameters()) == local
-    loss = model(batch(world)).sum()
+    loss = model(batch()).sum()
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
     loss.backward()
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
@@ -198,31 +199,26 @@ class Result:
     values: dict[str, list[torch.Tensor]]
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize(
     "wrap",
     [lambda y: (y,), lambda y: [y], lambda y: {"y": [y]}, lambda y: Result({"y": [y]})],
     ids=["tuple", "list", "dict", "dataclass"],
 )
-def test_a_unit_frees_after_forward_whatever_its_output_lies_in(world, engine, strategy, wrap):
+def test_a_unit_frees_after_forward_whatever_its_output_lies_in(engine, shard, batch, strategy, wrap):
     class Wrapping(nn.Linear):
         def forward(self, x):
             return wrap(super().forward(x))
 
-    model = engine.shard(Wrapping(8, 8).to(world.device), ShardSpec(strategy))
-    model(batch(world))
+    model = shard(Wrapping(8, 8), strategy)
+    model(batch())
     assert states(engine, model) == {"": AFTER_FORWARD[strategy]}
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
-def test_an_optimizer_built_after_a_first_forward_moves_the_weights(
-    world, engine, strategy, use_orig_params, grad
-):
+def test_an_optimizer_built_after_a_forward_moves_the_weights(world, shard, strategy, use_orig_params, grad):
     """pytorch#149205: it was given tensors that nobody reads."""
     bare = nn.Linear(8, 8).to(world.device)
-    model = engine.shard(bare, ShardSpec(strategy, use_orig_params=use_orig_params))
+    model = shard(bare, strategy, use_orig_params=use_orig_params)
     x = torch.ones(2, 8, device=world.device)
     with torch.set_grad_enabled(grad):
         before = model(x).detach()
@@ -233,11 +229,11 @@ def test_an_optimizer_built_after_a_first_forward_moves_the_weights(
     torch.testing.assert_close(model(x), before - 9 * 0.2)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_evaluation_and_inference_mode_leave_training_possible(world, engine, strategy, use_orig_params):
+def test_evaluation_and_inference_mode_leave_training_possible(
+    world, engine, shard, strategy, use_orig_params
+):
     bare = nn.Linear(8, 8).to(world.device)
-    model = engine.shard(bare, ShardSpec(strategy, use_orig_params=use_orig_params)).eval()
+    model = shard(bare, strategy, use_orig_params=use_orig_params).eval()
     x = torch.ones(2, 8, device=world.device)
     with torch.inference_mode():
         inferred = model(x)
@@ -247,10 +243,8 @@ def test_evaluation_and_inference_mode_leave_training_possible(world, engine, st
     assert engine.full_gradients(model)["bias"].tolist() == [2.0] * 8
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_unit_skipped_in_a_step_or_left_out_of_the_loss_has_no_gradient(
-    world, engine, strategy, use_orig_params
+def test_units_skipped_or_left_out_of_the_loss_have_no_gradient(
+    engine, shard, batch, strategy, use_orig_params
 ):
     class Branches(nn.Module):
         def __init__(self):
@@ -260,28 +254,24 @@ def test_a_unit_skipped_in_a_step_or_left_out_of_the_loss_has_no_gradient(
         def forward(self, x):
             return self.used(x), self.unheard(x)
 
-    bare = Branches().to(world.device)
-    spec = ShardSpec(strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
-    model = engine.shard(bare, spec)
-    model(batch(world))[0].sum().backward()
+    model = shard(Branches(), strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
+    model(batch())[0].sum().backward()
     held = {group.name: group.gradient_dtype for group in engine.groups(model)}
     assert held == {"used": F32, "unheard": None, "skipped": None}
     assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 
 @pytest.mark.ranks(1, 2, 3)
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_step_after_save_and_load_has_the_same_bits(world, engine, strategy, use_orig_params):
-    spec = ShardSpec(strategy, units=NestedWrappedModule.units, use_orig_params=use_orig_params)
-    saved, loaded = (engine.shard(NestedWrappedModule().to(world.device), spec) for _ in range(2))
-    saved(batch(world)).square().sum().backward()
+def test_a_step_after_save_and_load_has_the_same_bits(engine, shard, batch, strategy, use_orig_params):
+    spec = {"use_orig_params": use_orig_params}
+    saved, loaded = (shard(NestedWrappedModule(), strategy, **spec) for _ in range(2))
+    saved(batch()).square().sum().backward()
     for parameter in saved.parameters():
         if parameter.grad is not None:
             parameter.data.sub_(0.1 * parameter.grad)
     loaded.load_state_dict(saved.state_dict())
     saved.zero_grad()
-    x = batch(world)
+    x = batch()
     for model in (saved, loaded):
         model(x).square().sum().backward()
     expected = engine.full_gradients(saved)

@@ -47,7 +47,7 @@ def test_a_bad_gradient_in_any_one_shard_stops_all_ranks(world, trained, run_sub
     run_subtests({"holder": [0, world.size - 1], **EVERY_WAY}, check)
 
 
-def test_torchs_own_scaler_lets_ranks_part_where_this_one_keeps_them_together(world, engine, trained):
+def test_torchs_scaler_lets_ranks_diverge_and_this_one_does_not(world, engine, trained):
     """Without agreement the rank whose shard has the inf stays behind, and its scale alone backs off."""
     require(engine, Capability.PLAIN_PARAMETERS)  # DTensors make any scaler agree
     apart, together = (trained(KnownGradient(2 * world.size)) for _ in range(2))
@@ -59,8 +59,7 @@ def test_torchs_own_scaler_lets_ranks_part_where_this_one_keeps_them_together(wo
     assert (together.weights(), together.scales()) == ([[0.0] * 2 * world.size], [4.0] * world.size)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_flag_of_a_late_rank_is_awaited(world, trained, use_orig_params):
+def test_a_step_waits_for_the_flag_of_a_late_rank(world, trained, use_orig_params):
     """pytorch#115710: found_inf was read before its all-reduce was over."""
     run = trained(KnownGradient(2 * world.size), use_orig_params=use_orig_params)
     late = world.size - 1
@@ -88,9 +87,7 @@ def test_a_rank_that_holds_no_element_takes_part(world, trained, run_subtests, s
 @EVERY_BAD
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("only_second", [False, True], ids=["all", "only_second"])
-def test_a_bad_gradient_of_a_parameter_that_some_rank_holds_nothing_of(
-    world, trained, bad, unscale_first, only_second
-):
+def test_a_bad_gradient_of_a_parameter_with_empty_shards(world, trained, bad, unscale_first, only_second):
     """An optimizer of that parameter alone finds no gradient on the rank."""
     run = trained(Two(3), use_orig_params=True)
     if only_second:
@@ -123,7 +120,7 @@ def test_ranks_without_gradients_follow_the_one_that_has_some(world, trained, un
         assert (run.weights(), run.scales()) == ([stepped], [scale] * world.size)
 
 
-def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs_off_once(world, trained):
+def test_of_two_optimizers_only_the_overflowing_one_skips(world, trained):
     run = trained(Two(3), units=("0", "1"), use_orig_params=True)
     run.optimizers = [
         torch.optim.SGD(child.parameters(), lr=1.0) for child in run.engine.unwrapped(run.model)
@@ -140,7 +137,7 @@ def test_of_two_optimizers_only_the_one_that_overflows_skips_and_the_scale_backs
 
 
 @pytest.mark.ranks(4)
-def test_ranks_of_other_groups_are_not_asked(world, trained):
+def test_ranks_of_other_groups_take_no_part(world, trained):
     own, all_of_them = dist.new_subgroups(2)
     try:
         run = trained(KnownGradient(4), {"process_group": own}, process_group=own)
@@ -153,7 +150,7 @@ def test_ranks_of_other_groups_are_not_asked(world, trained):
 
 
 @pytest.mark.ranks(4)
-def test_an_inf_on_one_rank_of_a_hybrid_model_stops_both_replicas(world, trained, run_subtests):
+def test_an_inf_on_one_rank_of_a_hybrid_model_stops_all(world, trained, run_subtests):
     def check(holder, agreed_by):
         mesh = world.mesh(2, 2)
         axes = mesh.get_group(1), mesh.get_group(0)
@@ -170,8 +167,7 @@ def test_an_inf_on_one_rank_of_a_hybrid_model_stops_both_replicas(world, trained
     run_subtests({"holder": range(4), "agreed_by": ["default_group", "axes"]}, check)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ranks_send_one_number_for_each_optimizer(trained, engine, collectives, use_orig_params):
+def test_ranks_send_one_number_for_each_optimizer(engine, trained, collectives, use_orig_params):
     run = trained(KnownGradient(1), use_orig_params=use_orig_params)
     before = len(collectives)
     run.step(1.0)
@@ -180,10 +176,7 @@ def test_ranks_send_one_number_for_each_optimizer(trained, engine, collectives, 
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_an_optimizer_that_unscales_by_itself_is_told_what_all_ranks_found(
-    world, trained, use_orig_params, unscale_first
-):
+def test_a_fused_optimizer_gets_what_all_ranks_found(world, trained, use_orig_params, unscale_first):
     """A fused one takes the flag off its count of steps: it must be 1, however many ranks found an inf."""
     run = trained(KnownGradient(2 * world.size), use_orig_params=use_orig_params)
     (adam,) = run.optimizers = [torch.optim.Adam(run.model.parameters(), lr=1.0, fused=True)]
@@ -197,7 +190,7 @@ def test_an_optimizer_that_unscales_by_itself_is_told_what_all_ranks_found(
     assert (run.weights(), run.scales()) == ([pytest.approx([-1.0] * 2 * world.size)], [2.0] * world.size)
 
 
-def test_a_disabled_scaler_steps_whatever_comes_and_sends_nothing(world, trained, engine, collectives):
+def test_a_disabled_scaler_always_steps_and_sends_nothing(world, engine, trained, collectives):
     run = trained(KnownGradient(2 * world.size), {"enabled": False})
     before = len(collectives)
     run.step(known(world, 3.0, holder=0), unscale_first=True)

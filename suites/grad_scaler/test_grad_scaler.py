@@ -121,29 +121,24 @@ def nested_loss(model, batch):
 @pytest.mark.ranks(2, 3)
 class TestShardedGradScalerParityWithDDP:
     @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD"])
-    @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no_offload"])
-    def test_fsdp_ddp_parity_with_grad_scaler(self, world, engine, run_subtests, strategy, offload):
+    def test_fsdp_ddp_parity_with_grad_scaler(self, world, engine, batches, run_subtests, strategy, offload):
         # Two ranks: a sum of more fp16 numbers that DDP rounds as it goes is not one that is rounded once.
         precisions = [Precision(), IN_HALF] if world.size == 2 else [Precision()]
         settings = {"precision": precisions, "use_orig_params": [False, True]}
         more = {"strategy": strategy, "offload": offload}
-        run_subtests(settings, self.check_parity, world, engine, **more)
+        run_subtests(settings, self.check_parity, world, engine, batches, **more)
 
-    def check_parity(self, world, engine, precision, **settings):
+    def check_parity(self, world, engine, batches, precision, **settings):
         bare = (NonUniformReqGradNWM if settings["use_orig_params"] else NestedWrappedModule)()
         reference = ddp(world, copy.deepcopy(bare).to(world.device), precision)
         spec = ShardSpec(units=bare.units, precision=precision, device=world.device, **settings)
         model = engine.shard(bare, spec)
         scaler = engine.grad_scaler(model, init_scale=64.0, growth_interval=2)
         candidate = Trainee(model, engine.full_parameters, engine.full_gradients, scaler=scaler)
-        batches = per_rank_batches(bare.batch, world.seed, world.rank)
-        tolerance = precision.param_dtype
-        training = Training(lambda n: batches(n).to(world.device), nested_loss, tolerance=tolerance)
+        training = Training(batches(bare.batch), nested_loss, tolerance=precision.param_dtype)
         assert_parity(reference, candidate, training)
         assert scaler.get_scale() == reference.scaler.get_scale() == 128.0
 
-    @pytest.mark.parametrize("use_orig_params", [False, True])
-    @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no_offload"])
     def test_sharded_grad_scaler_found_inf(self, world, engine, use_orig_params, offload):
         torch.manual_seed(world.seed)
         bare = TransformerWithSharedParams()

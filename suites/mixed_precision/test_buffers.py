@@ -13,11 +13,10 @@ from harness.assertions import (
     Trainee,
     Training,
     assert_parity,
-    per_rank_batches,
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision
 from harness.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32
@@ -42,17 +41,14 @@ def layers_and_buffers():
 
 @pytest.mark.ranks(2)
 class TestFSDPMixedPrecisionSharded:
-    def test_buffer_dtype_no_root_handle(self, world, engine):
+    def test_buffer_dtype_no_root_handle(self, world, engine, shard, batches):
         bare = layers_and_buffers().to(world.device)
         originals = {name: buffer.clone() for name, buffer in bare.named_buffers()}
-        make = per_rank_batches(
-            lambda generator: torch.randn(3, 4, generator=generator), world.seed, world.rank
-        )
-        training = Training(lambda step: make(step).to(world.device), lambda m, x: m(x).mean(), tolerance=F16)
+        inputs = batches(lambda generator: torch.randn(3, 4, generator=generator))
+        training = Training(inputs, lambda m, x: m(x).mean(), tolerance=F16)
         learned = train(unsharded_with_casts(copy.deepcopy(bare), F16, F32, F16), training)
         log = ForwardDtypes(bare)
-        spec = ShardSpec(units=("0", "1", "2", "3"), precision=Precision(F16, F32, F16))
-        model = engine.shard(bare, spec)
+        model = shard(bare, units=("0", "1", "2", "3"), precision=Precision(F16, F32, F16))
         assert [group.name for group in engine.groups(model)] == ["0", "2"]
         with log:
             assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)

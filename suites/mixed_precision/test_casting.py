@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision
 from harness.conformance.models import KnownGradient
 from harness.recorders import ForwardDtypes
 from harness.recorders.tensors import named_tensors
@@ -18,8 +18,6 @@ from harness.recorders.tensors import named_tensors
 pytestmark = pytest.mark.ranks(2)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 MIXED = Precision(BF16, buffer_dtype=F16)
 
 
@@ -45,19 +43,8 @@ class Layers(nn.Sequential):
         super().__init__(Shifted(F32), Shifted(F64), Shifted(F32))
 
 
-def shard(world, engine, bare, strategy="FULL_SHARD", **more):
-    units = more.pop("units", getattr(bare, "units", ()))
-    return engine.shard(bare.to(world.device), ShardSpec(strategy, units=units, **more))
-
-
-def batch(world):
-    return torch.randn(4, 8, device=world.device) + world.rank
-
-
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_every_module_computes_in_the_configured_dtypes(world, engine, strategy, use_orig_params, train):
+def test_every_module_computes_in_the_configured_dtypes(shard, batch, strategy, use_orig_params, train):
     """pytorch#143900: buffer_dtype had no effect."""
     bare, gradients = Layers(), []
     log = ForwardDtypes(bare)
@@ -66,9 +53,9 @@ def test_every_module_computes_in_the_configured_dtypes(world, engine, strategy,
         layer.weight.register_hook(lambda gradient: gradients.append(gradient.dtype))
 
     bare[1].register_forward_hook(watch)
-    model = shard(world, engine, bare, strategy, precision=MIXED, use_orig_params=use_orig_params)
+    model = shard(bare, strategy, precision=MIXED, use_orig_params=use_orig_params)
     with log:
-        model.train(train)(batch(world)).sum().backward()
+        model.train(train)(batch()).sum().backward()
     assert gradients == [BF16]
     for layer in ("0", "1", "2"):
         assert (log.inputs(layer), log.parameters(layer), log.buffers(layer)) == ({BF16}, {BF16}, {F16})
@@ -127,15 +114,15 @@ NESTED = {
 
 @pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
 @pytest.mark.parametrize("outer", NESTED)
-def test_floating_point_arguments_are_cast_wherever_they_lie(world, engine, run_subtests, units, outer):
+def test_floating_point_arguments_are_cast_wherever_they_lie(world, shard, batch, run_subtests, units, outer):
     def check(inner):
         bare = Passing(Reading())
         log = ForwardDtypes(bare)
         precision = Precision(BF16, cast_forward_inputs=bool(units), cast_root_forward_inputs=not units)
-        model = shard(world, engine, bare, units=units, precision=precision)
-        deep = NESTED[outer]([NESTED[inner](batch(world)), torch.arange(2, device=world.device)])
+        model = shard(bare, units=units, precision=precision)
+        deep = NESTED[outer]([NESTED[inner](batch()), torch.arange(2, device=world.device)])
         with log:
-            model(deep, mask=(batch(world).double(),)).sum().backward()
+            model(deep, mask=(batch().double(),)).sum().backward()
         (call,) = log.calls("below")
         assert list(call.inputs.values()) == [BF16, torch.int64, BF16]
         assert type(bare.below.args[0]) is type(deep)
@@ -145,14 +132,14 @@ def test_floating_point_arguments_are_cast_wherever_they_lie(world, engine, run_
 
 
 @pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
-def test_all_but_floating_point_tensors_come_through_as_the_same_objects(world, engine, units):
+def test_arguments_without_floating_point_stay_the_same_objects(world, shard, batch, units):
     bare = Passing(Reading())
     precision = Precision(BF16, cast_forward_inputs=True)
-    model = shard(world, engine, bare, units=units, precision=precision)
+    model = shard(bare, units=units, precision=precision)
     ones = torch.ones(2, device=world.device)
     kept = [ones.to(dtype) for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, BF16)]
     kept += ["text", None, 1.5, object(), [1, 2], {"key": ones.int()}, Request("text"), Pair(3), nn.ReLU()]
-    model(batch(world), kept, named=kept, more=(*kept, ones))
+    model(batch(), kept, named=kept, more=(*kept, ones))
     _, first = bare.below.args
     assert first is kept
     assert bare.below.kwargs["named"] is kept
@@ -162,61 +149,58 @@ def test_all_but_floating_point_tensors_come_through_as_the_same_objects(world, 
 
 @pytest.mark.parametrize("root", [False, True], ids=["", "cast_root"])
 @pytest.mark.parametrize("below", [False, True], ids=["", "cast_below"])
-def test_the_root_and_units_below_it_are_told_apart_whether_to_cast(world, engine, root, below):
+def test_the_root_and_units_below_it_cast_as_configured(shard, batch, root, below):
     bare = Passing(Passing(Reading()))
     log = ForwardDtypes(bare)
     precision = Precision(BF16, cast_forward_inputs=below, cast_root_forward_inputs=root)
-    model = shard(world, engine, bare, units=("below",), precision=precision)
+    model = shard(bare, units=("below",), precision=precision)
     with log, nullcontext() if root or below else pytest.raises(RuntimeError, match="dtype"):
-        model(batch(world))
+        model(batch())
     assert log.inputs("") == {BF16 if root else F32}
     assert log.inputs("below") == log.inputs("below.below") == {BF16 if root or below else F32}
 
 
-@EVERY_STRATEGY
-def test_without_param_dtype_no_argument_is_cast(world, engine, strategy):
+def test_without_param_dtype_no_argument_is_cast(shard, batch, strategy):
     bare = Layers()
     log = ForwardDtypes(bare)
     precision = Precision(None, BF16, F16, cast_forward_inputs=True)
-    model = shard(world, engine, bare, strategy, precision=precision)
+    model = shard(bare, strategy, precision=precision)
     with log, pytest.raises(RuntimeError, match="dtype"):
-        model(batch(world).double())
+        model(batch().double())
     assert log.inputs("0") == {F64}
     with log:
-        model(batch(world)).sum().backward()
+        model(batch()).sum().backward()
     assert log.inputs("2") == log.parameters("2") == {F32}
 
 
-@EVERY_STRATEGY
-def test_only_floating_point_buffers_are_cast_and_only_if_told(world, engine, strategy):
+def test_only_floating_point_buffers_are_cast_and_on_request(shard, batch, strategy):
     bare = Layers()
     log = ForwardDtypes(bare)
-    model = shard(world, engine, bare, strategy, precision=Precision(BF16))
+    model = shard(bare, strategy, precision=Precision(BF16))
     with log:
-        model(batch(world))
+        model(batch())
     assert [log.buffers(layer) for layer in ("0", "1", "2")] == [{F32}, {F32, F64}, {F32}]
     assert {call.buffers["steps"] for layer in ("0", "1", "2") for call in log.calls(layer)} == {torch.int64}
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ignored_modules_keep_parameters_and_buffers_as_they_are(world, engine, strategy, use_orig_params):
+def test_ignored_modules_keep_parameters_and_buffers_as_they_are(
+    world, engine, shard, batch, strategy, use_orig_params
+):
     """pytorch#77439: the buffers of ignored modules were cast."""
     bare = Layers()
     ignored = bare[1]
     log = ForwardDtypes(bare)
     more = {"precision": MIXED, "use_orig_params": use_orig_params, "sync_module_states": True}
     ignored.shift.fill_(world.rank)
-    model = shard(world, engine, bare, strategy, ignored=("1",), units=("0",), **more)
+    model = shard(bare, strategy, ignored=("1",), units=("0",), **more)
     with log, pytest.raises(RuntimeError, match="dtype"):
-        model(batch(world))
+        model(batch())
     assert (log.parameters("1"), log.buffers("1")) == ({F32}, {F32, F64})
     assert (ignored.weight.shape, ignored.shift[0].item()) == ((8, 8), world.rank)
     assert not any(name.startswith("1.") for group in engine.groups(model) for name in group.parameters)
 
 
-@EVERY_STRATEGY
-def test_what_an_ignored_module_is_given_is_not_cast(world, engine, strategy):
+def test_what_an_ignored_module_is_given_is_not_cast(world, shard, batch, strategy):
     class Root(Passing):
         def forward(self, x):
             return self.below(x) + self.alone(x.new_ones(8, dtype=F64))
@@ -227,27 +211,22 @@ def test_what_an_ignored_module_is_given_is_not_cast(world, engine, strategy):
     precision = Precision(BF16, buffer_dtype=F16, cast_forward_inputs=True)
     outputs = []
     bare.alone.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    model = shard(world, engine, bare, strategy, ignored=("alone",), units=("below",), precision=precision)
+    model = shard(bare, strategy, ignored=("alone",), units=("below",), precision=precision)
     with log:
-        model(batch(world)).sum().backward()
+        model(batch()).sum().backward()
     assert log.inputs("alone") == log.parameters("alone") == log.buffers("alone") == {F64}
     assert torch.equal(outputs[0], alone(torch.ones(8, dtype=F64, device=world.device)))
     assert (log.inputs("below"), bare.alone.weight.grad.dtype) == ({BF16}, F64)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_saved_state_has_original_dtypes_and_the_parameters_every_bit(
-    world, engine, strategy, use_orig_params, offload
+def test_saved_state_has_original_dtypes_and_every_parameter_bit(
+    engine, shard, batch, strategy, use_orig_params, offload
 ):
     """fairscale#704: buffers were saved in half precision."""
     bare = Layers()
     expected = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
-    model = shard(
-        world, engine, bare, strategy, precision=MIXED, use_orig_params=use_orig_params, offload=offload
-    )
-    model(batch(world)).sum().backward()
+    model = shard(bare, strategy, precision=MIXED, use_orig_params=use_orig_params, offload=offload)
+    model(batch()).sum().backward()
     saved = engine.full_state(model)
     assert {n: t.dtype for n, t in saved.items()} == {n: t.dtype for n, t in expected.items()}
     for name in expected:
@@ -256,11 +235,10 @@ def test_saved_state_has_original_dtypes_and_the_parameters_every_bit(
     assert_buffer_dtypes(model, F16)
 
 
-@EVERY_STRATEGY
-def test_saved_buffers_are_what_was_computed_with(world, engine, strategy):
+def test_saved_buffers_are_what_was_computed_with(world, engine, shard, batch, strategy):
     """A cast cannot be undone: the dtype is the original one, the value the rounded one."""
-    model = shard(world, engine, Layers(), strategy, precision=MIXED)
-    model(batch(world))
+    model = shard(Layers(), strategy, precision=MIXED)
+    model(batch())
     saved, third = engine.full_state(model), torch.full((8,), 1 / 3, dtype=F16, device=world.device)
     assert torch.equal(saved["0.shift"], third.float())
     assert torch.equal(saved["1.shift"], third.double())
@@ -272,12 +250,12 @@ def test_saved_buffers_are_what_was_computed_with(world, engine, strategy):
     ids=["fp32", "raised_late"],
 )
 def test_steps_below_the_resolution_of_the_compute_dtype_add_up(
-    world, engine, strategy, use_orig_params, raised_late
+    world, engine, shard, strategy, use_orig_params, raised_late
 ):
     """accelerate#3979: the optimizer worked on bf16, as the model was loaded, although fp32 was asked for."""
     bare = KnownGradient(3).to(BF16 if raised_late else F32)
     bare.weight.data.fill_(1)
-    model = shard(world, engine, bare, strategy, precision=Precision(BF16), use_orig_params=use_orig_params)
+    model = shard(bare, strategy, precision=Precision(BF16), use_orig_params=use_orig_params)
     model = model.float()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-14)  # bf16 has steps of 2^-8 below 1
     for _ in range(1000):
@@ -287,12 +265,10 @@ def test_steps_below_the_resolution_of_the_compute_dtype_add_up(
     assert engine.full_parameters(model)["weight"].tolist() == [1 - 1000 * 2**-14] * 3
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_optimizers_state_is_in_full_precision(world, engine, strategy, use_orig_params):
-    model = shard(world, engine, Layers(), strategy, precision=MIXED, use_orig_params=use_orig_params)
+def test_the_optimizers_state_is_in_full_precision(shard, batch, strategy, use_orig_params):
+    model = shard(Layers(), strategy, precision=MIXED, use_orig_params=use_orig_params)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(batch(world)).sum().backward()
+    model(batch()).sum().backward()
     optimizer.step()
     held = [t for state in optimizer.state.values() for t in state.values()]
     assert {t.dtype for t in held} == {F32}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import Trainee, Training, assert_parity, per_rank_batches, train, unsharded_with_casts
+from harness.assertions import Trainee, Training, assert_parity, train, unsharded_with_casts
 from harness.conformance import Capability, Precision, ShardSpec, offers
 from harness.conformance.models import TransformerWithSharedParams
 from harness.recorders import ForwardDtypes
@@ -23,14 +23,9 @@ def loss_of(model, batch):
     return TransformerWithSharedParams.loss(model(*batch), batch[1])
 
 
-def batches(world):
-    make = per_rank_batches(TransformerWithSharedParams.batch, world.seed, world.rank)
-    return lambda step: tuple(tokens.to(world.device) for tokens in make(step))
-
-
-def check_training(world, engine, collectives, precision, units):
+def check_training(world, engine, batches, collectives, precision, units):
     bare = TransformerWithSharedParams().to(world.device)
-    training = Training(batches(world), loss_of, STEPS, tolerance=F16)
+    training = Training(batches(TransformerWithSharedParams.batch), loss_of, STEPS, tolerance=F16)
     casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
     # Where units are chosen at all, batch norm becomes one in full precision, if the engine has such.
     precise = (nn.BatchNorm1d,) if units and offers(engine, Capability.NORM_UNITS) else ()
@@ -81,11 +76,11 @@ class TestFSDPMixedPrecisionSharded:
         check_both_ways(Precision(F16, F32, F16))
 
     @pytest.fixture
-    def check_both_ways(self, world, engine, collectives, run_subtests):
+    def check_both_ways(self, world, engine, batches, collectives, run_subtests):
         """Train with all parameters in one group, and with layers that are units."""
 
         def check(precision):
             settings = {"units": [(), TransformerWithSharedParams.units]}
-            run_subtests(settings, check_training, world, engine, collectives, precision)
+            run_subtests(settings, check_training, world, engine, batches, collectives, precision)
 
         return check

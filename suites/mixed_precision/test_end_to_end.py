@@ -265,7 +265,7 @@ class TestFSDPMixedPrecisionSharded:
     @pytest.mark.parametrize("original", [F32, F64], ids=["fp32", "fp64"])
     @pytest.mark.parametrize("scaler", [True, False], ids=["scaler", "no_scaler"])
     def test_mixed_precision_e2e_full_shard(
-        self, world, engine, run_subtests, precision, offload, original, scaler
+        self, world, engine, run_subtests, offload, precision, original, scaler
     ):
         settings = {**PREFETCH, "scaler": [scaler]}
         check_end_to_end(world, engine, run_subtests, precision, original, settings, offload=offload)

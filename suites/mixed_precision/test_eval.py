@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_gradient_dtypes, per_rank_batches
-from harness.conformance import Precision, ShardSpec
+from harness.assertions import assert_gradient_dtypes
+from harness.conformance import Precision
 from harness.conformance.models import TransformerWithSharedParams
 from harness.recorders import CollectivesLog, ForwardDtypes
 
@@ -47,14 +47,10 @@ def tell(request, monkeypatch):
     return told
 
 
-def shard(world, engine, bare, precision, full):
-    spec = ShardSpec(precision=precision, units=bare.units, full_precision_in_eval=full)
-    return engine.shard(bare.to(world.device), spec)
-
-
-def ids(world, step=0):
-    src, tgt = per_rank_batches(TransformerWithSharedParams.batch, world.seed, world.rank)(step)
-    return src.to(world.device), tgt.to(world.device)
+@pytest.fixture
+def ids(batches):
+    """Return the batch of the transformer for a step, 0 if none is given."""
+    return batches(TransformerWithSharedParams.batch)
 
 
 def loss_of(model, src_and_tgt):
@@ -63,10 +59,10 @@ def loss_of(model, src_and_tgt):
 
 class TestFSDPMixedPrecisionSharded:
     @pytest.mark.parametrize("full", [True, False])
-    def test_eval_root_cast_inputs(self, world, engine, tell, full):
+    def test_eval_root_cast_inputs(self, world, engine, shard, tell, full):
         bare = Holding()
         log = ForwardDtypes(bare)
-        model = shard(world, engine, bare, Precision(F16, F16, F16), tell(full)).eval()
+        model = shard(bare, precision=Precision(F16, F16, F16), full_precision_in_eval=tell(full)).eval()
         with log:
             model(torch.ones(4, 8, device=world.device)).sum().backward()
         assert [group.name for group in engine.groups(model)] == ["below"]
@@ -76,17 +72,17 @@ class TestFSDPMixedPrecisionSharded:
     @batch_norm_is_told
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval(self, world, engine, tell, full, cast_forward_inputs):
+    def test_full_precision_in_eval(self, shard, tell, ids, full, cast_forward_inputs):
         bare = TransformerWithSharedParams()
         log = ForwardDtypes(bare)
         precision = Precision(F16, F16, F16, cast_forward_inputs=cast_forward_inputs)
-        model = shard(world, engine, bare, precision, tell(full))
-        trained = loss_of(model, ids(world))
+        model = shard(bare, precision=precision, full_precision_in_eval=tell(full))
+        trained = loss_of(model, ids())
         trained.backward()
         assert trained.dtype == F16
         assert_gradient_dtypes(model, F32)
         with log:
-            evaluated = loss_of(model.eval(), ids(world))
+            evaluated = loss_of(model.eval(), ids())
         expected = F32 if full else F16
         assert evaluated.dtype == expected
         for name in ("embed_tokens", "transformer.encoder.layers.0.linear1", "output_proj"):
@@ -96,16 +92,16 @@ class TestFSDPMixedPrecisionSharded:
     @batch_norm_is_told
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval_buffers(self, world, engine, tell, full, cast_forward_inputs):
+    def test_full_precision_in_eval_buffers(self, engine, shard, tell, ids, full, cast_forward_inputs):
         bare = TransformerWithSharedParams()
         bare.vocab_bias.fill_(THIRD)
         precision = Precision(F16, F16, F16, cast_forward_inputs=cast_forward_inputs)
         log = ForwardDtypes(bare)
-        model = shard(world, engine, bare, precision, tell(full))
+        model = shard(bare, precision=precision, full_precision_in_eval=tell(full))
         expected = F32 if full else F16
         for train, dtype in ((True, F16), (False, expected), (True, F16), (False, expected)):
             with log:
-                model.train(train)(*ids(world))
+                model.train(train)(*ids())
             (*_, call) = log.calls("")
             assert call.buffers == {"vocab_bias": dtype, "long_buffer": torch.int64}
             assert torch.equal(bare.vocab_bias.cpu(), torch.full((16,), THIRD).to(dtype))
@@ -114,12 +110,12 @@ class TestFSDPMixedPrecisionSharded:
     @batch_norm_is_told
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval_comm(self, world, engine, tell, full, cast_forward_inputs):
+    def test_full_precision_in_eval_comm(self, engine, shard, tell, ids, full, cast_forward_inputs):
         precision = Precision(F32, F16, F32, cast_forward_inputs=cast_forward_inputs)
-        model = shard(world, engine, TransformerWithSharedParams(), precision, tell(full))
+        model = shard(TransformerWithSharedParams(), precision=precision, full_precision_in_eval=tell(full))
         # The batch norm is a fourth group, which is in full precision always.
         low, high = Counter({F16: 3, F32: 1}), Counter({F32: 4})
         for train, expected in ((True, low), (False, high if full else low), (True, low)):
             with CollectivesLog() as log:
-                loss_of(model.train(train), ids(world)).backward()
+                loss_of(model.train(train), ids()).backward()
             assert Counter(entry.dtype for entry in engine.traffic(log).reductions) == expected

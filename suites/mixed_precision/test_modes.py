@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import Tolerance, assert_buffer_dtypes, assert_named_close, per_rank_batches
-from harness.conformance import Precision, ShardSpec
+from harness.assertions import Tolerance, assert_buffer_dtypes, assert_named_close
+from harness.conformance import Precision
 from harness.recorders import CollectivesLog, ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.ranks(2)
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 EXACT = Tolerance(0, 0)
 LOW = Precision(BF16, buffer_dtype=BF16)
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 THIRD = 1 / 3
 
 
@@ -57,22 +56,33 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant) if self.again else self.inner(x)
 
 
-def shard(world, engine, bare, strategy="FULL_SHARD", precision=LOW, **more):
-    spec = ShardSpec(strategy, precision, units=bare.units, full_precision_in_eval=True, **more)
-    return engine.shard(bare.to(world.device), spec)
+@pytest.fixture
+def shard(shard):
+    """Shard a bare model that trains in low precision, with eval in full precision."""
+
+    def in_low_precision(bare, strategy="FULL_SHARD", precision=LOW, **spec):
+        return shard(bare, strategy, precision=precision, full_precision_in_eval=True, **spec)
+
+    return in_low_precision
 
 
-def layers(world, engine, *arguments, **settings):
+@pytest.fixture
+def layers(world, shard):
     """Return the sharded layers, and a copy from before."""
-    torch.manual_seed(world.seed)
-    bare = Layers().to(world.device)
-    before = copy.deepcopy(bare)
-    return shard(world, engine, bare, *arguments, **settings), before
+
+    def layers(*arguments, **settings):
+        torch.manual_seed(world.seed)
+        bare = Layers().to(world.device)
+        before = copy.deepcopy(bare)
+        return shard(bare, *arguments, **settings), before
+
+    return layers
 
 
-def batch(world, step=0):
-    make = per_rank_batches(lambda g: torch.randn(4, 8, generator=g), world.seed, world.rank)
-    return make(step).to(world.device)
+@pytest.fixture
+def batch(batches):
+    """Return the batch of a step, 0 if none is given."""
+    return batches(lambda generator: torch.randn(4, 8, generator=generator))
 
 
 def run(bare, x, dtype):
@@ -99,192 +109,181 @@ def expected_gradients(world, bare, x, dtype):
     return mean_gradients(world, bare, run(bare, x, dtype), dtype)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("cast_forward_inputs", [False, True])
-def test_nothing_is_cast_in_eval_and_outputs_have_every_bit_of_the_unsharded_models(
-    world, engine, strategy, use_orig_params, cast_forward_inputs
+def test_nothing_is_cast_in_eval_and_outputs_have_every_bit(
+    world, engine, shard, batch, strategy, use_orig_params, cast_forward_inputs
 ):
     """pytorch#103862: inputs were cast in eval although parameters were not."""
     precision = Precision(BF16, buffer_dtype=BF16, cast_forward_inputs=cast_forward_inputs)
     settings = {"precision": precision, "use_orig_params": use_orig_params}
     bare = Layers().to(world.device)
     reference, log = copy.deepcopy(bare), ForwardDtypes(bare)
-    model = shard(world, engine, bare, strategy, sync_module_states=True, **settings)
+    model = shard(bare, strategy, sync_module_states=True, **settings)
     reference.load_state_dict(engine.full_parameters(model), strict=False)
-    loss(model(batch(world))).backward()  # now buffers are cast
+    loss(model(batch())).backward()  # now buffers are cast
     with log, CollectivesLog() as sent:
-        output = model.eval()(batch(world, 1))
+        output = model.eval()(batch(1))
     for name in ("0", "1", "2"):
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {F32}
     assert {entry.dtype for entry in engine.traffic(sent).gathers} <= {F32}
-    assert torch.equal(output, reference(batch(world, 1)))
+    assert torch.equal(output, reference(batch(1)))
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("first", ["train", "eval"])
 @pytest.mark.parametrize("in_one", [False, True], ids=["two", "one"])
-def test_backwards_of_both_modes_find_what_their_forwards_used(world, engine, strategy, first, in_one):
-    model, bare = layers(world, engine, strategy)
+def test_backwards_of_both_modes_find_what_their_forwards_used(
+    world, engine, batch, layers, strategy, first, in_one
+):
+    model, bare = layers(strategy)
     losses = {}
     for step, train in enumerate([first == "train", first == "eval"]):
-        losses[train] = loss(model.train(train)(batch(world, step)))
+        losses[train] = loss(model.train(train)(batch(step)))
     if in_one:
         sum(losses.values()).backward()
     else:
         losses[True].backward()
         losses[False].backward()
     steps = (0, 1) if first == "train" else (1, 0)
-    low = expected_gradients(world, bare, batch(world, steps[0]), BF16)
-    full = expected_gradients(world, bare, batch(world, steps[1]), F32)
+    low = expected_gradients(world, bare, batch(steps[0]), BF16)
+    full = expected_gradients(world, bare, batch(steps[1]), F32)
     assert_named_close(engine.full_gradients(model), {n: low[n] + full[n] for n in low}, EXACT)
     assert {(g.state.name, g.gathered_bytes) for g in engine.groups(model)} == {("SHARDED", 0)}
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("backward_prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
-def test_an_evaluation_may_come_between_a_forward_and_its_backward(
-    world, engine, strategy, backward_prefetch
+def test_an_evaluation_between_a_forward_and_its_backward(
+    world, engine, batch, layers, strategy, backward_prefetch
 ):
-    model, bare = layers(world, engine, strategy, backward_prefetch=backward_prefetch)
-    trained = loss(model(batch(world)))
+    model, bare = layers(strategy, backward_prefetch=backward_prefetch)
+    trained = loss(model(batch()))
     with torch.no_grad():
-        evaluated = model.eval()(batch(world, 1))
-        assert torch.equal(evaluated, bare(batch(world, 1)))
+        evaluated = model.eval()(batch(1))
+        assert torch.equal(evaluated, bare(batch(1)))
     with CollectivesLog() as log:
         trained.backward()  # in eval still
     traffic = engine.traffic(log)
     assert {entry.dtype for entry in (*traffic.gathers, *traffic.reductions)} == {BF16}
     assert len(traffic.gathers) == (0 if strategy == "NO_SHARD" else 3)
-    expected = expected_gradients(world, bare, batch(world), BF16)
+    expected = expected_gradients(world, bare, batch(), BF16)
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
 @pytest.mark.parametrize("backward_prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"])
-def test_what_is_gathered_ahead_has_the_dtype_that_is_needed_also_when_modes_change(
-    world, engine, backward_prefetch
-):
-    model, _ = layers(world, engine, forward_prefetch=True, backward_prefetch=backward_prefetch)
-    loss(model(batch(world))).backward()
-    trained = loss(model(batch(world)))
+def test_prefetch_gathers_in_the_dtype_of_the_mode(engine, batch, layers, backward_prefetch):
+    model, _ = layers(forward_prefetch=True, backward_prefetch=backward_prefetch)
+    loss(model(batch())).backward()
+    trained = loss(model(batch()))
     with CollectivesLog() as log:
         model.eval()
         trained.backward()
-        model(batch(world))
+        model(batch())
     assert [entry.dtype for entry in engine.traffic(log).gathers] == [BF16] * 3 + [F32] * 3
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("forward_prefetch", [False, True])
-def test_training_goes_on_with_the_same_values_after_an_evaluation(world, engine, strategy, forward_prefetch):
-    model, bare = layers(world, engine, strategy, forward_prefetch=forward_prefetch)
+def test_training_continues_with_the_same_values_after_eval(
+    world, engine, batch, layers, strategy, forward_prefetch
+):
+    model, bare = layers(strategy, forward_prefetch=forward_prefetch)
     for _ in range(2):
-        output = model.train()(batch(world))
-        assert torch.equal(output, run(bare, batch(world), BF16))
+        output = model.train()(batch())
+        assert torch.equal(output, run(bare, batch(), BF16))
         loss(output).backward()
-        expected = expected_gradients(world, bare, batch(world), BF16)
+        expected = expected_gradients(world, bare, batch(), BF16)
         assert_named_close(engine.full_gradients(model), expected, EXACT)
         assert_buffer_dtypes(model, BF16)
         model.zero_grad()
-        model.eval()(batch(world, 1))
+        model.eval()(batch(1))
 
 
-def test_a_buffer_that_was_changed_keeps_the_change_through_both_modes(world, engine):
-    model, _ = layers(world, engine)
+def test_a_changed_buffer_keeps_the_change_through_both_modes(engine, batch, layers):
+    model, _ = layers()
     shift = torch.full((8,), THIRD)
-    model(batch(world))
+    model(batch())
     engine.unwrapped(model)[1].shift.add_(1)
     shift = shift.to(BF16) + 1
-    model.eval()(batch(world))
+    model.eval()(batch())
     assert torch.equal(engine.unwrapped(model)[1].shift.cpu(), shift.float())
     engine.unwrapped(model)[1].shift.mul_(THIRD)
     shift = shift.float() * THIRD
     for train, dtype in ((True, BF16), (False, F32)):
-        model.train(train)(batch(world))
+        model.train(train)(batch())
         assert torch.equal(engine.unwrapped(model)[1].shift.cpu(), shift.to(dtype))
 
 
-def test_buffers_go_up_to_what_the_model_was_converted_to_meanwhile(world, engine):
-    model, _ = layers(world, engine)
-    model(batch(world))
-    model.to(world.device).eval()(batch(world))
+def test_buffers_return_to_the_dtype_the_model_was_converted_to(world, engine, batch, layers):
+    model, _ = layers()
+    model(batch())
+    model.to(world.device).eval()(batch())
     assert torch.equal(engine.unwrapped(model)[1].shift.cpu(), torch.full((8,), THIRD))
     engine.unwrapped(model)[1].shift.fill_(0.5)  # which bf16 can hold
-    model.train()(batch(world))
-    assert model.double().eval()(batch(world).double()).dtype == F64
+    model.train()(batch())
+    assert model.double().eval()(batch().double()).dtype == F64
     assert_buffer_dtypes(model, F64)
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_evaluation_without_autograd_leaves_a_model_that_trains(world, engine, strategy, mode):
-    model, bare = layers(world, engine, strategy)
+def test_evaluation_without_autograd_leaves_a_model_that_trains(world, engine, batch, layers, strategy, mode):
+    model, bare = layers(strategy)
     with mode():
-        assert torch.equal(model.eval()(batch(world)), bare(batch(world)))
-        model.train()(batch(world))  # casts the buffers
+        assert torch.equal(model.eval()(batch()), bare(batch()))
+        model.train()(batch())  # casts the buffers
     for layer in engine.unwrapped(model):
         layer.shift.mul_(1)  # as the running statistics of a batch norm are
     for train, dtype in ((False, F32), (True, BF16)):
-        loss(model.train(train)(batch(world))).backward()
+        loss(model.train(train)(batch())).backward()
         assert_named_close(
-            engine.full_gradients(model), expected_gradients(world, bare, batch(world), dtype), EXACT
+            engine.full_gradients(model), expected_gradients(world, bare, batch(), dtype), EXACT
         )
         model.zero_grad()
 
 
-def recomputed(world, engine, strategy, use_reentrant):
+@pytest.fixture(params=[False, True], ids=["", "reentrant"])
+def recomputed(world, shard, strategy, request):
     """Return the sharded model, a log of its dtypes, and a copy that recomputes nothing."""
     torch.manual_seed(world.seed)
-    bare = Recomputed(use_reentrant).to(world.device)
+    bare = Recomputed(use_reentrant=request.param).to(world.device)
     reference, log = copy.deepcopy(bare), ForwardDtypes(bare)
     reference.again = False
-    return shard(world, engine, bare, strategy), log, reference
+    return shard(bare, strategy), log, reference
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_in_eval_is_in_full_precision(world, engine, strategy, use_reentrant):
-    model, log, reference = recomputed(world, engine, strategy, use_reentrant)
-    model(batch(world))
+def test_recomputation_in_eval_is_in_full_precision(world, engine, batch, recomputed):
+    model, log, reference = recomputed
+    model(batch())
     with log:
-        loss(model.eval()(batch(world, 1))).backward()
+        loss(model.eval()(batch(1))).backward()
     for name in ("inner.0", "inner.1", "inner.2"):
         assert [call.in_backward for call in log.calls(name)] == [False, True]
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {F32}
-    expected = expected_gradients(world, reference, batch(world, 1), F32)
+    expected = expected_gradients(world, reference, batch(1), F32)
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_in_train_after_an_evaluation_is_in_low_precision(
-    world, engine, strategy, use_reentrant
-):
-    model, log, reference = recomputed(world, engine, strategy, use_reentrant)
-    trained = loss(model(batch(world)))
-    model.eval()(batch(world, 1))
+def test_recomputation_after_an_evaluation_is_in_low_precision(world, engine, batch, recomputed):
+    model, log, reference = recomputed
+    trained = loss(model(batch()))
+    model.eval()(batch(1))
     model.train()
     with log:
         trained.backward()
     for name in ("inner.0", "inner.1", "inner.2"):
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {BF16}
-    expected = expected_gradients(world, reference, batch(world), BF16)
+    expected = expected_gradients(world, reference, batch(), BF16)
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_child_in_eval_has_full_precision_amid_a_model_in_training(
-    world, engine, strategy, use_orig_params
+def test_a_child_in_eval_has_full_precision_in_a_training_model(
+    world, engine, batch, layers, strategy, use_orig_params
 ):
-    model, bare = layers(world, engine, strategy, use_orig_params=use_orig_params)
+    model, bare = layers(strategy, use_orig_params=use_orig_params)
     engine.unwrapped(model)[2].eval()
     dtypes = [(group.compute_dtype, group.reduce_dtype) for group in engine.groups(model)]
     assert dtypes == [(BF16, BF16), (BF16, BF16), (F32, F32)]
     with ForwardDtypes(engine.unwrapped(model)) as log, CollectivesLog() as sent:
-        output = model(batch(world))
+        output = model(batch())
         loss(output).backward()
-    half = run(bare[1], run(bare[0], batch(world), BF16), BF16)
+    half = run(bare[1], run(bare[0], batch(), BF16), BF16)
     reference = bare[2](half.float()).to(BF16)
     assert torch.equal(output, reference)
     assert [log.inputs(name) for name in "012"] == [{BF16}, {BF16}, {F32}]
@@ -296,34 +295,32 @@ def test_a_child_in_eval_has_full_precision_amid_a_model_in_training(
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
-@EVERY_STRATEGY
-def test_gradients_are_kept_in_the_dtype_of_their_forwards_mode(world, engine, strategy):
+def test_gradients_are_kept_in_the_dtype_of_their_forwards_mode(engine, batch, layers, strategy):
     precision = Precision(BF16, F16, BF16, keep_low_precision_grads=True)
-    model, _ = layers(world, engine, strategy, precision)
+    model, _ = layers(strategy, precision)
     for train, dtype in ((True, F16), (False, F32)):
-        output = model.train(train)(batch(world))
+        output = model.train(train)(batch())
         model.train(not train)
         loss(output).backward()
         assert {group.gradient_dtype for group in engine.groups(model)} == {dtype}
         model.zero_grad()
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("last", ["train", "eval"])
-def test_gradients_of_both_modes_add_up_over_no_sync(world, engine, strategy, last):
-    model, bare = layers(world, engine, strategy, Precision(BF16, F32, BF16))
+def test_gradients_of_both_modes_add_up_over_no_sync(world, engine, batch, layers, strategy, last):
+    model, bare = layers(strategy, Precision(BF16, F32, BF16))
     with engine.no_sync(model):
-        loss(model.train(last == "eval")(batch(world))).backward()
-    loss(model.train(last == "train")(batch(world))).backward()
-    low, full = (mean_gradients(world, bare, run(bare, batch(world), dtype), F32) for dtype in (BF16, F32))
+        loss(model.train(last == "eval")(batch())).backward()
+    loss(model.train(last == "train")(batch())).backward()
+    low, full = (mean_gradients(world, bare, run(bare, batch(), dtype), F32) for dtype in (BF16, F32))
     expected = {name: low[name] + full[name] for name in low}
     assert_named_close(engine.full_gradients(model), expected)  # here the sum is made before the mean
 
 
-def test_a_group_that_was_prefetched_for_training_is_gathered_anew_for_eval(world, engine):
+def test_a_group_prefetched_for_training_is_regathered_for_eval(engine, shard, batch):
     bare = Layers()
     last, log, seen = bare[2], ForwardDtypes(bare), []
-    model = shard(world, engine, bare, forward_prefetch=True)
+    model = shard(bare, forward_prefetch=True)
 
     def switch(*_):
         seen.append((engine.groups(model)[2].state.name, last.training))
@@ -332,7 +329,7 @@ def test_a_group_that_was_prefetched_for_training_is_gathered_anew_for_eval(worl
     bare[1].register_forward_hook(switch)
     for _ in range(3):
         with log:
-            model(batch(world))
+            model(batch())
     assert seen == [("SHARDED", True), ("PREFETCHED", False), ("PREFETCHED", True)]
     assert [call.parameters["weight"] for call in log.calls("2")] == [F32, BF16, F32]
     assert [call.buffers["shift"] for call in log.calls("2")] == [F32, BF16, F32]

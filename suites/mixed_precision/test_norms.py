@@ -14,7 +14,6 @@ from harness.assertions import (
     Trainee,
     Training,
     assert_parity,
-    per_rank_batches,
     train,
     unsharded_with_casts,
 )
@@ -24,11 +23,6 @@ from harness.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32
 IN_FP16 = {"param_dtype": F16, "reduce_dtype": F16, "buffer_dtype": F16}
-
-
-def batches(world, make):
-    batch = per_rank_batches(make, world.seed, world.rank)
-    return lambda step: batch(step).to(world.device)
 
 
 def check_norms(engine, bare, spec, training, others):
@@ -63,14 +57,14 @@ def check_dtypes(modules, dtypes, norms):
 @pytest.mark.ranks(2)
 class TestFSDPMixedPrecisionSharded:
     @pytest.mark.ranks(2, timeout=180)  # 27 s on two cores that six others used, most of it fp16 convolutions
-    def test_mixed_precision_resnet(self, world, engine, monkeypatch):
+    def test_mixed_precision_resnet(self, monkeypatch, world, engine, batch, batches):
         """Off the GPU torch refuses SyncBatchNorm in training: there the plain one stands for it."""
         # Two models that are held to each other need one algorithm for each convolution.
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
         bare = resnet50().to(world.device)
         if world.device.type != "cpu":
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)
-        images = batches(world, lambda generator: torch.randn(2, 3, 64, 64, generator=generator))
+        images = batches(lambda generator: torch.randn(2, 3, 64, 64, generator=generator))
         # A sum of logits has gradients beyond the range of fp16.
         training = Training(images, lambda model, batch: model(batch).mean(), steps=1, tolerance=F16)
         large = ["layer4.0.conv2", "layer4.0.downsample.0", "layer4.1.conv2", "layer4.2.conv2", "fc"]
@@ -79,10 +73,10 @@ class TestFSDPMixedPrecisionSharded:
         check_norms(engine, bare, spec, training, ["", *blocks, *large])
 
     @pytest.mark.parametrize("sync", [True, False], ids=["sync", "plain"])
-    def test_mp_batchnorm(self, world, engine, sync):
+    def test_mp_batchnorm(self, world, engine, batch, batches, sync):
         """Off the GPU torch refuses SyncBatchNorm in training: there the claim is made of evaluation."""
         bare = BatchNormNet().to(world.device)
-        inputs = batches(world, BatchNormNet.batch)
+        inputs = batches(BatchNormNet.batch)
         if sync:
             bare = nn.SyncBatchNorm.convert_sync_batchnorm(bare)
         if sync and world.device.type == "cpu":

@@ -8,35 +8,22 @@ import torch
 
 from harness.assertions import TOLERANCES, assert_named_close
 from harness.assertions.closeness import EXACT
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision
 from harness.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2, 4)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-HYBRID = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 LOW_DTYPES = pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
 
 
-def options(world):
-    """Return the settings that numbers must not depend on; on many ranks not all of them."""
-    return {"use_orig_params": [False, True], "offload": [False, True] if world.size == 2 else [False]}
+def offloads(world, front):
+    """Return the setting that numbers must not depend on; on many ranks not all of it."""
+    return {"offload": [False, True] if world.size == 2 and not front.is_composable else [False]}
 
 
-def num_shards(world, strategy):
-    """Return over how many ranks parameters are cut; hybrid strategies replicate that twice."""
-    return {"NO_SHARD": 1, **dict.fromkeys(HYBRID, world.size // 2)}.get(strategy, world.size)
-
-
-def shard(world, engine, bare, strategy, **more):
-    units = getattr(bare, "units", ())
-    return engine.shard(bare.to(world.device), ShardSpec(strategy, units=units, device=world.device, **more))
-
-
-def full_gradients(engine, model):
-    return [gradient.tolist() for gradient in engine.full_gradients(model).values()]
+def full_gradients(front, model):
+    return [gradient.tolist() for gradient in front.full_gradients(model).values()]
 
 
 # low precision on the wire
@@ -60,12 +47,12 @@ def witnesses(size, dtype):
     return torch.cat([torch.tensor(columns).T, random * scales], dim=1)
 
 
-def mean(gradients, dtype, shards):
+def mean(gradients, dtype, replicas):
     """Return the mean over rows, of ranks that share a replica and then of replicas, each rounded once."""
     size = len(gradients)
-    inside = shards if 1 < shards < size else size
-    replicas = [rounded_sum(rows, size, dtype) for rows in gradients.to(dtype).split(inside)]
-    return rounded_sum(replicas, 1, dtype) if len(replicas) > 1 else replicas[0]
+    inside = size // replicas if size > replicas else size
+    sums = [rounded_sum(rows, size, dtype) for rows in gradients.to(dtype).split(inside)]
+    return rounded_sum(sums, 1, dtype) if len(sums) > 1 else sums[0]
 
 
 def rounded_sum(rows, divisor, dtype):
@@ -76,97 +63,89 @@ def rounded_sum(rows, divisor, dtype):
 
 
 @pytest.fixture
-def check_bits(world, engine, run_subtests):
+def check_bits(world, run_subtests):
     """Hold gradients to `mean` of the witnesses, whatever brings them into low precision."""
 
-    def check(precision, strategy, dtype, groups, **settings):
+    def check(front, dtype, replicas, precision, **settings):
         gradients = witnesses(world.size, dtype)
         # Without any precision it is the model itself that is in low precision.
         bare = KnownGradient(gradients.shape[1]).to(dtype if precision == Precision() else F32)
-        spec = {"precision": precision, "process_group": groups(), **settings}
-        model = shard(world, engine, bare, strategy, **spec)
+        axes = {"replicate": replicas, "shard": world.size // replicas}
+        mesh = world.mesh(*axes.values(), names=tuple(axes)) if replicas > 1 else None
+        model = front.shard(bare, precision=precision, mesh=mesh, **settings)
         model(gradients[world.rank].to(world.device)).backward()
         is_low = precision == Precision() or precision.keep_low_precision_grads
         seen = {p.grad.dtype for p in model.parameters() if p.grad is not None}
         assert seen == {dtype if is_low else F32}
-        expected = mean(gradients, dtype, num_shards(world, strategy)).to(world.device, *seen)
+        expected = mean(gradients, dtype, replicas).to(world.device, *seen)
         # nccl adds in an order and a precision of its own.
         tolerance = TOLERANCES[dtype] if world.backend == "nccl" else EXACT
-        assert_named_close(engine.full_gradients(model), {"weight": expected}, tolerance)
+        assert_named_close(front.full_gradients(model), {"weight": expected}, tolerance)
 
-    def run(strategy, dtype, groups=lambda: None):
-        low = Precision(dtype)
-        kept = Precision(dtype, keep_low_precision_grads=True)
-        settings = {"precision": [Precision(), Precision(reduce_dtype=dtype), low, kept], **options(world)}
-        run_subtests(settings, check, strategy=strategy, dtype=dtype, groups=groups)
+    def run(front, dtype, replicas=1, **settings):
+        precisions = [Precision(), Precision(reduce_dtype=dtype), Precision(dtype)]
+        if not front.is_composable:
+            precisions.append(Precision(dtype, keep_low_precision_grads=True))
+        settings = {"precision": precisions, **settings, **offloads(world, front)}
+        run_subtests(settings, check, front, dtype, replicas)
 
     return run
 
 
 @pytest.mark.ranks(2, 3, 4)
-@EVERY_STRATEGY
 @LOW_DTYPES
-def test_low_precision_gradients_are_summed_in_fp32_in_rank_order_and_rounded_once(
-    check_bits, strategy, dtype
-):
-    check_bits(strategy, dtype)
+def test_low_precision_gradients_are_summed_in_fp32_by_rank(front, check_bits, dtype):
+    check_bits(front, dtype)
 
 
-@pytest.mark.parametrize("strategy", HYBRID)
 @LOW_DTYPES
-def test_hybrid_reductions_round_once_inside_a_replica_and_once_across(world, check_bits, strategy, dtype):
-    def axes():
-        mesh = world.mesh(2, world.size // 2)
-        return mesh.get_group(1), mesh.get_group(0)
-
-    check_bits(strategy, dtype, axes)
+def test_hybrid_reductions_round_once_inside_and_once_across(check_bits, hybrid_front, dtype):
+    own = {} if hybrid_front.is_composable else {"use_orig_params": [False, True]}
+    check_bits(hybrid_front, dtype, replicas=2, **own)
 
 
-@EVERY_STRATEGY
 @LOW_DTYPES
-def test_small_terms_count_together(world, engine, strategy, dtype):
+def test_small_terms_count_together(world, engine, shard, strategy, dtype):
     """The same in numbers: added one by one in low precision, three quarters of a bit leave 1 as it is."""
     eps = torch.finfo(dtype).eps
-    model = shard(world, engine, KnownGradient(3), strategy, precision=Precision(dtype))
+    model = shard(KnownGradient(3), strategy, precision=Precision(dtype))
     model(torch.tensor(1.0 if world.rank == 0 else eps / 4, device=world.device)).backward()
     expected = {2: 1 / 2, 4: (1 + eps) / 4}[world.size]
     assert full_gradients(engine, model) == [[expected] * 3]
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("precision", [Precision(F16), Precision(reduce_dtype=F16)], ids=["param", "reduce"])
-def test_the_mean_of_fp16_gradients_whose_sum_overflows_is_exact(world, engine, strategy, precision):
-    model = shard(world, engine, KnownGradient(3), strategy, precision=precision)
+def test_the_mean_of_fp16_gradients_is_exact_if_sums_overflow(world, front, precision):
+    model = front.shard(KnownGradient(3), precision=precision)
     model(torch.tensor(60000.0 + 64 * world.rank, device=world.device)).backward()
-    assert full_gradients(engine, model) == [[60000.0 + 32 * (world.size - 1)] * 3]
+    assert full_gradients(front, model) == [[60000.0 + 32 * (world.size - 1)] * 3]
 
 
 # fp32 on the wire
 
 
-@EVERY_STRATEGY
 @LOW_DTYPES
-def test_reduce_dtype_holds_for_every_bit_of_every_gradient(world, engine, run_subtests, strategy, dtype):
+def test_reduce_dtype_holds_for_every_bit_of_every_gradient(world, front, run_subtests, dtype):
     """pytorch#190626: some gradients were reduced in low precision and cast afterwards."""
     eps = torch.finfo(dtype).eps
 
     def check(keep, **settings):
         precision = Precision(dtype, F32, keep_low_precision_grads=keep)
-        model = shard(world, engine, KnownGradients(4), strategy, precision=precision, **settings)
+        model = front.shard(KnownGradients(4), precision=precision, **settings)
         # The last rank has one bit more than 1, the last of the dtype; the mean needs more.
         witness = 1 + eps * (world.rank == world.size - 1)
         model(torch.tensor(witness, device=world.device)).backward()
-        assert full_gradients(engine, model) == [[1 + eps / world.size] * 4] * 4
+        assert full_gradients(front, model) == [[1 + eps / world.size] * 4] * 4
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
 
-    run_subtests({"keep": [False, True], **options(world)}, check)
+    keep = [False] if front.is_composable else [False, True]
+    run_subtests({"keep": keep, **offloads(world, front)}, check)
 
 
-@EVERY_STRATEGY
 @LOW_DTYPES
-def test_gradients_of_a_low_precision_model_are_rounded_after_the_fp32_sum(world, engine, strategy, dtype):
+def test_low_precision_models_round_gradients_after_the_sum(world, engine, shard, strategy, dtype):
     eps = torch.finfo(dtype).eps
-    model = shard(world, engine, KnownGradient(4).to(dtype), strategy, precision=Precision(F32))
+    model = shard(KnownGradient(4).to(dtype), strategy, precision=Precision(F32))
     # Rounded before they are summed, they would be 1 and 1 + eps, and their mean would be rounded to 1.
     witness = 1 + eps * (0.4, 0.8)[world.rank % 2]
     model(torch.tensor(witness, device=world.device)).backward()
@@ -174,18 +153,17 @@ def test_gradients_of_a_low_precision_model_are_rounded_after_the_fp32_sum(world
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
 
 
-@EVERY_STRATEGY
 @LOW_DTYPES
-def test_unsynced_gradients_add_up_in_the_reduce_dtype(world, engine, run_subtests, strategy, dtype):
+def test_unsynced_gradients_add_up_in_the_reduce_dtype(world, front, run_subtests, dtype):
     eps = torch.finfo(dtype).eps
 
     def check(**settings):
-        model = shard(world, engine, KnownGradients(3), strategy, precision=Precision(dtype, F32), **settings)
+        model = front.shard(KnownGradients(3), precision=Precision(dtype, F32), **settings)
         large, small = (torch.tensor(value, device=world.device) for value in (1.0, eps / 4))
-        with engine.no_sync(model):
+        with front.no_sync(model):
             model(large).backward()
             model(small).backward()
         model(small).backward()
-        assert full_gradients(engine, model) == [[1 + eps / 2] * 3] * 4
+        assert full_gradients(front, model) == [[1 + eps / 2] * 3] * 4
 
-    run_subtests(options(world), check)
+    run_subtests(offloads(world, front), check)

@@ -12,43 +12,46 @@ from harness.assertions import (
     assert_gradient_dtypes,
     assert_parameter_dtypes,
     assert_parity,
-    per_rank_batches,
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision
 from harness.conformance.models import KnownGradients, LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.recorders import ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 IN_FP32 = Precision(F32, F32, F32)
 
 
-def check_learning(world, engine, bare, spec, tolerance):
+def loss_of(model, batch):
+    return LinearMixedPrecision.loss(model(batch))
+
+
+@pytest.fixture
+def check_learning(engine, shard, batches):
     """Hold ``bare`` to what it learns unsharded; return the sharded model, a log of dtypes, saved dtypes."""
-    batches = per_rank_batches(LinearMixedPrecision.batch, world.seed, world.rank)
-    loss = lambda model, batch: LinearMixedPrecision.loss(model(batch))  # noqa: E731
-    training = Training(lambda step: batches(step).to(world.device), loss, tolerance=tolerance)
-    casts = spec.precision.param_dtype, spec.precision.reduce_dtype, spec.precision.buffer_dtype
-    learned = train(unsharded_with_casts(copy.deepcopy(bare), *casts), training)
-    log = ForwardDtypes(bare)
-    model = engine.shard(bare, spec)
-    with log:
-        assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
-    return model, log, {name: tensor.dtype for name, tensor in engine.full_state(model).items()}
+
+    def check(bare, strategy, precision, tolerance, **spec):
+        training = Training(batches(LinearMixedPrecision.batch), loss_of, tolerance=tolerance)
+        casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
+        learned = train(unsharded_with_casts(copy.deepcopy(bare), *casts), training)
+        log = ForwardDtypes(bare)
+        model = shard(bare, strategy, precision=precision, **spec)
+        with log:
+            assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
+        return model, log, {name: tensor.dtype for name, tensor in engine.full_state(model).items()}
+
+    return check
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-def test_a_bf16_model_computes_in_fp32_and_stays_in_bf16(world, engine, collectives, strategy, offload):
+def test_a_bf16_model_computes_in_fp32_and_stays_in_bf16(
+    world, engine, check_learning, collectives, strategy, offload
+):
     bare = NestedLinearMixedPrecision(BF16).to(world.device)
-    spec = ShardSpec(strategy, IN_FP32, bare.units, offload=offload, device=world.device)
     begin = len(collectives)
-    model, log, saved = check_learning(world, engine, bare, spec, BF16)
+    model, log, saved = check_learning(bare, strategy, IN_FP32, BF16, offload=offload)
     assert log.inputs("0") == log.inputs("1") == log.parameters("0.lin") == log.parameters("1.lin") == {F32}
     assert log.buffers("0") == log.buffers("1") == {F32}
     assert {e.dtype for e in engine.traffic(collectives.entries[begin:]).reductions} == {F32}
@@ -57,14 +60,12 @@ def test_a_bf16_model_computes_in_fp32_and_stays_in_bf16(world, engine, collecti
     assert saved == {"0.lin.weight": BF16, "1.lin.weight": BF16, "0.buffer0": F64, "1.buffer1": F64}
 
 
-@EVERY_STRATEGY
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_reduced_above_the_models_own_dtype_keep_every_bit_if_told(
-    world, engine, strategy, use_orig_params
+def test_kept_gradients_reduced_above_the_model_keep_every_bit(
+    world, engine, shard, strategy, use_orig_params
 ):
     precision = Precision(F32, F32, keep_low_precision_grads=True)
-    bare = KnownGradients(3).to(world.device, BF16)
-    model = engine.shard(bare, ShardSpec(strategy, precision, bare.units, use_orig_params=use_orig_params))
+    spec = {"precision": precision, "use_orig_params": use_orig_params}
+    model = shard(KnownGradients(3).to(BF16), strategy, **spec)
     # bf16 has steps of 2^-7 above 1.
     model(torch.tensor(1 + world.rank * 2**-20, device=world.device)).backward()
     assert [g.tolist() for g in engine.full_gradients(model).values()] == [[1 + 2**-21] * 3] * 4
@@ -72,13 +73,11 @@ def test_gradients_reduced_above_the_models_own_dtype_keep_every_bit_if_told(
     assert_parameter_dtypes(model, BF16)
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("precision", [Precision(F16, F16, F16), Precision(BF16, F32)], ids=["fp16", "bf16"])
-def test_groups_of_different_dtypes_compute_in_one_and_keep_each_its_own(world, engine, strategy, precision):
+def test_groups_of_different_dtypes_compute_in_one(world, engine, check_learning, strategy, precision):
     layers = LinearMixedPrecision(F64, "buffer0"), LinearMixedPrecision(F32, "buffer1")
     bare = nn.Sequential(*layers).to(world.device)
-    spec = ShardSpec(strategy, precision, ("0",))
-    model, log, saved = check_learning(world, engine, bare, spec, precision.param_dtype)
+    model, log, saved = check_learning(bare, strategy, precision, precision.param_dtype, units=("0",))
     assert log.inputs("0") == log.inputs("1") == {precision.param_dtype}
     assert log.parameters("0.lin") == log.parameters("1.lin") == {precision.param_dtype}
     original = {group.name: group.gradient_dtype for group in engine.groups(model)}
@@ -86,12 +85,11 @@ def test_groups_of_different_dtypes_compute_in_one_and_keep_each_its_own(world, 
     assert saved == {"0.lin.weight": F64, "1.lin.weight": F32, "0.buffer0": F64, "1.buffer1": F64}
 
 
-@EVERY_STRATEGY
-def test_buffers_are_cast_up_as_well_as_down(world, engine, strategy):
+def test_buffers_are_cast_up_as_well_as_down(world, engine, shard, strategy):
     bare = LinearMixedPrecision(F32).to(world.device)
     bare.buffer = bare.buffer.half()
     log, original = ForwardDtypes(bare), bare.buffer
-    model = engine.shard(bare, ShardSpec(strategy, Precision(buffer_dtype=F32)))
+    model = shard(bare, strategy, precision=Precision(buffer_dtype=F32))
     with log:
         model(torch.ones(1, 10, device=world.device))
     assert log.buffers("") == {F32}

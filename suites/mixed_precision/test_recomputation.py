@@ -10,13 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.assertions import assert_named_close, named_gradients
 from harness.assertions.closeness import EXACT
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision
 from harness.recorders import ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 BOTH_KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 MIXED = Precision(BF16, F32, F16, cast_forward_inputs=True)
 
@@ -77,13 +76,18 @@ def backward(world, model, autocast=False):
     output.float().square().sum().backward()
 
 
-def passes(world, engine, bare, autocast=False, **spec):
+@pytest.fixture
+def passes(world, shard):
     """Return the calls of modules in forward and those in backward, by name."""
-    log = ForwardDtypes(bare)
-    model = engine.shard(bare.to(world.device), ShardSpec(**spec))
-    with log:
-        backward(world, model, autocast)
-    return [{c.module: c for c in log if c.in_backward == again} for again in (False, True)]
+
+    def passes(bare, autocast=False, **spec):
+        log = ForwardDtypes(bare)
+        model = shard(bare, **spec)
+        with log:
+            backward(world, model, autocast)
+        return [{c.module: c for c in log if c.in_backward == again} for again in (False, True)]
+
+    return passes
 
 
 def assert_same_dtypes(first, again):
@@ -95,16 +99,13 @@ def assert_same_dtypes(first, again):
         assert found == (before.inputs, before.parameters, before.buffers), name
 
 
-@EVERY_STRATEGY
 @BOTH_KINDS
-def test_recomputation_casts_as_the_first_forward_did(world, engine, run_subtests, strategy, use_reentrant):
+def test_recomputation_casts_as_the_first_forward_did(passes, run_subtests, strategy, use_reentrant):
     """pytorch#148831: casts were lost when activation checkpointing computed again."""
 
     def check(units, **settings):
         bare = Recomputed(use_reentrant)
-        first, again = passes(
-            world, engine, bare, strategy=strategy, units=units, precision=MIXED, **settings
-        )
+        first, again = passes(bare, strategy=strategy, units=units, precision=MIXED, **settings)
         assert_same_dtypes(first, again)
         # The factor is made between units: a unit casts it, the root does not.
         assert again["inner"].inputs == {"0": BF16, "1": BF16 if "inner" in units else F32}
@@ -116,17 +117,16 @@ def test_recomputation_casts_as_the_first_forward_did(world, engine, run_subtest
     run_subtests(SETTINGS, check)
 
 
-@EVERY_STRATEGY
 @BOTH_KINDS
 @pytest.mark.parametrize("inner", [Inner, Autocast], ids=["around", "inside"])
-def test_recomputation_is_under_autocast_as_the_first_forward_was(
-    world, engine, run_subtests, strategy, use_reentrant, inner
+def test_recomputation_is_under_autocast_as_the_first_forward(
+    passes, run_subtests, strategy, use_reentrant, inner
 ):
     """pytorch#148831: so was autocast."""
 
     def check(**settings):
         bare, around = Recomputed(use_reentrant, inner), inner is Inner
-        first, again = passes(world, engine, bare, around, strategy=strategy, **settings)
+        first, again = passes(bare, around, strategy=strategy, **settings)
         assert_same_dtypes(first, again)
         assert again["inner.first"].inputs == {"0": BF16 if around else F32}
         assert again["inner.second"].inputs == {"0": BF16}
@@ -135,13 +135,12 @@ def test_recomputation_is_under_autocast_as_the_first_forward_was(
     run_subtests(SETTINGS, check)
 
 
-@EVERY_STRATEGY
 @BOTH_KINDS
 @pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
-def test_a_norm_in_full_precision_is_recomputed_in_full_precision(world, engine, strategy, use_reentrant):
+def test_a_norm_in_full_precision_is_recomputed_like_that(passes, strategy, use_reentrant):
     bare = Recomputed(use_reentrant)
     bare.inner.first = nn.BatchNorm1d(8)
-    first, again = passes(world, engine, bare, strategy=strategy, units=("inner",), precision=MIXED)
+    first, again = passes(bare, strategy=strategy, units=("inner",), precision=MIXED)
     assert_same_dtypes(first, again)
     norm = again["inner.first"]
     found = norm.inputs["0"], norm.parameters["weight"], norm.buffers["running_mean"]
@@ -157,9 +156,8 @@ def expected_gradients(world, bare, precision, autocast):
     return {name: sum(gradients[name] for gradients in of_ranks) / len(of_ranks) for name in of_ranks[0]}
 
 
-@EVERY_STRATEGY
 @pytest.mark.parametrize("casts", ["mixed", "autocast", "autocast_inside"])
-def test_recomputation_changes_no_bit_of_a_gradient(world, engine, run_subtests, strategy, casts):
+def test_recomputation_changes_no_bit_of_a_gradient(world, engine, shard, run_subtests, strategy, casts):
     inner = Autocast if casts == "autocast_inside" else Inner
     precision = MIXED if casts == "mixed" else Precision()
     bare = Recomputed(None, inner).to(world.device)
@@ -169,8 +167,7 @@ def test_recomputation_changes_no_bit_of_a_gradient(world, engine, run_subtests,
         found = []
         for use_reentrant in (None, False, True):
             bare.use_reentrant = use_reentrant
-            spec = ShardSpec(strategy, precision=precision, **settings)
-            model = engine.shard(copy.deepcopy(bare), spec)
+            model = shard(copy.deepcopy(bare), strategy, precision=precision, **settings)
             backward(world, model, casts == "autocast")
             found.append(engine.full_gradients(model))
         assert_named_close(found[0], expected, BF16)

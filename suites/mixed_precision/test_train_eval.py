@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.assertions import assert_named_close, per_rank_batches
+from harness.assertions import assert_named_close
 from harness.conformance import Precision, ShardSpec
 
 F16 = torch.float16
@@ -40,14 +40,8 @@ def transformer():
     return nn.Transformer(WIDTH, nhead=2, num_decoder_layers=1, dim_feedforward=8, custom_encoder=encoder)
 
 
-def batches(world):
-    """Return a function from round to (src, tgt) of this rank."""
-    make = per_rank_batches(
-        lambda g: (torch.randn(5, 2, WIDTH, generator=g), torch.randn(4, 2, WIDTH, generator=g)),
-        world.seed,
-        world.rank,
-    )
-    return lambda number: tuple(tensor.to(world.device) for tensor in make(number))
+def src_and_tgt(generator):
+    return tuple(torch.randn(length, 2, WIDTH, generator=generator) for length in (5, 4))
 
 
 class Unsharded:
@@ -100,9 +94,9 @@ def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def evaluations(world, flow):
+def evaluations(batch, flow):
     """Return what the averaged copy computes after each round, and in the end all parameters."""
-    batch, found = batches(world), {}
+    found = {}
     for number in range(ROUNDS):
         flow.model.train()
         torch.manual_seed(number)  # of dropout
@@ -115,15 +109,15 @@ def evaluations(world, flow):
 
 @pytest.mark.ranks(2)
 class TestFSDPTrainEval:
-    @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    def test_train_ema_eval_flow(self, world, engine, run_subtests, strategy):
+    def test_train_ema_eval_flow(self, world, engine, batches, run_subtests, strategy):
         bare = TransformerWithEMA().to(world.device)
-        expected = evaluations(world, Unsharded(world, copy.deepcopy(bare)))
+        batch = batches(src_and_tgt)
+        expected = evaluations(batch, Unsharded(world, copy.deepcopy(bare)))
         outputs = [expected[f"output {number}"] for number in range(ROUNDS)]
         assert not any(map(torch.equal, outputs, outputs[1:]))
 
         def check(**settings):
             flow = Sharded(world, engine, copy.deepcopy(bare), strategy=strategy, **settings)
-            assert_named_close(evaluations(world, flow), expected, F16)
+            assert_named_close(evaluations(batch, flow), expected, F16)
 
         run_subtests({"use_orig_params": [False, True], "offload": [False, True]}, check)

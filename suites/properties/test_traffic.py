@@ -85,7 +85,7 @@ def padded(world, numel):
 
 @pytest.mark.ranks(1, 2, 3)
 @given(tree=trees(idle=False, recomputed=False), strategy=STRATEGIES, precision=PRECISIONS, no_sync=NO_SYNC)
-def test_units_are_gathered_for_each_call_and_once_in_each_backward(
+def test_units_are_gathered_per_call_and_once_per_backward(
     world, engine, offered, tree, strategy, precision, no_sync
 ):
     require(engine, Capability.TRAFFIC, Capability.GROUPS, Capability.SHARDING, Capability.MIXED_PRECISION)
@@ -118,7 +118,7 @@ def test_units_are_gathered_for_each_call_and_once_in_each_backward(
     precision=PRECISIONS,
     no_sync=NO_SYNC,
 )
-def test_groups_with_gradients_are_reduced_once_by_each_synced_backward(
+def test_each_synced_backward_reduces_groups_with_gradients_once(
     world, engine, offered, tree, strategy, precision, no_sync
 ):
     require(engine, Capability.TRAFFIC, Capability.GROUPS, Capability.SHARDING, Capability.MIXED_PRECISION)

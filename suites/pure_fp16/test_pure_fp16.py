@@ -48,7 +48,6 @@ def gradients_of(ddp):
 
 @pytest.mark.ranks(2)
 class TestPureFP16:
-    @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no_offload"])
     def test_pure_fp16_training(self, world, engine, offload):
         reference = DistributedDataParallel(model_from(world.seed).to(world.device).half())
         spec = ShardSpec(units=NestedWrappedModule.units, offload=offload, device=world.device)

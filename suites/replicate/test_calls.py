@@ -52,7 +52,7 @@ def arguments(world):
 
 
 @pytest.mark.parametrize("cast", [True, False], ids=["cast", "not_cast"])
-def test_floating_arguments_are_cast_inside_containers_and_all_else_is_left(world, front, cast):
+def test_floating_arguments_are_cast_inside_containers(world, front, cast):
     model = Echo().to(world.device, BF16 if not cast else F32)
     front(model, **front.precision(BF16, cast_forward_inputs=cast))
     args, kwargs = arguments(world)
@@ -66,7 +66,7 @@ def test_floating_arguments_are_cast_inside_containers_and_all_else_is_left(worl
     assert (output.dtype, more["name"], nested["ids"][1].__class__) == (BF16, "x", tuple)
 
 
-def test_floating_outputs_are_cast_to_the_output_dtype_and_all_else_is_left(world, front):
+def test_floating_outputs_are_cast_to_the_output_dtype(world, front):
     model = Echo().to(world.device)
     front(model, **front.precision(BF16, output_dtype=F32))
     args, kwargs = arguments(world)
@@ -101,7 +101,7 @@ def test_an_inputs_gradient_has_the_inputs_dtype(world, front):
     assert_named_close({"x": x.grad}, {"x": torch.full((2, 8), 4.0)}, EXACT)
 
 
-def test_a_module_in_hand_is_an_fsdp_module_of_its_own_class_still(world, front, engine):
+def test_a_sharded_module_keeps_its_own_class(world, engine, front):
     model = front(NestedWrappedModule().to(world.device))
     assert isinstance(model, engine.composable.FSDPModule)
     assert isinstance(model, NestedWrappedModule)
@@ -111,9 +111,7 @@ def test_a_module_in_hand_is_an_fsdp_module_of_its_own_class_still(world, front,
 
 @pytest.mark.parametrize("policy", [(), (BF16,)], ids=["fp32", "bf16"])
 def test_eval_gives_what_training_gave_and_sees_the_last_step(world, front, step, policy):
-    model = front.apply(
-        NestedWrappedModule().to(world.device), NestedWrappedModule.units, **front.precision(*policy)
-    )
+    model = front.shard(NestedWrappedModule(), **front.precision(*policy))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 8, device=world.device)
     outputs = []
@@ -133,7 +131,7 @@ def test_eval_gives_what_training_gave_and_sees_the_last_step(world, front, step
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_an_optimizer_built_after_a_forward_moves_the_weights(world, front, step, grad):
     """pytorch#149205: it was given what forward had gathered, and moved nothing."""
-    model = front.apply(NestedWrappedModule().to(world.device), NestedWrappedModule.units)
+    model = front.shard(NestedWrappedModule())
     before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     with torch.set_grad_enabled(grad):
         model(torch.ones(2, 8, device=world.device))
@@ -157,7 +155,7 @@ def test_an_optimizer_built_after_a_forward_moves_the_weights(world, front, step
 @pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
 def test_each_optimizer_steps_as_on_an_unsharded_model(world, front, kind, way, on):
     reference = NestedWrappedModule().to(world.device)
-    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units)
+    model = front.shard(copy.deepcopy(reference))
     optimizers = [kind(m.parameters(), lr=0.01, **{way: on}) for m in (reference, model)]
     for number in range(2):
         x = torch.ones(2, 8, device=world.device) * (number + 1)
@@ -187,7 +185,7 @@ def test_recomputation_under_checkpointing_sees_the_same_dtypes(world, front, us
 
 
 def test_an_average_of_a_model_follows_its_steps(world, front, step):
-    model = front.apply(NestedWrappedModule().to(world.device), NestedWrappedModule.units)
+    model = front.shard(NestedWrappedModule())
     reference = copy.deepcopy(NestedWrappedModule()).to(world.device)
     with torch.no_grad():
         for p, q in zip(reference.parameters(), model.parameters(), strict=True):
@@ -213,7 +211,7 @@ def test_an_average_of_a_model_follows_its_steps(world, front, step):
 
 def test_a_module_can_be_mapped_over_a_batch(world, front):
     reference = NestedWrappedModule().to(world.device)
-    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units)
+    model = front.shard(copy.deepcopy(reference))
     x = torch.arange(16.0, device=world.device).view(2, 8) + world.rank
     torch.testing.assert_close(torch.vmap(model)(x), reference(x))
 
@@ -222,7 +220,7 @@ def test_a_module_can_be_mapped_over_a_batch(world, front):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_module_has_a_directional_derivative(world, front):
     reference = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(world.device)
-    model = front.apply(copy.deepcopy(reference), ("0",))
+    model = front.shard(copy.deepcopy(reference), ("0",))
     x, direction = (
         torch.arange(16.0, device=world.device).view(2, 8) / 16,
         torch.ones(2, 8, device=world.device),
@@ -231,8 +229,8 @@ def test_a_module_has_a_directional_derivative(world, front):
     torch.testing.assert_close(found, expected)
 
 
-def test_parameters_are_plain_tensors_that_autograd_tracks_inside_forward(world, front):
-    model = front.apply(NestedWrappedModule().to(world.device), NestedWrappedModule.units)
+def test_parameters_are_plain_tensors_inside_forward(world, front):
+    model = front.shard(NestedWrappedModule())
     seen = []
 
     def note(module, *_):
@@ -248,7 +246,7 @@ def test_parameters_are_plain_tensors_that_autograd_tracks_inside_forward(world,
 @pytest.mark.parametrize("name", ["generate", "skip"])
 def test_a_registered_method_gathers_as_forward_does(world, engine, front, name):
     reference = Generating().to(world.device)
-    model = front.apply(copy.deepcopy(reference), ("0",))
+    model = front.shard(copy.deepcopy(reference), ("0",))
     engine.composable.register_fsdp_forward_method(model, name)
     x = torch.ones(2, 8, device=world.device)
     outputs = [getattr(module, name)(x) for module in (model, reference)]

@@ -74,13 +74,11 @@ def check_reductions(front, world, log, dtype, groups):
 
 
 def nested(world, front, **settings):
-    return front.apply(NestedWrappedModule().to(world.device), NestedWrappedModule.units, **settings)
+    return front.shard(NestedWrappedModule(), **settings)
 
 
 @EVERY_DTYPE
-def test_a_step_gathers_all_groups_twice_but_the_root_and_reduces_each_once(
-    world, fully_shard, collectives, step, policy
-):
+def test_a_step_gathers_groups_twice_and_the_root_once(world, fully_shard, step, collectives, policy):
     """What goes over the wire is cast before, not after (pytorch#154975)."""
     model = nested(world, fully_shard, **fully_shard.precision(*policy))
     step(model)
@@ -90,7 +88,7 @@ def test_a_step_gathers_all_groups_twice_but_the_root_and_reduces_each_once(
 
 
 @EVERY_DTYPE
-def test_replicas_reduce_each_group_once_and_gather_nothing(world, replicate, collectives, step, policy):
+def test_replicas_reduce_each_group_once_and_gather_nothing(world, replicate, step, collectives, policy):
     model = nested(world, replicate, **replicate.precision(*policy))
     step(model)
     assert replicate.engine.traffic(collectives).gathers == (), collectives
@@ -101,7 +99,7 @@ def test_replicas_reduce_each_group_once_and_gather_nothing(world, replicate, co
     ("reshard", "in_backward"), [(None, NO_ROOT), (True, GROUPS), (False, ())], ids=["None", "True", "False"]
 )
 @pytest.mark.parametrize("when", ["given", "set_later"])
-def test_groups_that_were_freed_after_forward_are_gathered_in_backward(
+def test_groups_resharded_after_forward_are_gathered_in_backward(
     world, fully_shard, collectives, step, reshard, in_backward, when
 ):
     model = nested(world, fully_shard, **({"reshard_after_forward": reshard} if when == "given" else {}))
@@ -114,9 +112,7 @@ def test_groups_that_were_freed_after_forward_are_gathered_in_backward(
 @pytest.mark.ranks(4)
 # The engine makes a process group of the few ranks, which lives as long as the process.
 @pytest.mark.filterwarnings("ignore:.*left behind.*process group")
-def test_groups_may_be_cut_among_fewer_ranks_between_forward_and_backward(
-    world, fully_shard, collectives, step
-):
+def test_reshard_to_fewer_ranks_between_forward_and_backward(world, fully_shard, step, collectives):
     model = nested(world, fully_shard, reshard_after_forward=2)
     step(model)
     gathers = fully_shard.engine.traffic(collectives).gathers
@@ -125,9 +121,7 @@ def test_groups_may_be_cut_among_fewer_ranks_between_forward_and_backward(
     check_reductions(fully_shard, world, collectives, F32, GROUPS)
 
 
-def test_a_step_without_sync_reduces_nothing_and_the_next_reduces_each_group_once(
-    world, front, collectives, step
-):
+def test_no_sync_reduces_nothing_and_the_next_step_all(world, front, step, collectives):
     """huggingface/accelerate#3762: gradients were communicated all the same."""
     model = nested(world, front)
     model.set_requires_gradient_sync(False)
@@ -139,14 +133,14 @@ def test_a_step_without_sync_reduces_nothing_and_the_next_reduces_each_group_onc
     check_reductions(front, world, collectives, F32, GROUPS)
 
 
-def test_sync_may_be_switched_off_for_one_unit_alone(world, front, collectives, step):
+def test_sync_may_be_switched_off_for_one_unit_alone(world, front, step, collectives):
     model = nested(world, front)
     model.module[1].set_requires_gradient_sync(False, recurse=False)
     step(model)
     check_reductions(front, world, collectives, F32, [name for name in GROUPS if name != "module.1"])
 
 
-def test_parameters_kept_after_backward_are_not_gathered_again(world, fully_shard, collectives, step):
+def test_parameters_kept_after_backward_are_not_gathered_again(world, fully_shard, step, collectives):
     model = nested(world, fully_shard)
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
@@ -158,10 +152,10 @@ def test_parameters_kept_after_backward_are_not_gathered_again(world, fully_shar
     assert seen(gathers, in_backward=True) == shards(F32, world.size, NO_ROOT * 3)
 
 
-def test_a_frozen_group_is_not_reduced(world, front, collectives, step):
+def test_a_frozen_group_is_not_reduced(world, front, step, collectives):
     bare = NestedWrappedModule().to(world.device)
     bare.module[2].requires_grad_(False)
-    step(front.apply(bare, NestedWrappedModule.units))
+    step(front.shard(bare))
     check_reductions(front, world, collectives, F32, [name for name in GROUPS if name != "module.2"])
 
 
@@ -179,7 +173,7 @@ def test_modules_in_one_list_are_one_group(world, front, collectives):
 
 
 @pytest.mark.ranks(1)
-def test_one_rank_alone_sends_nothing(world, front, collectives, step):
+def test_one_rank_alone_sends_nothing(world, front, step, collectives):
     """torch 2.13 lets a replica reduce with itself."""
     model = nested(world, front)
     step(model)

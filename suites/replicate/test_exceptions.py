@@ -44,7 +44,7 @@ def test_an_exception_is_survived_by_the_next_step(world, front, run_subtests, p
 
 def check_survival(world, front, place, phase, sync):
     reference = NestedWrappedModule().to(world.device)
-    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units)
+    model = front.shard(copy.deepcopy(reference))
     generator = torch.Generator().manual_seed(world.seed)
     batches = torch.randn(3, 2 * world.size, 8, generator=generator).to(world.device)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
@@ -75,9 +75,7 @@ def fail_once(model, batch, place, phase, sync):
 @pytest.mark.parametrize("policy", [(), (torch.bfloat16,)], ids=["fp32", "bf16"])
 def test_parameters_are_sharded_ones_after_an_exception(world, front, phase, policy):
     """torch 2.13 leaves those of the groups under way in full."""
-    model = front.apply(
-        NestedWrappedModule().to(world.device), NestedWrappedModule.units, **front.precision(*policy)
-    )
+    model = front.shard(NestedWrappedModule(), **front.precision(*policy))
     before = list(model.parameters())
     plant(model, "module.1.1", phase)
     with pytest.raises(Planted):

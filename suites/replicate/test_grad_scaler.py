@@ -38,7 +38,7 @@ def test_an_inf_of_one_rank_is_skipped_by_all(world, engine, front, policy, shap
 
 
 def test_an_inf_in_one_shard_is_skipped_by_all(world, engine, front):
-    model = front.apply(KnownGradients(4).to(world.device), KnownGradients.units)
+    model = front.shard(KnownGradients(4))
     scaler = engine.grad_scaler(model, init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     bad = torch.tensor([1.0, 1.0, 1.0, INF], device=world.device)  # cut, it is in the last rank's shard

@@ -28,6 +28,8 @@ FRONTS = ["fully_shard", "replicate"]
 class Uneven(nn.Module):
     """Parameters that few worlds divide evenly, one of a single element, a tied weight, and buffers."""
 
+    units = ("first", "gate")
+
     def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
@@ -102,10 +104,10 @@ def meshes(world, engine):
             dist.destroy_process_group(group)
 
 
-def test_state_dict_has_the_bare_names_and_holds_parameters_as_they_lie(world, front):
+def test_state_dict_holds_sharded_parameters_by_their_bare_names(world, front):
     bare = Uneven()
     expected = {name: tensor.clone().to(world.device) for name, tensor in bare.state_dict().items()}
-    model = front.apply(bare.to(world.device), ("first", "gate"), **front.precision(torch.bfloat16))
+    model = front.shard(bare, **front.precision(torch.bfloat16))
     model(torch.ones(2, 8, device=world.device)).float().sum().backward()
     state = model.state_dict()
     assert_named_close({name: full(value) for name, value in state.items()}, expected, EXACT)
@@ -116,15 +118,15 @@ def test_state_dict_has_the_bare_names_and_holds_parameters_as_they_lie(world, f
 
 def test_a_full_state_dict_is_plain_and_the_same_everywhere(world, front):
     expected = {name: tensor.clone().to(world.device) for name, tensor in Uneven().state_dict().items()}
-    model = front.apply(Uneven().to(world.device), ("first", "gate"))
+    model = front.shard(Uneven())
     state = get_model_state_dict(model, options=FULL)
     assert_named_close(state, expected, EXACT)
     assert not any(isinstance(value, DTensor) for value in state.values())
 
 
-def test_a_full_state_dict_of_rank_zero_is_cut_for_all(world, front):
+def test_a_full_state_dict_of_rank_zero_is_sharded_for_all(world, front):
     expected = {name: tensor.clone().to(world.device) for name, tensor in Uneven(seed=1).state_dict().items()}
-    model = front.apply(Uneven().to(world.device), ("first", "gate"))
+    model = front.shard(Uneven())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(expected) if world.rank == 0 else {}, options=options)
     found = {name: full(value) for name, value in model.state_dict().items()}
@@ -134,11 +136,11 @@ def test_a_full_state_dict_of_rank_zero_is_cut_for_all(world, front):
     torch.testing.assert_close(model(x), reference(x))
 
 
-def test_a_state_dict_is_written_and_read_by_torch_as_well(world, front, tmp_path):
-    model = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
+def test_a_state_dict_is_written_and_read_by_torch_as_well(front, tmp_path):
+    model = front.shard(Uneven(seed=1))
     expected = {name: full(value).clone() for name, value in model.state_dict().items()}
     torch.save(model.state_dict(), tmp_path / "state.pt")
-    loaded = front.apply(Uneven().to(world.device), ("first", "gate"))
+    loaded = front.shard(Uneven())
     loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
     assert_named_close({name: full(value) for name, value in loaded.state_dict().items()}, expected, EXACT)
 
@@ -163,7 +165,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(world, engine, name, poli
     ("name", "other_name"),
     [("fully_shard", "fully_shard"), ("fully_shard", "replicate"), ("replicate", "fully_shard")],
 )
-def test_a_checkpoint_loads_at_another_world_size_and_under_the_other_front(
+def test_a_checkpoint_loads_at_another_size_and_other_front(
     world, engine, meshes, size, other, name, other_name
 ):
     """pytorch#102821: with uneven or empty shards it failed, or loaded other values."""
@@ -201,8 +203,8 @@ def test_names_in_the_optimizers_state_are_those_of_parameters(world, engine):
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, assign):
-    source = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
-    model = front.apply(Uneven().to(world.device), ("first", "gate"))
+    source = front.shard(Uneven(seed=1))
+    model = front.shard(Uneven())
     x = torch.ones(2, 8, device=world.device)
     model(x).sum().backward()
     model.load_state_dict(source.state_dict(), assign=assign)
@@ -211,13 +213,14 @@ def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, a
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_a_model_made_on_meta_is_filled_after_it_was_taken_in_hand(world, front, assign):
+def test_a_model_made_on_meta_is_filled_after_it_was_sharded(world, front, assign):
     with torch.device("meta"):
         bare = Uneven()
-    model = front.apply(bare, ("first", "gate"))
+    for module in (bare.first, bare.gate, bare):
+        model = front(module)
     if not assign:
         model.to_empty(device=world.device)
-    source = front.apply(Uneven(seed=1).to(world.device), ("first", "gate"))
+    source = front.shard(Uneven(seed=1))
     model.load_state_dict(source.state_dict(), assign=assign)
     x = torch.ones(2, 8, device=world.device)
     for module in (model, source):

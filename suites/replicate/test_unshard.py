@@ -19,7 +19,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 def nested(world, front, **settings):
     bare = NestedWrappedModule().to(world.device)
     full = {name: p.detach().clone() for name, p in bare.named_parameters()}
-    return front.apply(bare, NestedWrappedModule.units, **settings), full
+    return front.shard(bare, **settings), full
 
 
 def kinds(model):
@@ -29,7 +29,7 @@ def kinds(model):
 
 @pytest.mark.parametrize("policy", [(), (BF16, F32)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_unshard_shows_full_parameters_of_one_group_until_reshard(world, front, policy, async_op):
+def test_unshard_shows_full_parameters_until_reshard(world, front, policy, async_op):
     model, full = nested(world, front, **front.precision(*policy))
     before = list(model.parameters())
     handle = model.module[1].unshard(async_op=async_op)
@@ -45,7 +45,7 @@ def test_unshard_shows_full_parameters_of_one_group_until_reshard(world, front, 
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
 
 
-def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, collectives, step):
+def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, step, collectives):
     model, _ = nested(world, fully_shard)
     handles = [model.get_submodule(name).unshard(async_op=True) for name in ("", *NestedWrappedModule.units)]
     assert len(fully_shard.engine.traffic(collectives).gathers) == 4, collectives
@@ -58,7 +58,7 @@ def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, col
 
 def test_a_handle_need_not_be_waited_for(world, front):
     reference = NestedWrappedModule().to(world.device)
-    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units)
+    model = front.shard(copy.deepcopy(reference))
     for name in ("", *NestedWrappedModule.units):
         model.get_submodule(name).unshard(async_op=True)
     x = torch.ones(4, 8, device=world.device)
@@ -84,10 +84,10 @@ def test_by_hand_a_step_between_is_seen(world, front):
 @pytest.mark.parametrize("local", [False, True], ids=["by_dtensor", "by_local_tensor"])
 @pytest.mark.parametrize("policy", [(), (BF16,)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["on_its_way", "kept_by_forward"])
-def test_what_was_there_when_parameters_change_is_not_computed_with(world, front, policy, local, way):
+def test_parameters_gathered_before_a_change_are_not_used(world, front, policy, local, way):
     """torch 2.13 computes with what was sent before the change."""
     reference = NestedWrappedModule().to(world.device)
-    model = front.apply(copy.deepcopy(reference), NestedWrappedModule.units, **front.precision(*policy))
+    model = front.shard(copy.deepcopy(reference), **front.precision(*policy))
     x = torch.ones(4, 8, device=world.device)
     output = model(x)
     if way == "on_its_way":
@@ -114,7 +114,7 @@ class Watch:
             layer.register_forward_hook(
                 lambda _module, _inputs, output, index=index: self.note(index, output)
             )
-        fully_shard.apply(self.model, ("0", "1", "2", "3"))
+        fully_shard.shard(self.model, ("0", "1", "2", "3"))
 
     def note(self, index, output):
         self.forward[index] = self.gathers(False)

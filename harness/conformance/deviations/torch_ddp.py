@@ -16,31 +16,35 @@ _REENTRANT = (
 
 OWN: tuple[Deviation, ...] = (
     Deviation(
-        claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
-        cases=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
-        why=AGAIN,
-    ),
-    Deviation(
-        claims=("core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one*-NO_SHARD]",),
-        why=AGAIN,
-    ),
-    Deviation(
-        claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (0,), (0, 1)]]",),
-        cases=("strategy=NO_SHARD, *offload=False, precision=Precision(), sync=True",),
-        why=_UNUSED,
-    ),
-    Deviation(
         claims=(
-            "core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0, 1), (0,), (0,)]]",
-            "core/test_accumulation.py::test_a_parameter_may_be_used_in_some_*[[(0,), (1,), (0,)]]",
+            "core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice[NO_SHARD-*",
         ),
-        cases=("strategy=NO_SHARD, *offload=False, precision=Precision(), *",),
+        cases=("offload=False, precision=Precision(), *",),
+        why=AGAIN,
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_several_forwards_may_go_backward_one_by_one[NO_SHARD-*",),
+        why=AGAIN,
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_*[NO_SHARD-*-[(0,), (0,), (0, 1)]]",
+        ),
+        cases=("offload=False, precision=Precision(), sync=True",),
         why=_UNUSED,
     ),
     Deviation(
         claims=(
-            "core/test_accumulation.py::test_unsynced_gradients_of_a_unit_that_sits_out*[-*-NO_SHARD]",
-            "core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*-NO_SHARD]",
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_*[NO_SHARD-*-[(0, 1), (0,), (0,)]]",
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_*[NO_SHARD-*-[(0,), (1,), (0,)]]",
+        ),
+        cases=("offload=False, precision=Precision(), *",),
+        why=_UNUSED,
+    ),
+    Deviation(
+        claims=(
+            "core/test_accumulation.py::test_a_synced_backward_reduces_gradients_of_idle_*[NO_SHARD-*-no_offload]",
+            "core/test_accumulation.py::test_unsynced_gradients_survive_a_conversion_*[NO_SHARD-*",
         ),
         why=_UNUSED,
     ),
@@ -54,7 +58,7 @@ OWN: tuple[Deviation, ...] = (
             "core/test_shapes.py::*[thawing*",
             "core/test_shapes.py::*[skipping*",
         ),
-        cases=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
+        cases=("front=NO_SHARD-flat", "front=NO_SHARD-orig"),
         why=_UNUSED,
     ),
     Deviation(
@@ -62,11 +66,11 @@ OWN: tuple[Deviation, ...] = (
             "core/test_shapes.py::*[checkpointed_reentrant*",
             "core/test_shapes.py::*[checkpointed_inside_a_unit_reentrant*",
         ),
-        cases=("strategy=NO_SHARD, use_orig_params=False", "strategy=NO_SHARD, use_orig_params=True"),
+        cases=("front=NO_SHARD-flat", "front=NO_SHARD-orig"),
         why=_REENTRANT,
     ),
     Deviation(
-        claims=("core/test_checkpointing.py::test_a_tied_weight_is_counted_once_*-NO_SHARD-reentrant]",),
+        claims=("core/test_checkpointing.py::test_a_tied_weight_is_counted_once_*[NO_SHARD-*-reentrant]",),
         why=_REENTRANT,
     ),
     Deviation(
@@ -74,15 +78,17 @@ OWN: tuple[Deviation, ...] = (
         why=UNREDUCED,
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[fp32-NO_SHARD]",),
+        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[NO_SHARD-fp32]",),
         why=ONE_RANK,
     ),
     Deviation(
-        claims=("core/test_states.py::test_a_step_after_save_and_load_has_the_same_bits*-NO_SHARD-3-ranks]",),
+        claims=(
+            "core/test_states.py::test_a_step_after_save_and_load_has_the_same_bits[NO_SHARD-*-3-ranks]",
+        ),
         why="buckets are rebuilt after the first step, so that three ranks are added in another order",
     ),
     Deviation(
-        claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-NO_SHARD-*",),
+        claims=("mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[NO_SHARD-*",),
         cases=("precision=Precision(), *offload=False",),
         why=IN_LOW_PRECISION,
     ),

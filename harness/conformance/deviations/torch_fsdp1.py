@@ -22,8 +22,11 @@ _UNCAST = "a unit that is recomputed does not cast its inputs"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
-        claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
-        cases=("strategy=FULL_SHARD, *offload=False*", "strategy=SHARD_GRAD_OP, *offload=False*"),
+        claims=(
+            "core/test_accumulation.py::test_two_backwards_over_one_graph_*[FULL_SHARD-*",
+            "core/test_accumulation.py::test_two_backwards_over_one_graph_*[SHARD_GRAD_OP-*",
+        ),
+        cases=("offload=False*",),
         why=AGAIN,
         issue=136861,
         run=False,
@@ -47,51 +50,53 @@ CORE: tuple[Deviation, ...] = (
         run=False,
     ),
     Deviation(
-        claims=("core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice",),
-        cases=("strategy=NO_SHARD, *offload=False*",),
+        claims=(
+            "core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice[NO_SHARD-*",
+        ),
+        cases=("offload=False*",),
         why=AGAIN,
         issue=136861,
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_no_sync_reduces_nothing*[*--*-SHARD_GRAD_OP-*",),
+        claims=("core/test_collectives.py::test_no_sync_reduces_nothing*[SHARD_GRAD_OP-*-no_offload-*",),
         why="full parameters are kept through no_sync",
     ),
     Deviation(
         claims=(
-            "core/test_accumulation.py::test_zero_grad_forgets_unsynced_gradients*--*-FULL_SHARD]",
-            "core/test_accumulation.py::test_zero_grad_forgets_unsynced_gradients*--*-SHARD_GRAD_OP]",
+            "core/test_accumulation.py::test_zero_grad_drops_unsynced_gradients[FULL_SHARD-*-no_offload-*",
+            "core/test_accumulation.py::test_zero_grad_drops_unsynced_gradients[SHARD_GRAD_OP-*-no_offload-*",
         ),
         why="zero_grad after a backward without sync leaves the reduced gradient of the one before",
     ),
     Deviation(
         claims=(
-            "core/test_accumulation.py::test_unsynced_gradients_of_a_unit_that_sits_out*[-*",
-            "core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",
+            "core/test_accumulation.py::test_a_synced_backward_reduces_gradients_of_idle_*-no_offload]",
+            "core/test_accumulation.py::test_unsynced_gradients_survive_a_conversion_*",
         ),
         why=_UNSYNCED,
     ),
     Deviation(claims=("core/test_clipping.py::test_unreduced_gradients_are_refused*",), why=UNREDUCED),
     Deviation(
         claims=(
-            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[FULL_SHARD]",
-            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up_*[SHARD_GRAD_OP]",
+            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up[FULL_SHARD]",
+            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up[SHARD_GRAD_OP]",
         ),
         why=_OTHER_DTYPE,
     ),
     Deviation(
         claims=(
-            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered*[FULL_SHARD-*",
-            "core/test_checkpointing.py::test_a_unit_that_checkpoints_a_part_of_itself*[FULL_SHARD-*",
-            "core/test_collectives.py::test_a_step_gathers_and_reduces_each_group*[-*-FULL_SHARD-*",
-            "core/test_collectives.py::test_no_sync_reduces_nothing*[*--*-FULL_SHARD-*",
-            "core/test_collectives.py::test_evaluation_gathers_each_group_once*-FULL_SHARD-*",
+            "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered_*[FULL_SHARD-*",
+            "core/test_checkpointing.py::test_a_partly_checkpointed_unit_is_gathered_*[FULL_SHARD-*",
+            "core/test_collectives.py::test_a_step_gathers_and_reduces_by_strategy[FULL_SHARD-no_offload-*",
+            "core/test_collectives.py::test_no_sync_reduces_nothing*[FULL_SHARD-*-no_offload-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_once*[FULL_SHARD-*",
             "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[FULL_SHARD-*",
-            "core/test_collectives.py::test_a_frozen_group_is_gathered_for_its_inputs*-FULL_SHARD-*",
-            "core/test_hybrid.py::test_it_gathers_inside_a_replica_and_reduces*-HYBRID_SHARD-*",
-            "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-FULL_SHARD]",
-            "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-FULL_SHARD]",
+            "core/test_collectives.py::test_a_frozen_group_is_gathered_in_backward_*[FULL_SHARD-*",
+            "core/test_hybrid.py::test_it_gathers_inside_and_reduces_inside_*[HYBRID_SHARD-*",
+            "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[FULL_SHARD-*",
+            "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[FULL_SHARD-no_offload-*",
             "core/test_states.py::test_full_parameters_give_their_memory_back[*-FULL_SHARD-0]",
-            "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-FULL_SHARD]",
+            "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*[FULL_SHARD-*",
         ),
         why=_ROOT,
     ),
@@ -102,57 +107,57 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=(
-            "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[*-NO_SHARD]",
-            "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[-*-NO_SHARD]",
-            "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*-NO_SHARD]",
+            "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[NO_SHARD-*",
+            "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[NO_SHARD-no_offload-*",
+            "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*[NO_SHARD-*",
         ),
         why=_WHOLE,
     ),
     Deviation(
-        claims=("core/test_states.py::test_a_cast_shard_exists_only_while_its_gather_is_under_way[-bf16]",),
+        claims=("core/test_states.py::test_a_cast_shard_exists_only_while_its_gather_*[no_offload-bf16]",),
         why="the cast shard of a gather is not seen while it is under way on CPU",
     ),
     Deviation(
         claims=(
-            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[True-SHARD_GRAD_OP]",
-            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*[-True-SHARD_GRAD_OP]",
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[SHARD_GRAD_OP-orig]",
+            "core/test_states.py::test_an_optimizer_built_after_a_forward_*[SHARD_GRAD_OP-orig-]",
         ),
         why="after a forward the full parameters are shown, which no optimizer can step",
     ),
     Deviation(
         claims=(
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-SHARD_GRAD_OP]",
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[FULL_SHARD-*",
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[SHARD_GRAD_OP-*",
         ),
         why="after a forward in inference mode no post-backward can be registered",
     ),
     Deviation(
-        claims=("core/test_states.py::test_a_unit_skipped_in_a_step_*[False-SHARD_GRAD_OP]",),
+        claims=("core/test_states.py::test_units_skipped_or_left_out_of_the_loss_*[SHARD_GRAD_OP-flat]",),
         why="a unit whose output is left out of the loss keeps its full parameters",
     ),
     Deviation(
         claims=("core/test_shapes.py::test_gradients_and_parameters_*[skipping-*-ranks]",),
-        cases=("strategy=SHARD_GRAD_OP, use_orig_params=False",),
+        cases=("front=SHARD_GRAD_OP-flat",),
         why="a unit whose output is left out of the loss keeps its full parameters",
     ),
     Deviation(
         claims=(
-            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use*-FULL_SHARD-reentrant]",
-            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use*-SHARD_GRAD_OP-reentrant]",
+            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use[FULL_SHARD-*-reentrant]",
+            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use[SHARD_GRAD_OP-*-reentrant]",
         ),
         why=_REENTRANT,
     ),
     Deviation(
         claims=(
             "core/test_shapes.py::test_gradients_and*[checkpointed_inside_a_unit_reentrant-*-ranks]",
-            "core/test_shapes.py::test_models_train_*[checkpointed_inside_a_unit_reentrant]",
+            "core/test_shapes.py::test_models_train_*_really_freed[checkpointed_inside_a_unit_reentrant]",
         ),
-        cases=("strategy=FULL_SHARD*", "strategy=SHARD_GRAD_OP*"),
+        cases=("front=FULL_SHARD-*", "front=SHARD_GRAD_OP-*"),
         why=_REENTRANT,
     ),
     Deviation(
         claims=("core/test_shapes.py::*[nothing*",),
-        cases=("*use_orig_params=False", "*use_orig_params=True"),
+        cases=("front=*SHARD*-flat", "front=*SHARD*-orig"),
         why=_EMPTY,
     ),
     Deviation(
@@ -169,13 +174,13 @@ CORE: tuple[Deviation, ...] = (
     Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=ONE_RANK),
     Deviation(
         claims=(
-            "core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[SHARD_GRAD_OP-*",
+            "core/test_collectives.py::test_a_frozen_group_out_of_backward_is_gathered_once[SHARD_GRAD_OP-*",
         ),
         why="a frozen group that backward does not reach keeps its full parameters",
     ),
     Deviation(
         claims=(
-            "core/test_hybrid.py::test_it_learns_the_same_with_one_replica_or_one_shard[2-*-2-ranks]",
+            "core/test_hybrid.py::test_it_learns_the_same_with_one_replica_or_one_shard[*-2-2-ranks]",
             "core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_is_exact[*-2-*-2-ranks]",
         ),
         why=_ONE_SHARD,
@@ -186,25 +191,25 @@ CORE: tuple[Deviation, ...] = (
 SCALER: tuple[Deviation, ...] = (
     Deviation(
         claims=(
-            "grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[no_offload-False-3-ranks]",
+            "grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[flat-no_offload-3-ranks]",
         ),
         why="sums of three ranks round otherwise than those of DistributedDataParallel",
     ),
     Deviation(
-        claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_*[*-False-*",),
+        claims=("grad_scaler/test_agreement.py::test_a_fused_optimizer_gets_what_all_ranks_found[*-False-*",),
         why="an optimizer that unscales by itself sees only what this rank has found",
     ),
     Deviation(
-        claims=("grad_scaler/test_agreement.py::test_an_optimizer_that_unscales_by_itself_*[*-True-*",),
+        claims=("grad_scaler/test_agreement.py::test_a_fused_optimizer_gets_what_all_ranks_found[*-True-*",),
         why="an optimizer that takes the flag refuses it: unscale_ makes it a vector of one element",
     ),
     Deviation(
-        claims=("grad_scaler/test_gradients.py::test_low_precision_gradients_beside_fp32_parameters*",),
+        claims=("grad_scaler/test_gradients.py::test_low_precision_gradients_of_fp32_parameters_*",),
         why=_OTHER_DTYPE,
     ),
     Deviation(
         claims=(
-            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_overflows_unscaled_stops_the_step*",
         ),
         why="what overflows while it is unscaled is not seen",
     ),
@@ -262,17 +267,21 @@ MIXED: tuple[Deviation, ...] = (
     # Before the cases that are merely rounded.
     Deviation(
         claims=(
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-FULL_SHARD-*",
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-SHARD_GRAD_OP-*",
-            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[FULL_SHARD-orig-*",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[SHARD_GRAD_OP-orig-*",
         ),
+        cases=("*keep_low_precision_grads=True), offload=False",),
+        why=_OTHER_DTYPE,
+    ),
+    Deviation(
+        claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-4-ranks]",),
         cases=("*keep_low_precision_grads=True), use_orig_params=True, offload=False",),
         why=_OTHER_DTYPE,
     ),
     Deviation(
         claims=(
             "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*",
-            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-fp16-4-ranks]",
         ),
         cases=("*offload=False",),
         why=IN_LOW_PRECISION,
@@ -284,18 +293,18 @@ MIXED: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=(
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-FULL_SHARD-*",
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-SHARD_GRAD_OP-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[FULL_SHARD-flat-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[SHARD_GRAD_OP-flat-*",
         ),
-        cases=("keep=True, use_orig_params=False, offload=False",),
+        cases=("keep=True, offload=False",),
         why=_CAST_BACK,
     ),
     Deviation(
         claims=(
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-FULL_SHARD-*",
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*-SHARD_GRAD_OP-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[FULL_SHARD-orig-*",
+            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[SHARD_GRAD_OP-orig-*",
         ),
-        cases=("keep=True, use_orig_params=True, offload=False",),
+        cases=("keep=True, offload=False",),
         why=_OTHER_DTYPE,
     ),
     Deviation(
@@ -305,26 +314,26 @@ MIXED: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=(
-            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[False-FULL_SHARD]",
-            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[False-SHARD_GRAD_OP]",
+            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[FULL_SHARD-flat]",
+            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[SHARD_GRAD_OP-flat]",
         ),
         why=_CAST_BACK,
     ),
     Deviation(
         claims=(
-            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[True-FULL_SHARD]",
-            "mixed_precision/test_original_dtypes.py::test_gradients_reduced_above_*[True-SHARD_GRAD_OP]",
+            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[FULL_SHARD-orig]",
+            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[SHARD_GRAD_OP-orig]",
         ),
         why=_OTHER_DTYPE,
     ),
     Deviation(
-        claims=("mixed_precision/test_recomputation.py::test_recomputation_casts_as_*[-*",),
+        claims=("mixed_precision/test_recomputation.py::test_recomputation_casts_as_*-]",),
         cases=("units=('inner'_), *",),
         why=_UNCAST,
         issue=148831,
     ),
     Deviation(
-        claims=("mixed_precision/test_recomputation.py::test_a_norm_in_full_precision_is_recomputed_*[-*",),
+        claims=("mixed_precision/test_recomputation.py::test_a_norm_in_full_precision_is_recomputed_*-]",),
         why=_UNCAST,
         issue=148831,
     ),

@@ -17,37 +17,46 @@ _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
 _ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
 _REDUCED_IN_ANOTHER = (
-    "policy=(torch.bfloat16_torch.float32), sync=False",
-    "policy=(None_torch.bfloat16), sync=False",
+    "precision=Precision(param_dtype=bfloat16;reduce_dtype=float32), sync=False",
+    "precision=Precision(reduce_dtype=bfloat16), sync=False",
 )
-_AFTER_FORWARD = (
-    "after a forward unsharded parameters are visible; an optimizer made of them moves nothing"
-)
+_AFTER_FORWARD = "after a forward unsharded parameters are visible; an optimizer made of them moves nothing"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
-        claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_*[[(0,), (0,), (0, 1)]]",),
-        cases=(
-            "*precision=Precision(param_dtype=bfloat16;reduce_dtype=float32), sync=False",
-            "*precision=Precision(reduce_dtype=bfloat16), sync=False",
+        claims=(
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_*-[(0,), (0,), (0, 1)]]",
+            "core/test_accumulation.py::test_a_parameter_may_be_used_in_*-[(0,), (1,), (0,)]]",
         ),
+        cases=tuple(f"units=('0'_'1'), {case}" for case in _REDUCED_IN_ANOTHER),
+        why="a backward without sync raises while a unit has never been gathered",
+    ),
+    Deviation(
+        claims=("core/test_accumulation.py::test_a_parameter_may_be_used_in_*-[(0,), (0,), (0, 1)]]",),
+        cases=tuple(f"*{case}" for case in _REDUCED_IN_ANOTHER),
         why=_ACCUMULATED,
         issue=196996,
     ),
     Deviation(
-        claims=("core/test_accumulation.py::test_a_sum_of_no_sync_outlasts_a_conversion*",),
+        claims=("core/test_accumulation.py::test_unsynced_gradients_survive_a_conversion_*",),
         why="pending gradients are not converted with the model",
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[no_grad-*-NO_SHARD-*",),
+        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-no_grad-*",),
         why=KEPT,
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_a_frozen_group_that_backward_does_not_reach*[FULL_SHARD-*",),
+        claims=(
+            "core/test_collectives.py::test_a_frozen_group_out_of_backward_is_gathered_once[FULL_SHARD-*",
+        ),
         why="a frozen group that backward does not reach is prefetched",
     ),
-    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*-NO_SHARD]",), why=ONE_RANK),
-    Deviation(claims=("core/test_shapes.py::*[nothing*",), cases=("*",), why=_EMPTY),
+    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*[NO_SHARD-*",), why=ONE_RANK),
+    Deviation(
+        claims=("core/test_shapes.py::*[nothing*", "core/test_shapes.py::*[odd_dimensions*"),
+        cases=("*",),
+        why=_EMPTY,
+    ),
     Deviation(
         claims=("core/test_shapes.py::*[checkpointed_reentrant*",),
         cases=("*",),
@@ -55,22 +64,22 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=(
-            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward*-SHARD_GRAD_OP]",
-            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward*-NO_SHARD]",
-            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*-SHARD_GRAD_OP]",
-            "core/test_states.py::test_an_optimizer_built_after_a_first_forward*-NO_SHARD]",
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[SHARD_GRAD_OP-*",
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[NO_SHARD-*",
+            "core/test_states.py::test_an_optimizer_built_after_a_forward_*[SHARD_GRAD_OP-*",
+            "core/test_states.py::test_an_optimizer_built_after_a_forward_*[NO_SHARD-*",
         ),
         why=_AFTER_FORWARD,
         issue=149205,
     ),
     Deviation(
-        claims=("core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-FULL_SHARD]",),
+        claims=("core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[FULL_SHARD-*",),
         why="what was unsharded in inference mode cannot be unsharded again outside",
     ),
     Deviation(
         claims=(
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*-NO_SHARD]",
-            "core/test_collectives.py::test_evaluation_gathers_each_group_*[inference_mode-*-NO_SHARD-*",
+            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[NO_SHARD-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-inference_mode-*",
         ),
         why="a replica's forward in inference mode raises",
     ),
@@ -78,30 +87,12 @@ CORE: tuple[Deviation, ...] = (
 
 REPLICATE: tuple[Deviation, ...] = (
     Deviation(
-        claims=(
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-one_group-[(0,), (0,), (0, 1)]]",
-        ),
-        cases=_REDUCED_IN_ANOTHER,
-        why=_ACCUMULATED,
-        issue=196996,
-    ),
-    Deviation(
-        claims=(
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (0,), (0, 1)]]",
-            "replicate/test_accumulation.py::test_a_parameter_may_be_used_*-units-[(0,), (1,), (0,)]]",
-        ),
-        cases=_REDUCED_IN_ANOTHER,
-        why="a backward without sync raises while a unit has never been gathered",
-    ),
-    Deviation(
-        claims=(
-            "replicate/test_accumulation.py::test_parameters_that_are_always_kept_are_new_after_the_step*",
-        ),
+        claims=("replicate/test_accumulation.py::test_parameters_that_are_always_kept_see_the_step*",),
         why="parameters kept after backward are those from before the step",
     ),
     Deviation(
         claims=(
-            "replicate/test_unshard.py::test_what_was_there_when_parameters_change*[fully_shard-on_its_way*",
+            "replicate/test_unshard.py::test_parameters_gathered_before_a_change_*[fully_shard-on_its_way*",
         ),
         why="an all-gather in flight when parameters change is used as it is",
     ),
@@ -113,7 +104,7 @@ REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             "replicate/test_calls.py::test_an_average_of_a_model_follows_its_steps*",
-            "replicate/test_hybrid.py::test_a_copy_waits_inside_a_replica_as_it_was_told",
+            "replicate/test_hybrid.py::test_a_copy_keeps_the_wait_inside_a_replica",
             "replicate/test_reduction.py::test_a_copy_divides_as_its_original_and_leaves_that_alone*",
         ),
         why="sharded models cannot be copied with deepcopy",
@@ -133,47 +124,39 @@ REPLICATE: tuple[Deviation, ...] = (
         why=_EXCEPTION,
     ),
     Deviation(
-        claims=(
-            "replicate/test_shapes.py::test_a_parameter_visible_to_two_groups_is_an_error_that_names_it*",
-        ),
+        claims=("replicate/test_shapes.py::test_a_parameter_in_two_groups_is_an_error_naming_both*",),
         why="the error names the parameter in one of the two groups only",
     ),
     Deviation(
         claims=(
-            "replicate/test_hybrid.py::test_a_factor_that_is_told_divides_the_sum_over_both_axes[fp32]",
-            "replicate/test_hybrid.py::test_a_factor_that_is_told_divides_the_sum_over_both_axes[bf16]",
-            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-fp32-2.0-3-ranks]",
-            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-fp32-3.0-2-ranks]",
-            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-bf16-2.0-3-ranks]",
-            "replicate/test_reduction.py::test_a_factor_that_is_told_*[fully_shard-bf16-3.0-2-ranks]",
+            "replicate/test_hybrid.py::test_a_divide_factor_divides_the_sum_over_both_axes[fp32]",
+            "replicate/test_hybrid.py::test_a_divide_factor_divides_the_sum_over_both_axes[bf16]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-fp32-2.0-3-ranks]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-fp32-3.0-2-ranks]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-bf16-2.0-3-ranks]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-bf16-3.0-2-ranks]",
         ),
         why="gloo has no sum that multiplies before, which a factor other than the number of ranks asks for",
     ),
     Deviation(
         claims=(
-            "replicate/test_reduction.py::test_a_factor_that_is_told_divides_the_sum[*-fp16-*-1-rank]",
-            "replicate/test_reduction.py::test_a_factor_that_is_told_divides_the_sum[replicate-fp16-*-ranks]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[*-fp16-*-1-rank]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[replicate-fp16-*-ranks]",
         ),
         why="where gradients are not scattered, a factor in fp16 divides twice",
     ),
     Deviation(
         claims=(
-            "replicate/test_reduction.py::test_low_precision_sums_are_rounded_once[*-3-ranks]",
-            "replicate/test_reduction.py::test_low_precision_sums_are_rounded_once[*-4-ranks]",
             "replicate/test_mixed_precision.py::*::test_compute_dtype[*-4-ranks]",
             "replicate/test_mixed_precision.py::*::test_reduce_dtype[reduced_in_bf16-*-4-ranks]",
         ),
         why=IN_LOW_PRECISION,
     ),
     Deviation(
-        claims=(
-            "replicate/test_shapes.py::test_gradients_and_parameters_*-odd-*",
-            "replicate/test_shapes.py::test_four_ranks_*-odd]",
-            "replicate/test_shapes.py::test_models_train_the_same_when_*-odd]",
-        ),
-        why=_EMPTY,
+        claims=("core/test_shapes.py::test_offloaded_shards_train_the_same*",),
+        cases=("front=fully_shard, *", "front=replicate, *"),
+        why=_PINNED,
     ),
-    Deviation(claims=("replicate/test_shapes.py::test_models_train_the_same_offloaded*",), why=_PINNED),
 )
 
 SCALER: tuple[Deviation, ...] = (
@@ -182,7 +165,7 @@ SCALER: tuple[Deviation, ...] = (
         why="sums of three ranks round otherwise than those of DistributedDataParallel",
     ),
     Deviation(
-        claims=("grad_scaler/test_agreement.py::test_an_inf_on_one_rank_of_a_hybrid_model*",),
+        claims=("grad_scaler/test_agreement.py::test_an_inf_on_one_rank_of_a_hybrid_model_stops_all*",),
         cases=("*",),
         why="ranks agree inside a replica only",
     ),
@@ -193,13 +176,13 @@ SCALER: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
-            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_fits_only_while_it_is_scaled_down*",
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_overflows_unscaled_stops_the_step*",
         ),
         why=FP16_REFUSED,
         issue=74739,
     ),
     Deviation(
-        claims=("grad_scaler/test_gradients.py::test_a_sparse_gradient_of_what_is_not_sharded*",),
+        claims=("grad_scaler/test_gradients.py::test_an_unsharded_sparse_gradient_unscales_*",),
         why="gradients that are DTensors are not unscaled together with others",
     ),
 )
@@ -207,11 +190,11 @@ SCALER: tuple[Deviation, ...] = (
 MIXED: tuple[Deviation, ...] = (
     Deviation(
         claims=(
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[fp16-*",
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-3-ranks]",
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[bf16-*-4-ranks]",
-            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[fp16-*",
-            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*[bf16-*-4-ranks]",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-fp16-*",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-bf16-3-ranks]",
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-bf16-4-ranks]",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-fp16-*",
+            "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-bf16-4-ranks]",
         ),
         cases=(
             "precision=Precision(), *",
