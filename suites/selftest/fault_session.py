@@ -20,7 +20,7 @@ FAULTS = PROJECTS / "faults"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a session reported of one of its tests."""
+    """Outcomes and text that a session reported of one of its tests."""
 
     outcomes: list[str]
     message: str

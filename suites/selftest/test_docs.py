@@ -100,7 +100,7 @@ def test_every_name_of_torchs_composable_fronts_has_its_row():
     assert {name for name in of_torchs_composable_fronts() if f"`{name}`" not in page} == set()
 
 
-def test_what_the_page_says_to_be_not_built_is_all_that_is_missing():
+def test_the_page_lists_all_that_is_not_built():
     arguments = {
         name for front in (engine.fully_shard, engine.replicate) for name in signature(front).parameters
     }
@@ -110,7 +110,7 @@ def test_what_the_page_says_to_be_not_built_is_all_that_is_missing():
     assert not_built() & here == set()
 
 
-def test_methods_of_the_composable_fronts_take_what_torchs_do():
+def test_methods_of_composable_fronts_have_the_torch_signatures():
     shared = of_torchs_composable_fronts() & vars(engine.FSDPModule).keys()
     assert {"unshard", "reshard"} <= shared
     for name in shared:
@@ -141,7 +141,7 @@ class Exchanges(TorchDispatchMode):
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_parameters_and_gradients_occupy_in_a_step_of_mixed_precision_what_is_drawn(world, monkeypatch):
+def test_memory_of_a_mixed_precision_step_is_as_the_page_shows(world, monkeypatch):
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
     f32, bf16 = torch.float32, torch.bfloat16
     precision = MixedPrecision(param_dtype=bf16, reduce_dtype=f32)

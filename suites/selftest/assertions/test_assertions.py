@@ -1,4 +1,4 @@
-"""What the assertions accept, what they refuse, and that a refusal says where and by how much."""
+"""Assertions: values that they accept and refuse, and refusals that say where and by how much."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ def test_fsdp2_has_parity_with_ddp(world, training, ddp):
 
 
 @pytest.mark.ranks(2)
-def test_model_that_does_not_reduce_fails_with_step_rank_and_difference(world, training, ddp):
+def test_a_model_that_does_not_reduce_fails_with_rank_and_step(world, training, ddp):
     lonely = Trainee(make_model().to(world.device))
     with pytest.raises(AssertionError) as failure:
         assert_parity(ddp(), lonely, training())
@@ -179,7 +179,7 @@ def test_after_step_runs_once_per_step(training, ddp):
 
 
 @pytest.mark.ranks(2)
-def test_a_reference_that_was_trained_before_serves_many_candidates(training, ddp):
+def test_a_trained_reference_serves_many_candidates(training, ddp):
     reference = train(ddp(full_gradients=named_gradients), training())
     for _ in range(2):
         assert_parity(reference, ddp(full_gradients=named_gradients), training())
@@ -224,7 +224,7 @@ def test_shards_agree_with_the_reference(world):
 
 
 @pytest.mark.ranks(2)
-def test_gradient_that_differs_in_the_shard_of_one_rank_fails_on_both(world):
+def test_a_gradient_that_differs_in_one_shard_fails_everywhere(world):
     sharded, reference = backward_both(world)
     if world.rank == 1:
         sharded[0].weight.grad.to_local()[0, 2] += 1
@@ -249,7 +249,7 @@ def test_equal_replicas_agree(world):
 
 
 @pytest.mark.ranks(2)
-def test_disagreement_names_rank_name_and_largest_difference_on_every_rank(world):
+def test_a_disagreement_names_rank_tensor_and_difference(world):
     w = torch.ones(2, 2, device=world.device)
     w[1, 0] += world.rank * 0.5
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_ranks_fail_together(world):
     with pytest.raises(AssertionError, match=r"\Arank 1: bad\Z"):
         fail_together(["bad"] if world.rank == 1 else [])
     fail_together([])
-    dist.barrier()  # nobody was left in a collective
+    dist.barrier()  # no rank was left in a collective
 
 
 # dtypes
@@ -305,7 +305,7 @@ def test_dtypes_that_are_as_expected_pass():
     assert_buffer_dtypes(model, F16)
 
 
-def test_each_offender_is_listed_with_its_dtype_and_the_expected_one():
+def test_each_wrong_dtype_is_listed_with_the_expected_one():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     with pytest.raises(AssertionError) as failure:
         assert_parameter_dtypes(model, F32)
@@ -385,6 +385,6 @@ def test_given_tolerance_rules():
         ({"w": None}, {"w": None}, "no tensor to compare"),
     ],
 )
-def test_what_is_missing_or_not_a_number_differs(actual, expected, message):
+def test_missing_tensors_and_nan_differ(actual, expected, message):
     with pytest.raises(AssertionError, match=message):
         assert_named_close(actual, expected)

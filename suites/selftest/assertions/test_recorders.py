@@ -1,4 +1,4 @@
-"""What the logs of recorders record, entry by entry, and that they fail when they saw nothing."""
+"""Logs of recorders, entry by entry, which fail when they saw nothing."""
 
 import copy
 import dataclasses
@@ -49,7 +49,7 @@ ISSUE = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ISSUE)
-def test_collective_has_the_name_of_torch_and_the_shape_of_its_input(world, collectives, op):
+def test_a_collective_has_the_torch_name_and_the_input_shape(world, collectives, op):
     ISSUE[op](torch.ones(4, dtype=F64, device=world.device))
     assert only(collectives) == Collective(op, (F64,), ((4,),), 32, 2, 0, False)
 
@@ -103,13 +103,13 @@ FUNCTIONAL = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", FUNCTIONAL)
-def test_functional_collective_is_recorded_once_under_the_same_name(world, collectives, op):
+def test_a_functional_collective_is_recorded_once(world, collectives, op):
     _ = FUNCTIONAL[op](torch.ones(4, device=world.device), world.group) + 1
     assert only(collectives) == Collective(op, (F32,), ((4,),), 16, 2, 0, False)
 
 
 @pytest.mark.ranks(2)
-def test_functional_collective_in_place_has_the_name_of_the_other(world, collectives):
+def test_a_functional_collective_in_place_has_the_same_name(world, collectives):
     t = torch.ones(4, device=world.device)
     work = torch.ops._c10d_functional.all_reduce_(t, "sum", world.group.group_name)
     torch.ops._c10d_functional.wait_tensor(work)
@@ -117,14 +117,14 @@ def test_functional_collective_in_place_has_the_name_of_the_other(world, collect
 
 
 @pytest.mark.ranks(2)
-def test_functional_collective_of_a_pending_result_is_recorded_once(world, collectives):
+def test_a_collective_of_a_pending_result_is_recorded_once(world, collectives):
     pending = functional.all_reduce(torch.ones(4, device=world.device), "sum", world.group)
     _ = functional.all_reduce(pending, "sum", world.group) + 1
     assert collectives.counts() == {"all_reduce": 2}
 
 
 @pytest.mark.ranks(2)
-def test_autograd_functional_collective_is_seen_in_forward_and_backward(world, collectives):
+def test_autograd_collectives_are_seen_in_forward_and_backward(world, collectives):
     x = torch.ones(4, device=world.device, requires_grad=True)
     functional.all_gather_tensor_autograd(x, 0, world.group).sum().backward()
     assert [(c.op, c.shape, c.in_backward) for c in collectives] == [
@@ -192,7 +192,7 @@ def test_queries_add_up_per_operation(world, collectives):
 
 
 @pytest.mark.ranks(2)
-def test_query_for_an_operation_that_never_occurred_fails_and_lists_what_did(world, collectives):
+def test_a_query_for_an_absent_operation_lists_the_present_ones(world, collectives):
     dist.barrier()
     with pytest.raises(AssertionError, match=r"no all_reduce was seen; seen: barrier x 1"):
         collectives.dtypes("all_reduce")
@@ -282,7 +282,7 @@ def test_cast_by_a_hook_that_is_registered_later_is_seen(two_layers):
     assert log.inputs("0") == {F16}
 
 
-def test_cast_by_a_wrapper_is_seen_under_the_name_in_the_bare_model(two_layers):
+def test_a_cast_by_a_wrapper_has_the_name_of_the_bare_model(two_layers):
     log = ForwardDtypes(two_layers)
     with log:
         Caster(two_layers, F64)(torch.ones(3, 2))
@@ -329,7 +329,7 @@ def test_forward_that_was_put_on_the_instance_is_put_back(two_layers):
     assert log.inputs("0") == {F32}
 
 
-def test_copy_made_under_the_log_computes_with_its_own_parameters(two_layers):
+def test_a_copy_made_under_the_log_has_its_own_parameters(two_layers):
     with ForwardDtypes(two_layers):
         twin = copy.deepcopy(two_layers[0])
         nn.init.zeros_(twin.weight)
@@ -337,7 +337,7 @@ def test_copy_made_under_the_log_computes_with_its_own_parameters(two_layers):
         assert twin(torch.ones(3, 2)).count_nonzero() == 0
 
 
-def test_query_for_a_module_that_was_never_called_fails_and_lists_what_was(two_layers):
+def test_a_query_for_an_uncalled_module_lists_the_called_ones(two_layers):
     with ForwardDtypes(two_layers) as log:
         two_layers[0](torch.ones(3, 2))
     with pytest.raises(AssertionError, match="the forward of '1' was never called; called: 0"):

@@ -31,9 +31,7 @@ def test_forward_meets_the_casts_and_the_model_keeps_its_dtypes(world):
     ("param_dtype", "reduce_dtype", "mean"),
     [(F16, F32, 1 + 2**-11), (F16, None, 1), (None, F16, 1), (None, None, 1 + 2**-11)],
 )
-def test_gradients_are_the_mean_of_all_ranks_rounded_to_the_reduce_dtype(
-    world, param_dtype, reduce_dtype, mean
-):
+def test_gradients_are_means_rounded_to_the_reduce_dtype(world, param_dtype, reduce_dtype, mean):
     bare = KnownGradient(3).to(world.device)
     reference = unsharded_with_casts(bare, param_dtype, reduce_dtype)
     for _ in range(2):  # the second takes the place of the first
@@ -44,7 +42,7 @@ def test_gradients_are_the_mean_of_all_ranks_rounded_to_the_reduce_dtype(
         assert bare.weight.grad.dtype == F32
 
 
-def test_gradients_above_the_models_own_dtype_are_averaged_before_they_are_rounded(world):
+def test_gradients_of_a_wider_dtype_are_averaged_before_rounding(world):
     bare = KnownGradient(3).to(world.device, BF16)
     reference = unsharded_with_casts(bare, F32)
     # Either rounds to 1 in bf16; their mean does not.
@@ -54,7 +52,7 @@ def test_gradients_above_the_models_own_dtype_are_averaged_before_they_are_round
     assert bare.weight.grad.tolist() == [1 + 2**-7] * 3
 
 
-def test_classes_in_full_precision_are_neither_cast_nor_reduced_in_low_precision(world):
+def test_classes_in_full_precision_are_not_cast_nor_rounded(world):
     bare = BatchNormNet().to(world.device)
     reference = unsharded_with_casts(bare, F16, None, F16, (nn.BatchNorm1d,))
     with ForwardDtypes(bare) as log:
@@ -76,5 +74,5 @@ def test_tied_weights_stay_tied_and_integers_stay_integers(world):
     reference.backward(reference.model, bare.loss(output, tgt.to(world.device)))
     (call,) = log.calls("")
     assert (set(call.inputs.values()), call.buffers) == ({I64}, {"vocab_bias": F16, "long_buffer": I64})
-    # The projection tells all words apart, the embedding reads two of them.
+    # The projection distinguishes all words, the embedding reads two of them.
     assert bare.embed_tokens.weight.grad.any(dim=1).all()

@@ -65,9 +65,7 @@ def test_a_temporary_directory_may_be_too_deep_for_sockets(changed: str, shared_
     assert list(deep.iterdir()) == [deep / f"pytest-of-{getpass.getuser()}"]
 
 
-def test_the_deadline_of_a_test_does_not_bound_the_start_of_ranks(
-    changed: str, shared_project: Project
-) -> None:
+def test_the_deadline_of_a_test_excludes_the_start_of_ranks(changed: str, shared_project: Project) -> None:
     assert "--world-timeout 0.01" in changed
     assert len(shared_project.pids("pids")) == 2
 

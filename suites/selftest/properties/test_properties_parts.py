@@ -1,4 +1,4 @@
-"""The parts that keep property tests on ranks in step, each by itself."""
+"""The parts that keep property tests on ranks in step, one by one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_example_that_has_ended_is_read_as_none(tmp_path: Path) -> None:
     assert read_running_example(path) is None
 
 
-def test_an_example_is_known_again_by_its_choices_and_without_any_by_its_number() -> None:
+def test_examples_are_the_same_if_their_choices_are() -> None:
     assert _example(b"a", number=1).is_same(_example(b"a", number=2))
     assert not _example(b"a").is_same(_example(b"ab"))
     assert not _example(b"", number=1).is_same(_example(b"", number=2))
@@ -102,7 +102,7 @@ def test_a_rank_that_died_is_blamed_for_its_example() -> None:
     assert crashed == (CrashedExample(_example(b"a"), "rank 1 died: SIGKILL"),)
 
 
-def test_a_rank_that_hangs_is_blamed_before_one_that_waits_for_the_others() -> None:
+def test_a_rank_that_hangs_is_blamed_before_one_that_waits() -> None:
     crashed = _crashed(_outcome(_stuck("votes"), _stuck("runs")), _example(b"a"), _example(b"b"))
     assert crashed == (CrashedExample(_example(b"b"), "rank 1 hung in a line"),)
 
@@ -120,7 +120,7 @@ def test_a_rank_that_the_diagnosis_blames_is_blamed() -> None:
         ((FINISHED, _stuck("runs")), (None, _example(b"a"))),  # the other has ended the test
     ],
 )
-def test_no_example_is_blamed_for_what_happens_outside_of_it(
+def test_no_example_is_blamed_for_a_crash_outside_of_it(
     fates: tuple[Fate, ...], examples: tuple[RunningExample | None, ...]
 ) -> None:
     assert _crashed(_outcome(*fates), *examples) == ()
@@ -132,7 +132,7 @@ def test_an_example_that_is_lost_twice_ends_the_search() -> None:
     assert not search.add(_ended_in(_outcome(DIED), _example(b"a")))
 
 
-def test_after_a_loss_that_took_too_long_the_test_runs_once_more_without_a_search() -> None:
+def test_after_a_late_crash_the_test_runs_without_a_search() -> None:
     search = CrashSearch()
     assert search.add(_ended_in(_outcome(DIED, seconds=31.0), _example(b"a")))
     assert not search.order(ORDER).search.continues
@@ -149,7 +149,7 @@ def test_a_quick_loss_leaves_time_to_search_on() -> None:
 # What ranks read
 
 
-def test_only_rank_0_reads_and_writes_the_database_and_not_before_the_end() -> None:
+def test_only_rank_0_uses_the_database_and_writes_at_the_end() -> None:
     theirs = [InMemoryExampleDatabase(), InMemoryExampleDatabase()]
     theirs[0].save(KEY, b"a")
     theirs[1].save(KEY, b"unseen")
@@ -170,7 +170,7 @@ class Box:
     """Something that can be referred to weakly."""
 
 
-def test_an_example_forgets_the_objects_it_has_drawn_and_knows_its_numbers(tmp_path: Path) -> None:
+def test_an_attempt_keeps_drawn_numbers_and_no_drawn_objects(tmp_path: Path) -> None:
     running = RunningExampleFile(str(tmp_path / "running"))
     data = ConjectureData.for_choices([1, 4])
     boxes = st.sampled_from([Box(), Box()])
@@ -192,7 +192,7 @@ class _OtherRank:
         return [b"another", value]
 
 
-def test_ranks_that_have_imported_other_modules_draw_from_the_constants_of_rank_0() -> None:
+def test_all_ranks_draw_from_the_constants_of_rank_0() -> None:
     shared = SharedConstants(_OtherRank())  # type: ignore[arg-type]
     before = providers._get_local_constants
     shared.share()
@@ -211,7 +211,7 @@ def test_a_rank_picks_its_own_and_too_few_values_are_refused() -> None:
         world.pick(["a"])
 
 
-def test_a_hypothesis_that_cannot_be_kept_in_step_fails_property_tests_only(
+def test_an_unsupported_hypothesis_fails_property_tests_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def keep_in_step(self: Properties) -> None:

@@ -66,7 +66,7 @@ def test_a_failing_example_is_tried_first_in_the_next_run(runs: Runs) -> None:
     assert len(runs.second_seen["kept"][0]) < len(runs.first_seen["kept"][0])
 
 
-def test_an_example_that_killed_a_rank_is_tried_first_in_the_next_run(runs: Runs) -> None:
+def test_an_example_that_killed_a_rank_is_tried_first_later(runs: Runs) -> None:
     assert [seen[0] for seen in runs.second_seen["kills"]] == ["5", "5"]
     assert runs.second_seen["kills"][1].count("5") == 1
 

@@ -1,4 +1,4 @@
-"""Cutting connections while peers and other threads close them too, and answering through failures."""
+"""Connections that are shut down while others close them, and answers in spite of failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.rank.process_group import DefaultGroup
 from harness.rank.status import Activity, StatusReader
 
 
-def test_connections_that_others_have_closed_meanwhile_do_not_keep_the_rest(monkeypatch: Any) -> None:
+def test_connections_that_are_already_closed_are_skipped(monkeypatch: Any) -> None:
     group: Any = DefaultGroup.__new__(DefaultGroup)
     group._spec = type("Spec", (), {"key": type("Key", (), {"backend": "gloo"})})
     ours, theirs = socket.socketpair()
@@ -29,7 +29,7 @@ def test_connections_that_others_have_closed_meanwhile_do_not_keep_the_rest(monk
         assert theirs.recv(1) == b""
 
 
-def test_a_rank_whose_status_cannot_be_read_answers_with_the_reason(monkeypatch: Any) -> None:
+def test_a_rank_whose_status_cannot_be_read_answers_why(monkeypatch: Any) -> None:
     monkeypatch.setattr(status, "recorded_collectives", lambda: 1 // 0)
     group: Any = SimpleNamespace(joined=0)
     answer = StatusReader(Activity("votes"), group, "/base").answer(full=False)

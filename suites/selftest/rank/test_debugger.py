@@ -58,7 +58,7 @@ class Conversation:
         while True:
             try:
                 said = os.read(self.terminal, 4096)
-            except OSError:  # nobody holds the other end any more
+            except OSError:  # the other end is closed
                 return
             self.text += said.decode(errors="replace")
 

@@ -26,7 +26,7 @@ class Options:
 
 
 class AloneInTheWorld:
-    """What subtests need of a rank, for one rank that always agrees with itself."""
+    """The rank that subtests need, alone: it always agrees with itself."""
 
     def __init__(self) -> None:
         self.votes: list[Vote] = []
@@ -163,6 +163,6 @@ def test_the_re_run_line_of_a_failed_case_runs_it_alone(pytester: pytest.Pyteste
 
 
 def test_an_invalid_selection_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    told = re.escape("--subtest 'offload': write KEY=VALUE,KEY=VALUE")
-    with pytest.raises(pytest.UsageError, match=f"^{told}$"):
+    message = re.escape("--subtest 'offload': write KEY=VALUE,KEY=VALUE")
+    with pytest.raises(pytest.UsageError, match=f"^{message}$"):
         pytester.parseconfigure("--subtest", "offload")

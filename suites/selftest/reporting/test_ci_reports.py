@@ -111,7 +111,7 @@ def test_a_message_of_10_megabytes_is_truncated_with_a_note(faults: Run, name: s
 # Annotations
 
 
-def test_a_failure_on_ranks_is_annotated_with_rank_cause_and_command(faults: Run) -> None:
+def test_a_failure_is_annotated_with_rank_cause_and_command(faults: Run) -> None:
     lineno = line_of("def test_dies(", faults.path / "test_faults.py") - 1  # the mark's line
     assert [line for line in annotations(faults) if "title=test_dies" in line] == [
         f"::error file={faults.path.name}/test_faults.py,line={lineno},title=test_dies"

@@ -1,4 +1,4 @@
-"""What is wrong between ranks, told from what each of them does."""
+"""Diagnoses of mismatches and deadlocks, from the status of each rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def doing(*collectives: Issued, state: State = "runs", where: str = PLACE, **res
     return RankStatus("", where, issued=collectives, state=state, **rest)
 
 
-def told(*ranks: RankStatus) -> Diagnosis:
+def diagnosis_of(*ranks: RankStatus) -> Diagnosis:
     found = diagnose(dict(enumerate(ranks)), len(ranks))
     assert found is not None
     return found
 
 
-def test_ranks_that_compute_or_have_all_joined_are_no_case() -> None:
+def test_ranks_that_compute_or_have_all_joined_have_no_diagnosis() -> None:
     joined = doing(issued("all_reduce", 1))
     assert diagnose({0: doing(), 1: doing(state="idle")}, 2) is None
     assert diagnose({0: joined, 1: joined}, 2) is None
@@ -35,7 +35,7 @@ def test_ranks_that_compute_or_have_all_joined_are_no_case() -> None:
 
 def test_the_fewer_ranks_are_to_blame_for_a_mismatch() -> None:
     most, other = doing(issued("all_reduce", 3)), doing(issued("all_gather", 3, (5,)))
-    found = told(most, other, most)
+    found = diagnosis_of(most, other, most)
     assert found.sentence == (
         "mismatch: rank 1 is in all_gather #3 (float [5]) while ranks 0, 2 are in all_reduce #3 (float [3])"
     )
@@ -43,28 +43,28 @@ def test_the_fewer_ranks_are_to_blame_for_a_mismatch() -> None:
     assert found.is_hopeless
 
 
-def test_ranks_are_told_in_order_whoever_answers_first() -> None:
+def test_ranks_are_named_in_order_of_their_numbers() -> None:
     one, other = doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ()))
     assert diagnose({1: other, 0: one}, 2) == diagnose({0: one, 1: other}, 2)
 
 
-def test_nobody_is_to_blame_where_as_many_did_the_other_thing() -> None:
-    assert told(doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ()))).blame == frozenset()
+def test_no_rank_is_to_blame_where_the_ranks_are_split_evenly() -> None:
+    assert diagnosis_of(doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ()))).blame == frozenset()
 
 
-def test_a_mismatch_that_one_rank_has_left_behind_is_one() -> None:
+def test_a_mismatch_is_found_after_one_rank_has_gone_on() -> None:
     left = doing(issued("all_reduce", 1, (3,), in_flight=False), issued("barrier", 2, ()))
-    found = told(left, doing(issued("all_reduce", 1, (4,))))
+    found = diagnosis_of(left, doing(issued("all_reduce", 1, (4,))))
     assert found.sentence == (
         "mismatch: rank 0 was in all_reduce #1 (float [3]) while rank 1 is in all_reduce #1 (float [4])"
     )
 
 
-def test_the_first_of_several_mismatches_is_told() -> None:
+def test_the_first_of_several_mismatches_is_reported() -> None:
     one = doing(issued("all_reduce", 1), issued("all_reduce", 2))
     other = doing(issued("barrier", 1), issued("barrier", 2))
-    assert "#1" in told(one, other).sentence
-    assert "#2" not in told(one, other).sentence
+    assert "#1" in diagnosis_of(one, other).sentence
+    assert "#2" not in diagnosis_of(one, other).sentence
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,15 @@ def test_the_first_of_several_mismatches_is_told() -> None:
         ("scatter", {"shapes": (), "dtypes": ()}, False),  # only the source hands something in
     ],
 )
-def test_what_must_be_equal_depends_on_the_operation(op: str, changes: dict[str, Any], differs: bool) -> None:
+def test_operations_differ_in_which_arguments_must_be_equal(
+    op: str, changes: dict[str, Any], differs: bool
+) -> None:
     ranks = {0: doing(issued(op, 1)), 1: doing(issued(op, 1, **{"shape": (3,), **changes}))}
     found = find_mismatch(ranks, 2)
     assert (found is not None) is differs
 
 
-def test_a_mismatch_that_all_ranks_have_left_behind_is_told_on_request_only() -> None:
+def test_a_mismatch_of_the_past_is_reported_on_request_only() -> None:
     ranks = {
         rank: doing(issued("broadcast", 1, (3 + rank,), in_flight=False), state="idle") for rank in range(2)
     }
@@ -109,7 +111,7 @@ def test_a_mismatch_that_all_ranks_have_left_behind_is_told_on_request_only() ->
         (doing(), "never reached: it is at test_a.py:7 in test_a", False),
     ],
 )
-def test_a_rank_that_keeps_others_waiting_is_named_with_where_it_is(
+def test_a_rank_that_others_wait_for_is_named_with_its_place(
     absent: RankStatus, place: str, is_hopeless: bool
 ) -> None:
     waiting = doing(issued("all_reduce", 1, in_flight=False), issued("all_reduce", 2))
@@ -120,19 +122,19 @@ def test_a_rank_that_keeps_others_waiting_is_named_with_where_it_is(
         case=absent.case,
         call=absent.call,
     )
-    found = told(waiting, absent, waiting)
+    found = diagnosis_of(waiting, absent, waiting)
     assert found.sentence == f"ranks 0, 2 wait in all_reduce #2 (float [3]), which rank 1 {place}"
     assert found.blame == {1}
     assert found.is_hopeless is is_hopeless
 
 
-def test_a_rank_that_moves_may_still_come() -> None:
+def test_a_rank_that_makes_progress_may_still_join() -> None:
     assert diagnose({0: doing(issued("all_reduce", 1)), 2: doing(issued("all_reduce", 1))}, 3) is None
 
 
 def test_two_groups_in_opposite_order_are_a_deadlock() -> None:
     first, second = (issued("all_reduce", 1, group=name, ranks=(0, 1)) for name in ("1", "2"))
-    found = told(doing(first), doing(second))
+    found = diagnosis_of(doing(first), doing(second))
     assert found.sentence == (
         "deadlock: rank 0 waits in all_reduce #1 (float [3]) of group 1 (ranks 0, 1) for rank 1; "
         "rank 1 waits in all_reduce #1 (float [3]) of group 2 (ranks 0, 1) for rank 0"
@@ -140,27 +142,27 @@ def test_two_groups_in_opposite_order_are_a_deadlock() -> None:
     assert found.is_hopeless
 
 
-def test_ranks_that_wait_for_a_timeout_will_get_on() -> None:
+def test_ranks_that_wait_for_a_timeout_are_not_hopeless() -> None:
     short, long = (
         issued("all_reduce", 1, group=name, timeout=seconds) for name, seconds in (("1", 2), ("2", 600))
     )
-    assert not told(doing(short), doing(long)).is_hopeless
-    assert told(doing(long), doing(state="idle")).is_hopeless
+    assert not diagnosis_of(doing(short), doing(long)).is_hopeless
+    assert diagnosis_of(doing(long), doing(state="idle")).is_hopeless
 
 
 def test_only_members_of_a_group_are_missed() -> None:
     pair = doing(issued("all_reduce", 1, group="1", ranks=(0, 2)))
     assert diagnose({0: pair, 1: doing(state="idle"), 2: pair}, 3) is None
-    assert "rank 2 never reached" in told(pair, doing(), doing()).sentence
+    assert "rank 2 never reached" in diagnosis_of(pair, doing(), doing()).sentence
 
 
-def test_a_stopped_rank_is_told_though_nobody_waits_for_it() -> None:
-    found = told(doing(state="idle"), doing(state="stopped"))
+def test_a_stopped_rank_is_reported_even_if_no_rank_waits() -> None:
+    found = diagnosis_of(doing(state="idle"), doing(state="stopped"))
     assert (found.sentence, found.blame, found.is_hopeless) == ("rank 1 is stopped", {1}, True)
 
 
-def test_a_rank_that_receives_when_all_others_have_ended_waits_in_vain() -> None:
-    found = told(doing(state="idle"), doing(call="recv"), doing(state="idle"))
+def test_a_receive_after_all_others_have_ended_is_hopeless() -> None:
+    found = diagnosis_of(doing(state="idle"), doing(call="recv"), doing(state="idle"))
     place = "recv at test_a.py:7 in test_a"
     assert found.sentence == f"rank 1 waits in {place}, and ranks 0, 2 have ended the test"
     assert found.is_hopeless
@@ -170,14 +172,14 @@ def test_a_rank_that_receives_when_all_others_have_ended_waits_in_vain() -> None
 def test_roots_may_differ_where_all_ranks_wait_in_one_broadcast() -> None:
     ranks = [doing(issued("broadcast", 1)), doing(issued("broadcast", 1))]
     sentence = "all ranks wait in broadcast #1 (float [3]): do they name the same source or destination?"
-    assert told(*ranks).sentence == sentence
-    assert not told(*ranks).is_hopeless  # it may be large
+    assert diagnosis_of(*ranks).sentence == sentence
+    assert not diagnosis_of(*ranks).is_hopeless  # it may be large
 
 
 def test_numbers_count_from_the_beginning_of_the_test() -> None:
     knows = doing(issued("all_reduce", 42), before={DEFAULT_GROUP: 40})
     forgot = doing(issued("barrier", 42, ()))
-    assert told(knows, forgot).sentence == (
+    assert diagnosis_of(knows, forgot).sentence == (
         "mismatch: rank 0 is in all_reduce #2 (float [3]) while rank 1 is in barrier #2 (float [])"
     )
     own = in_flight(knows)
@@ -185,6 +187,6 @@ def test_numbers_count_from_the_beginning_of_the_test() -> None:
     assert own.number == 2
 
 
-def test_a_collective_without_tensors_or_of_another_group_is_named_so() -> None:
+def test_descriptions_omit_absent_tensors_and_name_other_groups() -> None:
     assert describe(issued("barrier", 1, dtypes=(), shapes=())) == "barrier #1"
     assert describe(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"

@@ -52,7 +52,7 @@ def test_a_rank_that_waits_for_a_dead_one_is_its_victim(session: FaultSession) -
 
 
 @pytest.mark.parametrize("name", ["test_bad_pointer", "test_abort", "test_native_stack_overflow"])
-def test_a_crash_shows_the_python_line_it_happened_at(session: FaultSession, name: str) -> None:
+def test_a_crash_shows_its_python_line(session: FaultSession, name: str) -> None:
     code = {"test_bad_pointer": "string_at(0)", "test_abort": "os.abort()"}.get(name, "hash(nest)")
     number = session.place(code).split(":")[1]
     assert f'test_faults.py", line {number} in {name}' in session[name].text

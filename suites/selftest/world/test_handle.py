@@ -1,4 +1,4 @@
-"""The controller's handle on a rank that does not read, stops as it writes, or has ended: not waited for."""
+"""The controller's handle on a rank that does not read, stops while it writes, or has ended."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank
         yield RankHandle(spec, RankProcess(process, ours)), theirs
 
 
-def test_a_rank_that_does_not_read_does_not_hold_up_who_writes(ends: tuple[RankHandle, Connection]) -> None:
+def test_a_rank_that_does_not_read_does_not_block_the_controller(ends: tuple[RankHandle, Connection]) -> None:
     handle, theirs = ends
     for _ in range(5_000):  # a few hundred fill the wire
         handle.send(Probe(full=True))
     assert isinstance(theirs.recv(), Probe)
 
 
-def test_a_rank_that_stops_in_the_middle_of_a_message_counts_as_dead(
+def test_a_rank_that_stops_inside_a_message_counts_as_dead(
     ends: tuple[RankHandle, Connection],
 ) -> None:
     handle, theirs = ends

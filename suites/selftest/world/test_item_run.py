@@ -1,4 +1,4 @@
-"""The controller's loop over one item, with ranks that say nothing more."""
+"""The controller's loop over one item, with ranks that send no further messages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PTRACE_ATTACH = 16
 
 
 class SilentRank(RankHandle):
-    """Says what its wire holds, and nothing else; notes what it is sent, and how often it is listened to."""
+    """A rank that sends what its connection holds; it records what it is sent, and how often it is read."""
 
     def __init__(self, wire: Connection) -> None:
         self.rank, self.died, self.can_debug, self.debugger = 0, None, False, "left"
         self.wire = wire
         self.sent: list[Any] = []
-        self.listened = 0
+        self.reads = 0
 
     def begin(self, order: Any) -> None:
         pass
@@ -36,7 +36,7 @@ class SilentRank(RankHandle):
         self.sent.append(message)
 
     def sources(self) -> tuple[Any, ...]:
-        self.listened += 1
+        self.reads += 1
         return (self.wire,)
 
     def read(self, source: Any) -> list[Any]:
@@ -59,7 +59,7 @@ class SilentRank(RankHandle):
 
 
 class FreedRank(SilentRank):
-    """Stands still in a subtest, answers one probe after it was freed, and ends the test with the next."""
+    """A rank stopped in a subtest: after the abort it answers one probe, and ends the test with the next."""
 
     def __init__(self) -> None:
         ours, self.theirs = multiprocessing.Pipe()
@@ -72,7 +72,7 @@ class FreedRank(SilentRank):
             self.theirs.send((next(self.answers, Finished(True, 0, 0)),))
 
 
-def test_an_answer_from_before_a_rank_was_freed_does_not_end_its_test(monkeypatch: Any) -> None:
+def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     rank = FreedRank()
     outcome = ItemRun([rank], 10).run(ORDER)
@@ -80,7 +80,7 @@ def test_an_answer_from_before_a_rank_was_freed_does_not_end_its_test(monkeypatc
     assert outcome.finished() == [Finished(True, 0, 0)]
 
 
-def test_a_rank_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: Any) -> None:
+def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     ours, _theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
@@ -88,16 +88,16 @@ def test_a_rank_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: A
     assert rank.sent == [Probe(), Probe(full=True)]
 
 
-def test_the_tear_down_of_a_rank_that_has_failed_is_waited_for_without_haste() -> None:
+def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
     theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport"}),))
     outcome = ItemRun([rank], 1.5).run(ORDER)
     assert outcome.timed_out
-    assert rank.listened < 30
+    assert rank.reads < 30
 
 
-def test_a_rank_that_imports_for_ever_is_ended_with_the_file_it_imports(monkeypatch: Any) -> None:
+def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
     ours, theirs = multiprocessing.Pipe()
     theirs.send((Collecting("test_endless.py"),))

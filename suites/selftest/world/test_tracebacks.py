@@ -1,4 +1,4 @@
-"""Stacks that Python's fault handler wrote: whose line is told, and what is shown."""
+"""Stacks that Python's fault handler wrote: the line that is named, and the frames that are shown."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ Thread 0x0001 (most recent call first):
         ("no dump", ""),
     ],
 )
-def test_the_line_is_of_the_thread_that_crashed_else_of_the_main_one(dump: str, line: str) -> None:
+def test_the_line_is_of_the_crashed_thread_or_the_main_thread(dump: str, line: str) -> None:
     assert tracebacks.user_line(dump, "/project") == line
 
 
-def test_a_stack_is_shown_up_to_the_users_outermost_line() -> None:
+def test_a_stack_ends_at_the_outermost_user_frame() -> None:
     shown = tracebacks.shorten(f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n")
     assert shown == f"printed\n{NEWEST}{CURRENT}{MAIN}printed, too\n".replace(PYTESTS, "").replace(
         '  File "<string>", line 1 in <module>\n', ""
     )
 
 
-def test_a_stack_without_a_line_of_the_users_is_shown_up_to_pytests_first() -> None:
+def test_a_stack_without_user_frames_ends_at_the_first_frame() -> None:
     assert tracebacks.shorten(PYTESTS) == PYTESTS.splitlines(keepends=True)[0]
 
 

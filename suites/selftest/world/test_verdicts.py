@@ -30,7 +30,7 @@ def test_a_failure_shows_the_output_of_the_rank_to_blame_only(session: FaultSess
     assert "said by 0" not in session.output
 
 
-def test_a_rank_that_waits_for_one_that_failed_is_a_victim_in_one_line(session: FaultSession) -> None:
+def test_a_rank_that_waits_for_a_failed_one_is_shown_in_one_line(session: FaultSession) -> None:
     verdict = session["test_assertion_while_the_other_waits"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
     assert verdict.head()[1].startswith("rank 0: lost its connection to rank 1 at test_faults.py:")
@@ -69,7 +69,7 @@ def test_a_death_is_a_failure_long_before_the_deadline(session: FaultSession, na
     assert verdict.seconds < 15  # the deadline is 30
 
 
-def test_a_segmentation_fault_shows_the_python_line_it_happened_at(session: FaultSession) -> None:
+def test_a_segmentation_fault_shows_its_python_line(session: FaultSession) -> None:
     text = session["test_segmentation_fault"].text
     assert "Fatal Python error: Segmentation fault" in text
     assert re.match(r"rank 1 of 2 died: SIGSEGV, at test_faults.py:\d+ in test_segmentation_fault\n", text)

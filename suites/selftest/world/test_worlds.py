@@ -54,7 +54,7 @@ class Session:
 def session(shared_project: Project) -> Session:
     path, shared_memory = shared_project.path, set(os.listdir("/dev/shm"))
     shared_project.copy("worlds")
-    # Torch makes a folder for what it compiles, where deterministic algorithms are asked for.
+    # Torch makes a folder for what it compiles, where deterministic algorithms are requested.
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(path / "inductor")}
     output = shared_project.run(*(f"test_{file}.py" for file in FILES), environ=environ)
     return Session(shared_project, output, json.loads((path / "reports.json").read_text()), shared_memory)
