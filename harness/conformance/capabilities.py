@@ -1,4 +1,4 @@
-"""What engines may offer or not. Used on both sides; must not import torch."""
+"""Capabilities that engines may lack. Used on both sides; must not import torch."""
 
 from __future__ import annotations
 

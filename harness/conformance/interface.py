@@ -76,7 +76,7 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What it offers; a claim that requires more is skipped."""
+        """Its capabilities; a claim that requires more is skipped."""
         ...
 
     @property

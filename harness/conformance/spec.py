@@ -1,4 +1,4 @@
-"""How a suite wants a model sharded, in words that fit every engine. Inside a rank; imports torch."""
+"""The description of a sharded model, in words that fit every engine. Inside a rank; imports torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How to shard a model, in words that fit every engine.
+    """A description of a sharded model, in words that fit every engine.
 
     Attributes:
         strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2.

@@ -110,7 +110,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of some cases or claims an engine holds."""
+    """The number of cases or claims that an engine holds, and of all."""
 
     held: int
     total: int

@@ -26,7 +26,7 @@ _HINTS = (
     "The `NO_SHARD` sharding strategy is deprecated",
     "FSDP is switching to use `NO_SHARD`",
     "FSDP will not all-gather parameters for containers",
-    "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will ?be returned",
+    "When using ..NO_SHARD.. for ..ShardingStrategy.., full_state_dict will ?be returned",
     ".* has both parameters with requires_grad=True and False",
     r"Called FSDP.clip_grad_norm_\(\) on rank \d+ with no gradients",
 )

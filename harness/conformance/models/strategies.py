@@ -117,7 +117,7 @@ def _trees(draw: st.DrawFn, parts: st.SearchStrategy[Part]) -> Tree:
 
 @dataclass
 class _Scope:
-    """What may be meant by `Again` and `tied` in one group: a parameter belongs to one group only.
+    """Targets of `Again` and `tied` in one group: a parameter belongs to one group only.
 
     `units`: every unit so far, whichever group is around it.
     """

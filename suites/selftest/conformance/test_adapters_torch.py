@@ -9,6 +9,7 @@ from torch import nn
 from harness.conformance import Capability, NotOffered, Precision, ShardSpec, find
 from harness.conformance.models import KnownGradients
 from harness.recorders import CollectivesLog
+from suites.selftest.project import copy_project
 
 SHARDING = ["lockstep-composable", "torch-fsdp1", "torch-fsdp2"]
 ALL = [*SHARDING, "torch-ddp"]
@@ -38,7 +39,7 @@ def listed(tensors):
 
 @pytest.mark.ranks(2)
 @EVERY_ENGINE
-def test_gradients_are_the_mean_and_a_step_moves_the_full_parameters(world, name):
+def test_gradients_are_the_mean_and_a_step_moves_parameters(world, name):
     engine, model = shard(world, name)
     assert listed(engine.full_gradients(model)) == dict.fromkeys(weights(0))
     backward(world, model, 2.0)
@@ -171,8 +172,8 @@ def test_what_an_engine_lacks_is_not_offered_by_name(world, name, settings, capa
 
 
 @pytest.mark.ranks(2)
-def test_torchs_wrapper_front_still_cannot_offload_on_a_host_without_accelerator(world):
-    """Where torch mends it, the adapter may offer it."""
+def test_torchs_wrapper_cannot_offload_without_accelerator(world):
+    """Where torch fixes it, the adapter may offer it."""
     offload = fsdp.CPUOffload(offload_params=True)
     with pytest.raises(RuntimeError, match="accelerator"):
         fsdp.FullyShardedDataParallel(nn.Linear(2, 2), cpu_offload=offload, device_id=world.device)(
@@ -181,59 +182,8 @@ def test_torchs_wrapper_front_still_cannot_offload_on_a_host_without_accelerator
     assert not find("torch-fsdp1").capabilities & {Capability.OFFLOAD}
 
 
-CONFTEST = """
-from harness.conformance import deviations
-from harness.conformance.deviations import Deviation
-
-deviations._TABLES["lockstep"] = (
-    Deviation(("test_it.py::test_breaks*",), "it breaks"),
-    Deviation(("test_it.py::test_holds",), "it was mended", issue=7),
-    Deviation(("test_it.py::test_hangs",), "it hangs", run=False),
-    Deviation(("test_it.py::test_points",), "some points break", cases=("n=1", "n=2*")),
-)
-"""
-
-TESTS = """
-import os
-import pytest
-if "RANK" in os.environ:
-    import torch, torch.distributed as dist
-
-pytestmark = pytest.mark.ranks(2)
-
-
-def test_breaks_on_one_rank(engine, world):
-    assert world.rank == 0
-
-
-def test_holds(engine, world):
-    pass
-
-
-def test_hangs(engine, world):
-    while True:
-        pass
-
-
-def test_of_no_engine_is_not_meant_though_it_is_called_test_breaks(world):
-    pass
-
-
-def test_points(engine, world, run_subtests):
-    def check(n):
-        if n == 1:
-            assert world.rank == 0
-            dist.all_reduce(torch.ones(1))
-
-    run_subtests({"n": [0, 1, 2, 3]}, check)
-"""
-
-
-def test_known_deviations_are_strict_expected_failures_of_tests_and_of_points(pytester):
-    # New ranks follow each failure.
-    pytester.makeini("[pytest]\nranks_preload = harness.conformance.adapters.lockstep")
-    pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(test_it=TESTS)
+def test_known_deviations_are_strict_expected_failures(pytester):
+    copy_project("deviations", pytester.path)
     result = pytester.runpytest_subprocess(
         "-p", "harness.conformance.plugin", "-rxf", "-o", "verbosity_subtests=1", timeout=60
     )
@@ -241,9 +191,9 @@ def test_known_deviations_are_strict_expected_failures_of_tests_and_of_points(py
         [
             "XFAIL test_it.py::test_breaks_on_one_rank - it breaks*",
             "XFAIL at setup of test_it.py::test_hangs - [[]NOTRUN[]] it hangs*",
-            "*[[]XPASS(strict)[]] it was mended (pytorch#7)*",
-            "SUBXFAIL[[]n=1[]] test_it.py::test_points - some points break*",
-            "*[[]XPASS(strict)[]] some points break*",
+            "*[[]XPASS(strict)[]] it was fixed (pytorch#7)*",
+            "SUBXFAIL[[]n=1[]] test_it.py::test_cases - some cases break*",
+            "*[[]XPASS(strict)[]] some cases break*",
             "*3 failed, 1 passed, 3 xfailed, 2 subtests passed*",
         ]
     )
@@ -251,7 +201,7 @@ def test_known_deviations_are_strict_expected_failures_of_tests_and_of_points(py
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["lockstep-composable", "torch-fsdp2"])
-def test_a_unit_in_two_others_is_taken_in_hand_before_both(world, name):
+def test_a_unit_inside_two_others_is_sharded_before_both(world, name):
     engine = find(name)
     shared = nn.Linear(3, 3).to(world.device)
     bare = nn.Sequential(nn.Sequential(shared), nn.Sequential(nn.Linear(3, 3).to(world.device), shared))

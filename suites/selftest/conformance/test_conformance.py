@@ -15,73 +15,9 @@ import pytest
 
 from harness.conformance.stored import dump, load
 from harness.conformance.table import Case, Claim, Outcome, Share, Table
+from suites.selftest.project import copy_project
 
 PROJECT = Path(__file__).parents[3]
-
-OTHER = """
-from harness.conformance.adapters.lockstep import Lockstep
-
-class Other(Lockstep):
-    name = "other"
-"""
-
-CLAIMS = '''
-import os
-from types import SimpleNamespace
-import pytest
-if "RANK" in os.environ:
-    from harness.conformance import Capability, NotOffered
-
-def refuse(engine, capability):
-    if engine.name == "other":
-        raise NotOffered(engine.name, capability)
-
-class TestStep:
-    @pytest.mark.ranks(2)
-    def test_moves_all_weights(self, world, engine, run_subtests):
-        """Weights move <b>alike</b>. And more."""
-        def claim(lr):
-            assert (lr, engine.name) != (2, "other"), "a <weight> | stood still"
-        run_subtests({"lr": [1, 2, 3]}, claim)
-
-    @pytest.mark.ranks(2)
-    def test_shards(self, world, engine, run_subtests):
-        refuse(engine, Capability.SHARDING)
-        run_subtests({"a": [1, 2]}, lambda a: None)
-
-@pytest.mark.ranks(2)
-def test_half_of_it(world, engine, run_subtests):
-    def claim(offload):
-        if offload:
-            refuse(engine, Capability.OFFLOAD)
-    run_subtests({"offload": [False, True]}, claim)
-
-class TestInTheController:
-    @pytest.fixture
-    def engine(self, engine_name):  # a stand-in, which takes no time to import
-        return SimpleNamespace(name=engine_name.partition(":")[0])
-
-    @pytest.mark.parametrize("dtype", ["fp16"])
-    def test_rounding(self, engine, dtype):
-        if engine.name == "other":
-            pytest.xfail("rounds twice, pytorch#144045")
-
-    def test_on_a_gpu(self, engine):
-        pytest.skip("needs a GPU")
-
-    @pytest.fixture
-    def put_back(self, engine):
-        yield
-        assert engine.name != "other", "left behind"
-
-    def test_tear_down(self, put_back): pass
-
-    def test_nobody(self, engine): assert engine.name == "nobody"
-
-def test_of_no_engine(): pass
-'''
-
-SUITES = {"claims/test_step.py": CLAIMS, "other.py": OTHER}
 
 
 def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -92,19 +28,9 @@ def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
-def write_suites(directory: Path, files: dict[str, str]) -> None:
-    # New ranks follow each failure.
-    preload = "ranks_preload = ['harness.conformance.adapters.lockstep']"
-    ini = f"[pytest]\naddopts = ['--import-mode=importlib']\n{preload}\n"
-    (directory / "pytest.toml").write_text(ini)
-    for name, text in files.items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text(text)
-
-
 @dataclass
 class Written:
-    """What a run of the command wrote."""
+    """The files that a run of the command wrote."""
 
     process: subprocess.CompletedProcess[str]
     directory: Path
@@ -120,7 +46,7 @@ class Written:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     directory = tmp_path_factory.mktemp("sample")
-    write_suites(directory, SUITES)
+    copy_project("conformance", directory)
     engines = ("--engine", "lockstep", "--engine", "other:Other")
     return Written(conformance(directory, *engines, "--output", "out", "claims"), directory / "out")
 
@@ -134,22 +60,22 @@ OUTCOMES = {
     f"{STEP}::TestInTheController::test_rounding[fp16]": ("", "held 1/1", "known deviation 0/1"),
     f"{STEP}::TestInTheController::test_on_a_gpu": ("", "skipped 0/1", "skipped 0/1"),
     f"{STEP}::TestInTheController::test_tear_down": ("", "held 1/1", "broken 0/1"),
-    f"{STEP}::TestInTheController::test_nobody": ("", "broken 0/1", "broken 0/1"),
+    f"{STEP}::TestInTheController::test_no_engine_holds_it": ("", "broken 0/1", "broken 0/1"),
 }
 
 
-def test_the_table_holds_each_claim_with_what_each_engine_made_of_it(written: Written) -> None:
+def test_the_table_has_each_claim_with_each_engines_outcome(written: Written) -> None:
     table = written.table
     assert table.engines == ["lockstep", "other:Other"]
     found = {
-        claim.id: (claim.title, *(told(table, claim, engine) for engine in table.engines))
+        claim.id: (claim.title, *(outcome(table, claim, engine) for engine in table.engines))
         for claim in table.claims.values()
     }
     assert found == OUTCOMES
     assert written.process.returncode == pytest.ExitCode.TESTS_FAILED
 
 
-def told(table: Table, claim: Claim, engine: str) -> str:
+def outcome(table: Table, claim: Claim, engine: str) -> str:
     cell = table.cell(claim, engine)
     assert (cell.seconds > 0) == bool(cell.cases)
     return f"{cell.outcome} {cell.held}/{table.num_cases(claim, engine)}"
@@ -171,7 +97,7 @@ def test_cases_carry_names_reasons_and_failures(written: Written) -> None:
     assert "left behind" in tear_down.text
 
 
-def test_shares_count_cases_and_claims_of_all_and_of_what_is_offered(written: Written) -> None:
+def test_shares_count_cases_and_claims_of_all_and_of_offered(written: Written) -> None:
     table = written.table
     claims = list(table.claims.values())
     assert table.share("lockstep", claims) == Share(9, 11)
@@ -246,7 +172,7 @@ def without_seconds(text: str) -> str:
     return re.sub(r" [\d.]+ s$", "", text)
 
 
-def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) -> None:
+def test_the_page_is_well_formed_and_every_cell_has_its_text(page: Page) -> None:
     assert page.texts("th", scope="row")[2:] == [
         "moves all weights Weights move <b>alike</b>.",
         "shards",
@@ -254,7 +180,7 @@ def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) 
         "rounding fp16",
         "on a gpu",
         "tear down",
-        "nobody",
+        "no engine holds it",
     ]
     cells = [without_seconds(text) for tag, found, text in page.elements if tag == "td" and "class" in found]
     assert cells == [
@@ -268,7 +194,7 @@ def test_the_page_is_well_formed_and_every_cell_says_what_was_found(page: Page) 
     ]
 
 
-def test_the_page_asks_for_nothing_from_elsewhere_and_its_links_lead_somewhere(page: Page) -> None:
+def test_the_page_loads_nothing_and_its_links_have_targets(page: Page) -> None:
     assert {tag for tag, _, _ in page.elements}.isdisjoint({"link", "img", "iframe", "object", "base"})
     assert page.attributes("src") == []
     (style,), (script,) = page.texts("style"), page.texts("script")
@@ -288,7 +214,7 @@ def test_broken_cells_link_to_the_text_of_their_failure(page: Page) -> None:
     assert texts[0].strip().startswith("lr=2")
     assert "a <weight> | stood still" in texts[0]
     assert "left behind" in texts[1]
-    assert ["'lockstep' == 'nobody'" in text for text in texts[2:]] == [True, False]
+    assert ["'lockstep' == 'none'" in text for text in texts[2:]] == [True, False]
 
 
 def test_without_a_script_the_filter_is_not_shown_and_all_else_is(page: Page) -> None:
@@ -297,7 +223,7 @@ def test_without_a_script_the_filter_is_not_shown_and_all_else_is(page: Page) ->
     assert page.texts("summary")[0] == "4 claims"  # what only lockstep holds
 
 
-def test_markdown_has_a_row_for_each_claim_and_escapes_what_would_break_it(written: Written) -> None:
+def test_markdown_has_a_row_for_each_claim_and_escapes_text(written: Written) -> None:
     lines = [re.sub(r", [\d.]+ s", "", line) for line in written.read("md").splitlines()]
     assert "| moves all weights: Weights move \\<b\\>alike\\</b\\>. | ✓ 3/3 | ✗ broken 2/3 |" in lines
     assert "| rounding `fp16` | ✓ 1/1 | ≈ deviates 0/1 |" in lines
@@ -318,14 +244,7 @@ def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written,
 
 
 def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
-    files = {
-        # A stand-in, which takes no time to import.
-        "claims/conftest.py": "import pytest\n\n@pytest.fixture\ndef engine(engine_name): pass\n",
-        "claims/test_a.py": "import pytest, time\n\n@pytest.mark.parametrize('n', range(20))\n"
-        "def test_it(engine, n):\n    time.sleep(0.1)\n    assert n == 20\n\n"
-        "def test_left_out(engine): pass\n",
-    }
-    write_suites(tmp_path, files)
+    copy_project("left_out", tmp_path)
     done = conformance(tmp_path, *("--engine", "lockstep", "claims", "-n2", "-x", "-k", "test_it"))
     table = load(tmp_path / "conformance-report" / "conformance.json")
     assert len(table.claims) == 20, done.stdout
@@ -341,6 +260,6 @@ def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(taken="")
-    told = re.escape(f"--conformance {pytester.path / 'taken.py'}: File exists")
-    with pytest.raises(pytest.UsageError, match=f"^{told}$"):
+    message = re.escape(f"--conformance {pytester.path / 'taken.py'}: File exists")
+    with pytest.raises(pytest.UsageError, match=f"^{message}$"):
         pytester.parseconfigure("-p", "harness.conformance.plugin", "--conformance", "taken.py")

@@ -1,4 +1,4 @@
-"""Tables of claims and engines by themselves: what reports become, what is counted, what merging does."""
+"""Tables of claims and engines: reading reports, counting, merging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
     return table
 
 
-def test_tables_of_single_engines_become_one_and_the_last_word_counts(
+def test_tables_of_single_engines_merge_and_the_last_one_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,8 +39,8 @@ def test_tables_of_single_engines_become_one_and_the_last_word_counts(
     for number, table in enumerate(tables):
         (tmp_path / f"{number}.json").write_text(dump(table))
     assert main(["conformance", "--merge", "0.json", "1.json", "2.json", "--output", "all"]) == 0
-    told = "A  1 of 2 (50 %) cases held, 1 of 2 (50 %) claims, 1 not run"
-    assert capsys.readouterr().out.splitlines()[0] == told
+    message = "A  1 of 2 (50 %) cases held, 1 of 2 (50 %) claims, 1 not run"
+    assert capsys.readouterr().out.splitlines()[0] == message
     merged = load(tmp_path / "all" / "conformance.json")
     assert merged == merge(tables)
     assert (merged.engines, len(merged.runs)) == (["A", "B"], 3)
@@ -51,7 +51,7 @@ def test_tables_of_single_engines_become_one_and_the_last_word_counts(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "is no conformance.json: JSONDecodeError"),
         ("[]", "is no conformance.json: TypeError"),
@@ -59,14 +59,14 @@ def test_tables_of_single_engines_become_one_and_the_last_word_counts(
         ('{"format": 1, "engines": []}', "is no conformance.json: KeyError: 'claims'"),
     ],
 )
-def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "table.json").write_text(text)
-    with pytest.raises(NoTable, match=f"table.json:? {told}"):
+    with pytest.raises(NoTable, match=f"table.json:? {message}"):
         load(tmp_path / "table.json")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--merge", "away.json"], "away.json is no conformance.json: FileNotFoundError"),
         (["--engine", "lockstep", "--merge", "a.json"], "--merge runs nothing; it has no use for --engine"),
@@ -74,10 +74,10 @@ def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str
     ],
 )
 def test_merging_refuses_what_it_cannot_use(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["conformance", *arguments]) == pytest.ExitCode.USAGE_ERROR
-    assert capsys.readouterr().err.startswith(f"python -m harness conformance: {told}")
+    assert capsys.readouterr().err.startswith(f"python -m harness conformance: {message}")
 
 
 # What reports become
@@ -88,7 +88,7 @@ def skipped(reason: str) -> pytest.TestReport:
     return pytest.TestReport("test.py::test", ("test.py", 0, "test"), {}, "skipped", longrepr, "call")
 
 
-def test_what_an_adapter_does_not_offer_is_told_from_other_skips() -> None:
+def test_a_skip_by_an_adapter_differs_from_other_skips() -> None:
     error = NotOffered("torch-ddp", Capability.SHARDING)
     for text in (f"Skipped: {error}", f"harness.conformance.capabilities.NotOffered: {error}"):
         assert read_case(skipped(text)) == Case("", Outcome.NOT_OFFERED, "sharding")
@@ -100,7 +100,7 @@ def failed(text: str) -> Case | None:
     return read_case(pytest.TestReport("test.py::test", where, {}, "failed", text, "call"))
 
 
-def test_what_holds_although_it_was_known_not_to_is_told_from_what_broke() -> None:
+def test_an_unexpected_pass_differs_from_a_failure() -> None:
     assert failed("rank 0 of 1 failed\n[XPASS(strict)] rounds twice\n") == Case(
         "", Outcome.MENDED, "rounds twice"
     )
@@ -115,7 +115,7 @@ def test_what_holds_although_it_was_known_not_to_is_told_from_what_broke() -> No
     assert [str(cell.outcome) for cell in mended.values()] == ["mended"] * 2
 
 
-def test_that_subtests_failed_is_said_by_them_alone() -> None:
+def test_failed_subtests_are_counted_once() -> None:
     assert failed("contains 2 failed subtests") is None
 
 
@@ -127,7 +127,7 @@ def test_a_long_failure_loses_its_middle() -> None:
     assert "[88008 characters left out]" in case.text
 
 
-def test_an_engine_that_broke_before_its_cases_has_as_many_as_the_others() -> None:
+def test_an_engine_that_broke_early_has_as_many_cases_as_others() -> None:
     claim = Claim("s/test_x.py::test_1")
     held = tuple(Case(f"a={number}", Outcome.HELD) for number in range(5))
     cells = {

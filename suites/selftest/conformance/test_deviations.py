@@ -49,11 +49,13 @@ def test_every_deviation_is_of_an_engine_that_can_be_named() -> None:
     assert deviations._TABLES.keys() <= set(built_in_names())
 
 
-def test_of_a_claim_that_deviates_as_a_whole_one_reason_is_told(claims: list[str]) -> None:
+def test_a_claim_that_deviates_as_a_whole_has_one_reason(claims: list[str]) -> None:
     for engine in deviations._TABLES:
         for claim in claims:
-            told = [entry.why for entry in deviations.known_deviations(engine, claim) if entry.cases is None]
-            assert len(told) <= 1, (engine, claim)
+            reasons = [
+                entry.why for entry in deviations.known_deviations(engine, claim) if entry.cases is None
+            ]
+            assert len(reasons) <= 1, (engine, claim)
 
 
 ROW = re.compile(r"^\| .*: `(?P<test>\S+)` \| (?P<marks>.*) \|$", re.MULTILINE)
@@ -71,7 +73,7 @@ def test_the_page_marks_as_deviating_what_the_tables_say(claims: list[str]) -> N
         assert known == dict(zip(engines, (mark == "≈" for mark in marks.split(" | ")), strict=True)), test
 
 
-def test_the_page_tells_shares_of_one_total() -> None:
+def test_the_shares_of_the_page_have_one_total() -> None:
     """All engines are asked the same points, and the rows add up to the last."""
     _, _, table = PAGE.read_text().partition("| suite | ")
     head, _, *lines = table.partition("\n\n")[0].splitlines()

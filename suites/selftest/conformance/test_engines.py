@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,40 +14,20 @@ import pytest
 
 from harness.conformance import EngineError, find, known_names, registry
 from harness.conformance.registry import built_in_names, check_name
+from suites.selftest.project import PROJECTS, copy_project
 
-OTHER = """
-from harness.conformance.adapters.lockstep import Lockstep
-
-class Other(Lockstep):
-    name = "other"
-
-INSTANCE = Other()
-
-class Half:
-    name = "half"
-    def shard(self, model, spec): ...
-    @property
-    def composable(self): raise NotImplementedError("told too early")
-
-class Wants:
-    def __init__(self, size): ...
-
-class Inner:
-    Other = Other
-"""
+PLUGIN = ("-p", "harness.conformance.plugin")
 
 
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of engines on the path, also of new processes; its name.
+    """A module of engines on the path, also on that of new processes; its name.
 
-    Not made by pytester: that forgets all modules that a test imports, and torch cannot be imported twice.
+    Not by pytester: that forgets all modules that a test imports, and torch cannot be imported twice.
     """
-    package = tmp_path / "mine"
-    package.mkdir()
-    files = {"__init__": "", "other": OTHER, "needs": "import not_installed", "breaks": "1 / 0"}
-    for name, text in files.items():
-        (package / f"{name}.py").write_text(text)
+    shutil.copytree(PROJECTS / "engines" / "mine", tmp_path / "mine")
+    for name, text in {"needs": "import not_installed", "breaks": "1 / 0"}.items():
+        (tmp_path / "mine" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     yield "mine.other"
@@ -74,14 +55,14 @@ def test_an_engine_of_ones_own_is_named_by_its_place(other: str, place: str) -> 
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_engine_is_known_by_the_name_of_its_entry_point() -> None:
+def test_an_installed_engine_has_the_name_of_its_entry_point() -> None:
     check_name("theirs")
     assert find("theirs").name == "other"
     assert set(known_names()) == {"theirs", *built_in_names()}
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("torch-fdsp1", "no engine is called 'torch-fdsp1'; known: lockstep, .*module:attribute"),
         (":Other", "no engine is called ':Other'"),
@@ -90,16 +71,14 @@ def test_an_installed_engine_is_known_by_the_name_of_its_entry_point() -> None:
         ("mine.other.deep:Engine", "mine.other is a module and no package"),
     ],
 )
-def test_a_name_behind_which_there_is_no_module_is_refused_before_anything_is_imported(
-    other: str, name: str, told: str
-) -> None:
-    with pytest.raises(EngineError, match=f"^--engine {name}: {told}"):
+def test_a_name_without_a_module_is_refused_before_any_import(other: str, name: str, message: str) -> None:
+    with pytest.raises(EngineError, match=f"^--engine {name}: {message}"):
         check_name(name)
     assert other not in sys.modules
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("place", "message"),
     [
         (
             "other:Nothing",
@@ -113,8 +92,8 @@ def test_a_name_behind_which_there_is_no_module_is_refused_before_anything_is_im
     ],
 )
 @pytest.mark.usefixtures("other")
-def test_what_an_engine_of_ones_own_lacks_is_told(place: str, told: str) -> None:
-    with pytest.raises(EngineError, match=f"^--engine mine.{place}: .*{told}"):
+def test_the_error_says_what_an_own_engine_lacks(place: str, message: str) -> None:
+    with pytest.raises(EngineError, match=f"^--engine mine.{place}: .*{message}"):
         find(f"mine.{place}")
 
 
@@ -125,44 +104,14 @@ def test_names_are_checked_without_torch() -> None:
     assert done.stdout.split() == ["False"]
 
 
-PLUGIN = ("-p", "harness.conformance.plugin")
-
-SUITE = """
-import os
-import pytest
-
-@pytest.fixture
-def model(engine): return engine.name
-
-@pytest.mark.ranks(1, 2)
-def test_sizes(world, model):
-    with open(f"ran-{world.size}-{world.rank}.txt", "a") as file:
-        print(model, os.getpid(), file=file)
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("a", [1, 2])
-def test_points(world, run_subtests, engine, a):
-    def claim(b):
-        assert (a, b, engine.name) != (2, 3, "other")
-    run_subtests({"b": [3, 4]}, claim)
-
-@pytest.mark.ranks(2)
-def test_by_name(world, request): request.getfixturevalue("engine")
-
-def test_of_no_engine(): assert 0
-"""
-
-
 @pytest.fixture
 def result(pytester: pytest.Pytester, other: str) -> pytest.RunResult:
-    # New ranks follow each failure.
-    pytester.makeini("[pytest]\nranks_preload = harness.conformance.adapters.lockstep")
-    pytester.makepyfile(test_it=SUITE)
+    copy_project("engines", pytester.path)
     engines = ("--engine", "lockstep", "--engine", f"{other}:Other", "--engine", "lockstep")
     return pytester.runpytest_subprocess(*PLUGIN, *engines, "-v", "-p", "no:cacheprovider", timeout=60)
 
 
-def test_each_test_of_an_engine_runs_on_each_of_several_on_the_same_worlds(
+def test_several_engines_run_each_test_on_the_same_worlds(
     pytester: pytest.Pytester, result: pytest.RunResult
 ) -> None:
     result.assert_outcomes(passed=7, failed=4)
@@ -183,23 +132,46 @@ def test_each_test_of_an_engine_runs_on_each_of_several_on_the_same_worlds(
 
 
 def test_the_line_of_an_item_runs_it_again(pytester: pytest.Pytester, other: str) -> None:
-    pytester.makepyfile(test_it=SUITE)
+    copy_project("engines", pytester.path)
     line = [*PLUGIN, "test_it.py::test_points[2]", "--engine", f"{other}:Other", "--subtest", "b=3"]
     result = pytester.runpytest_subprocess(*line, timeout=60)
     result.stdout.fnmatch_lines(["SUBFAILED[[]b=3[]] test_it.py::test_points[[]2[]] - *"])
 
 
 def test_an_unknown_engine_is_refused_before_collection(pytester: pytest.Pytester) -> None:
-    told = "^--engine zero: no engine is called 'zero'; known: lockstep, "
-    with pytest.raises(pytest.UsageError, match=told):
+    message = "^--engine zero: no engine is called 'zero'; known: lockstep, "
+    with pytest.raises(pytest.UsageError, match=message):
         pytester.parseconfigure(*PLUGIN, "--engine", "lockstep", "--engine", "zero")
 
 
-def test_a_run_ends_at_once_where_an_engine_of_ones_own_cannot_be_had(
+def test_a_run_ends_at_once_where_an_own_engine_cannot_be_loaded(
     pytester: pytest.Pytester, other: str
 ) -> None:
-    pytester.makepyfile(test_it=SUITE)
+    copy_project("engines", pytester.path)
     result = pytester.runpytest_subprocess(*PLUGIN, "--engine", f"{other}:Away", timeout=60)
     result.assert_outcomes(errors=1)
-    told = "--engine mine.other:Away: mine.other has no 'Away'; its classes *"
-    result.stdout.fnmatch_lines(["rank 0 of 1 failed", told, f"!* {told}!*"])
+    message = "--engine mine.other:Away: mine.other has no 'Away'; its classes *"
+    result.stdout.fnmatch_lines(["rank 0 of 1 failed", message, f"!* {message}!*"])
+
+
+@pytest.mark.parametrize("options", [(), (*PLUGIN, "--engine", "lockstep", "--engine", "torch-ddp")])
+def test_a_fixture_engine_of_a_projects_own_is_left_alone(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    copy_project("own_engine", pytester.path)
+    result = pytester.runpytest_subprocess("-v", *options, timeout=60)
+    result.assert_outcomes(passed=2)
+    names = [f"test_it.py::test_an_engine_runs[[]{name}[]] PASSED*" for name in ("steam", "diesel")]
+    result.stdout.fnmatch_lines(names)
+
+
+def test_a_fixture_engine_of_a_projects_own_has_no_claims(pytester: pytest.Pytester) -> None:
+    copy_project("own_engine", pytester.path)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--conformance", "out", timeout=60)
+    result.stdout.fnmatch_lines(["no test of an engine was run"])
+
+
+def test_without_the_plugin_there_is_no_option_engine(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("--engine=lockstep", timeout=60)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*unrecognized arguments: --engine=lockstep"])

@@ -60,9 +60,7 @@ def test_units_are_chosen_by_size(world, engine, min_num_params, units):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("classes", "units"), [(None, [""]), ((), [""]), ((nn.LayerNorm,), ["", "ln"])])
-def test_classes_that_compute_in_full_precision_are_units_also_where_no_other_is(
-    world, engine, classes, units
-):
+def test_full_precision_classes_are_units_without_other_units(world, engine, classes, units):
     precision = Precision(torch.float16, full_precision_classes=classes)
     with pytest.warns(UserWarning, match="LayerNorm") if classes else nullcontext():
         model = engine.shard(BatchNormNet().to(world.device), ShardSpec(precision=precision))
@@ -70,7 +68,7 @@ def test_classes_that_compute_in_full_precision_are_units_also_where_no_other_is
 
 
 @pytest.mark.ranks(2)
-def test_a_unit_with_a_process_group_of_its_own_is_cut_over_that_alone(world, engine):
+def test_a_units_own_process_group_alone_shards_it(world, engine):
     own, both = dist.new_subgroups(1)
     bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(world.device)
     model = engine.shard(bare, ShardSpec(unit_groups={"1": own}))
@@ -86,7 +84,7 @@ def test_a_unit_with_a_process_group_of_its_own_is_cut_over_that_alone(world, en
 
 
 @pytest.mark.ranks(2)
-def test_a_unit_may_have_a_process_group_and_a_precision_of_its_own(world, engine):
+def test_a_unit_may_have_its_own_process_group_and_precision(world, engine):
     own, both = dist.new_subgroups(1)
     low, half = Precision(torch.bfloat16), Precision(torch.float16, torch.float32)
     bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(world.device)
@@ -106,7 +104,7 @@ def test_a_unit_may_have_a_process_group_and_a_precision_of_its_own(world, engin
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("writeback", [False, True])
-def test_changes_to_summoned_parameters_are_kept_if_told(world, engine, writeback):
+def test_changes_to_summoned_parameters_are_kept_with_writeback(world, engine, writeback):
     bare = nn.Linear(2, 2, bias=False).to(world.device)
     nn.init.ones_(bare.weight)
     sharded = engine.shard(bare, ShardSpec())
@@ -120,7 +118,7 @@ def test_changes_to_summoned_parameters_are_kept_if_told(world, engine, writebac
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_parameters_and_gradients_are_copies_under_bare_names(world, engine, use_orig_params):
+def test_full_parameters_and_gradients_are_copies_by_name(world, engine, use_orig_params):
     bare = nn.Linear(2, 2).to(world.device)
     expected = {name: p.detach().clone() for name, p in bare.named_parameters()}
     sharded = engine.shard(bare, ShardSpec(use_orig_params=use_orig_params, sync_module_states=True))

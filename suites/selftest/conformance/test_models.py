@@ -39,7 +39,7 @@ def test_units_are_of_known_sizes(world, engine, model, sizes):
 
 
 @pytest.mark.ranks(2)
-def test_what_learns_of_a_mostly_frozen_model_lies_on_the_last_of_two_ranks(world, engine):
+def test_of_a_mostly_frozen_model_the_last_rank_holds_what_learns(world, engine):
     bare = NonUniformReqGradNWM().to(world.device)
     model = engine.shard(bare, ShardSpec(units=bare.units, use_orig_params=True))
     model.loss(model(torch.full((4, 8), 1.0 + world.rank, device=world.device))).backward()
@@ -62,7 +62,7 @@ def test_the_transformer_learns_its_tied_weight_from_both_ends():
     assert model.output_proj.weight is model.embed_tokens.weight
     src, tgt = torch.zeros(6, 2, dtype=torch.long), torch.ones(4, 2, dtype=torch.long)
     model.loss(model(src, tgt), tgt).backward()
-    # An embedding learns the words that it reads (0 and 1), a projection those that it tells apart (all).
+    # An embedding learns the words that it reads (0 and 1), a projection those that it distinguishes (all).
     assert model.embed_tokens.weight.grad.any(dim=1).all()
     untied = TransformerWithSharedParams()
     untied.output_proj.weight = nn.Parameter(model.output_proj.weight.detach().clone())
@@ -70,7 +70,7 @@ def test_the_transformer_learns_its_tied_weight_from_both_ends():
     assert untied.embed_tokens.weight.grad.any(dim=1).tolist() == [True, True] + [False] * 21
 
 
-def test_a_late_rank_pauses_before_the_gradients_of_each_layer_and_after_backward(monkeypatch):
+def test_a_late_rank_pauses_before_gradients_and_after_backward(monkeypatch):
     pauses = []
     pause = "harness.conformance.models.nested.pause"
     monkeypatch.setattr(pause, lambda device, milliseconds: pauses.append(milliseconds))

@@ -32,7 +32,7 @@ SAMPLES = {
 }
 
 
-def test_the_suites_hold_an_engine_of_twenty_lines_and_break_those_with_a_fault(tmp_path: Path) -> None:
+def test_the_suites_find_the_faults_of_an_engine_of_twenty_lines(tmp_path: Path) -> None:
     claims = [f"suites/{claim}" for claim in (STEPS, EVERY, SPARSE, DTYPES, NORM)]
     engines = [f"--engine={name}" for name in SAMPLES]
     command = [sys.executable, "-m", "harness", "conformance", *engines, *(PROJECT / name for name in claims)]

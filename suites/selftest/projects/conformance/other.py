@@ -1,0 +1,7 @@
+"""An engine that says that it is another."""
+
+from harness.conformance.adapters.lockstep import Lockstep
+
+
+class Other(Lockstep):
+    name = "other"

@@ -1,0 +1,27 @@
+"""Engines of one's own, and classes that are none."""
+
+from harness.conformance.adapters.lockstep import Lockstep
+
+
+class Other(Lockstep):
+    name = "other"
+
+
+INSTANCE = Other()
+
+
+class Half:
+    name = "half"
+
+    def shard(self, model, spec): ...
+    @property
+    def composable(self):
+        raise NotImplementedError("read too early")
+
+
+class Wants:
+    def __init__(self, size): ...
+
+
+class Inner:
+    Other = Other
