@@ -1,8 +1,8 @@
-"""The ledger of leases: a directory of the user's in which a file that is locked stands for each lease.
+"""The lease store: a directory of the user's in which a locked file stands for each lease of ranks or GPUs.
 
-A lease is alive as long as a process holds its file's lock; the kernel lets go of it whatever way that
-process ends. Locks are shared ones (`flock`), so that all ranks of a world hold their lease together.
-Standard library only.
+A lease is alive as long as a process holds a lock on its file; the kernel releases it however that process
+ends. The locks are shared ones (`flock`), because all ranks of a world hold their lease together; libraries
+of file locks offer exclusive ones only. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from harness.exceptions import LaunchError
 VARIABLE = "LOCKSTEP_LEASES"
 """The environment variable that names another directory."""
 LOCK_WITHIN = 60.0
-"""Seconds to wait for others that read the ledger."""
+"""Seconds to wait for other processes that have the store locked."""
 NEW, TURN, LEASE = "new", "turn", "lease"
-"""Suffixes of an entry's file: it is being written; it stands in line; it is granted."""
-BUSY, IDLE, RECALLED = "busy", "idle", "asked"
-"""Suffixes of the mark beside a lease: a test uses its world; no test does, and it is kept warm; it was asked
-back then, upon which its ranks end. Renaming is atomic: of two processes one gets its way. It also takes a
+"""Suffixes of a lease's file: it is being written; it waits in line; it is granted."""
+BUSY, IDLE, RECALLED = "busy", "idle", "recalled"
+"""Suffixes of the mark of a granted lease: a test uses its world; the world is kept warm, without a test; it
+was recalled then, whereupon its ranks end. Renaming is atomic: of two processes one succeeds. It also takes a
 tenth of the time of making a file."""
 SUFFIXES = (NEW, TURN, LEASE, BUSY, IDLE, RECALLED)
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What one world holds, or waits for.
-
-    ``ranks``: how many it counts for; 0 where the run sets no bound. ``gpus``: names of the GPUs that it
-    has; while it waits, of those it may have. ``exclusive``: nobody else may use these GPUs meanwhile.
-    ``pid`` and ``where`` (a directory) tell people whose it is.
-    """
+    """The resources that one world holds, or waits for."""
 
     pid: int
+    """Of its controller, for people who read of it, like `where`."""
     where: str
+    """The root directory of the run."""
     ranks: int
+    """How many it counts for; 0 where the run sets no bound."""
     gpus: tuple[str, ...] = ()
+    """Names of the GPUs that it has; while it waits, of those it may have."""
     exclusive: bool = False
+    """Whether no other world may use these GPUs meanwhile."""
 
     def competes(self, other: ResourceRequest) -> bool:
         """Whether one of the two may have to wait for the other."""
@@ -63,20 +63,21 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a world of `size` ranks needs: its claim, and how many ranks may run at once (None: any number).
+    """What a world of `size` ranks requires before it may start.
 
-    Of exclusive GPUs it needs one a rank; of others it takes one a rank where so many are to be had, else
+    Of exclusive GPUs it requires one per rank; of others it takes one per rank where there are as many, else
     fewer, and ranks share them.
     """
 
     request: ResourceRequest
     size: int
     at_once: int | None = None
+    """How many ranks may run at once; None: any number."""
 
     def choose(self, held: Iterable[ResourceRequest]) -> tuple[str, ...] | None:
         """Return the GPUs to take (none for a world on CPUs), or None while what is held leaves too little.
 
-        GPUs that nobody uses come first; the order is the claim's.
+        Unused GPUs come first; the order is the request's.
         """
         held = list(held)
         request = self.request
@@ -101,7 +102,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class StoredLease:
-    """One lease, or one turn in the line for one, as it stood when the ledger was read."""
+    """One lease, or one request in line for one, as it was when the store was read."""
 
     name: str
     """Names sort by age."""
@@ -113,10 +114,10 @@ class StoredLease:
 
 
 class LeaseStore:
-    """The entries in one directory.
+    """The leases in one directory.
 
     Raises:
-        LaunchError: the directory cannot be used, or somebody else could write in it.
+        LaunchError: the directory cannot be used, or another user could write in it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -128,10 +129,10 @@ class LeaseStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep everybody else from reading and adding entries meanwhile.
+        """Keep other processes from reading and adding leases meanwhile.
 
         Raises:
-            LaunchError: somebody else has not let go of it for `ALONE_WITHIN` seconds.
+            LaunchError: another process has kept it locked for `LOCK_WITHIN` seconds.
         """
         deadline = time.monotonic() + LOCK_WITHIN
         lock = os.open(self.directory / "mutex", os.O_RDWR | os.O_CREAT, 0o600)
@@ -148,7 +149,7 @@ class LeaseStore:
             os.close(lock)
 
     def add(self, request: ResourceRequest) -> tuple[str, int]:
-        """Enter a claim at the end of the line; return its name and the descriptor that keeps it alive."""
+        """Add a request at the end of the line; return its name and the descriptor that keeps it alive."""
         name = f"{time.monotonic_ns():020d}-{os.getpid()}"
         new = self.path(name, NEW)
         keeper = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -162,41 +163,38 @@ class LeaseStore:
         os.pwrite(keeper, json.dumps(asdict(request)).encode(), 0)
 
     def grant(self, name: str) -> None:
-        """Let a turn in line be a lease. Only for who is `locked`."""
+        """Turn a request in line into a lease. Only while the store is `locked`."""
         self.path(name, BUSY).touch(mode=0o600)
         self._rename(name, TURN, LEASE)
 
     def read(self) -> list[StoredLease]:
-        """Return the living entries, oldest first, and strike out the dead. Only for who is `locked`."""
+        """Return what is alive, oldest first, and remove the dead. Only while the store is `locked`."""
         files = sorted(file.rpartition(".") for file in os.listdir(self.directory))
-        entries = [self._read(name, kind) for name, _, kind in files if kind in (NEW, TURN, LEASE)]
-        return [entry for entry in entries if entry is not None]
+        leases = [self._read(name, kind) for name, _, kind in files if kind in (NEW, TURN, LEASE)]
+        return [lease for lease in leases if lease is not None]
 
     def waiting(self) -> Iterator[ResourceRequest]:
-        """Yield the claims that stand in line, perhaps a dead one among them; anybody may ask at any time."""
-        # What is not there any more has just got its lease, or has given up.
+        """Yield the requests in line, perhaps a dead one among them; needs no lock."""
+        # What is gone by now has just got its lease, or has given up.
         with contextlib.suppress(FileNotFoundError):
             for file in os.listdir(self.directory):
                 if file.endswith(f".{TURN}"):
                     with contextlib.suppress(FileNotFoundError, ValueError):
-                        yield _claim((self.directory / file).read_text())
+                        yield _parse((self.directory / file).read_text())
 
-    def strike_if_dead(self, name: str) -> None:
-        """Take an entry out of the ledger, with its marks, unless a process still holds it."""
+    def remove_if_dead(self, name: str) -> None:
+        """Remove a lease with its marks, unless a process still holds it."""
         for kind in (NEW, TURN, LEASE):
             self._read(name, kind)
-
-    def _strike(self, name: str) -> None:
-        for suffix in SUFFIXES:
-            self.path(name, suffix).unlink(missing_ok=True)
 
     def _read(self, name: str, kind: str) -> StoredLease | None:
         try:
             with self.path(name, kind).open() as file:
-                if _lock(file.fileno(), fcntl.LOCK_EX):
-                    self._strike(name)
+                if _lock(file.fileno(), fcntl.LOCK_EX):  # no process holds it
+                    for suffix in SUFFIXES:
+                        self.path(name, suffix).unlink(missing_ok=True)
                     return None
-                request = _claim(file.read())
+                request = _parse(file.read())
         except FileNotFoundError:  # its world has just ended, or it has given up waiting
             return None
         idle_since = None
@@ -206,24 +204,24 @@ class LeaseStore:
 
     # The mark
 
-    def put_down(self, name: str) -> bool:
-        """Note that no test uses a lease's world from now on; False if the entry is gone."""
+    def mark_idle(self, name: str) -> bool:
+        """Note that no test uses a lease's world from now on; return False if the lease is gone."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(f"{self.directory}/{name}.{BUSY}")
         return self._rename(name, BUSY, IDLE)
 
-    def take_up(self, name: str) -> bool:
-        """Use an idle lease again; False if it was asked back meanwhile."""
+    def mark_busy(self, name: str) -> bool:
+        """Note that a test uses the world of an idle lease; return False if it was recalled meanwhile."""
         return self._rename(name, IDLE, BUSY)
 
     def recall(self, name: str) -> bool:
-        """Ask an idle lease's ranks to end; False if a test uses them again."""
+        """Make the ranks of an idle lease end; return False if a test uses them again."""
         return self._rename(name, IDLE, RECALLED)
 
     def _rename(self, name: str, before: str, after: str) -> bool:
-        entry = f"{self.directory}/{name}"
+        path = f"{self.directory}/{name}"
         try:
-            os.rename(f"{entry}.{before}", f"{entry}.{after}")
+            os.rename(f"{path}.{before}", f"{path}.{after}")
         except FileNotFoundError:
             return False
         return True
@@ -260,7 +258,7 @@ def default_directory() -> Path:
     return Path(chosen).absolute() if chosen else Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
 
 
-def _claim(text: str) -> ResourceRequest:
+def _parse(text: str) -> ResourceRequest:
     fields = json.loads(text)
     return ResourceRequest(**{**fields, "gpus": tuple(fields["gpus"])})
 

@@ -1,6 +1,6 @@
-"""What a machine lacks when an operating system's call fails, in words that end with the cure.
+"""Limits of the machine: what it lacks when a system call fails, with the remedy.
 
-Used in the controller and in ranks; standard library only.
+Used in the controller and in new processes on their way to be ranks; standard library only.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import tempfile
 from harness.exceptions import LaunchError
 
 FILES_OF_A_RANK = 3
-"""Descriptors that the controller keeps for one rank: the wire, and two that tell of its end."""
+"""Descriptors that the controller keeps for one rank: the wire, and two that report its end."""
 FILES_AT_LEAST = 4
 """Descriptors that starting a rank takes for a moment."""
 
 
 def explain(error: BaseException) -> str:
-    """Say what went wrong, and what to do where a limit of the machine was met."""
+    """Return what went wrong, and what to do where a limit of the machine was met."""
     said = str(error) or type(error).__name__
     if isinstance(error, FileNotFoundError) and error.filename is None:  # of getcwd, and of nothing else
         return "The directory that pytest runs in is gone"
-    for number, cure in _CURES.items():
+    for number, remedy in _REMEDIES.items():
         if getattr(error, "errno", None) == number or os.strerror(number) in said:
-            return f"{said}. {cure()}"
+            return f"{said}. {remedy()}"
     if "Unable to find address for: lo" in said:  # gloo's words
         return f"{said}. Bring the loopback interface up: `ip link set lo up`"
     return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
@@ -74,7 +74,7 @@ def _temporary() -> str:
     return tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
 
 
-_CURES = {
+_REMEDIES = {
     errno.ENOSPC: _more_space,
     errno.EDQUOT: _more_space,
     errno.EROFS: _own_directory,
