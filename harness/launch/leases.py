@@ -138,7 +138,7 @@ class Leases:
             time.sleep(LOOK_EVERY)
 
     def _blockers(self, lease: Lease) -> list[StoredLease] | None:
-        """Grant the lease and return None if it is first in line and nothing is missing; else return blockers.
+        """Grant the lease and return None if it is first in line and nothing is missing, else its blockers.
 
         Those are the leases, and the earlier requests in line, that compete with it.
         """
