@@ -32,7 +32,7 @@ class BufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a 1-D buffer of ``numel`` elements: one that is free and large enough, else a new one."""
+        """Return a 1-D buffer of `numel` elements: one that is free and large enough, else a new one."""
         if numel == 0:  # it would have no address to be known by
             return torch.empty(0, dtype=dtype, device=device)
         fitting = [b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel]
@@ -68,13 +68,13 @@ WRAP = "lockstep::wrap"
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 Finish = Callable[[], Tensor]
-"""Waits for what was started, and returns its result; to be called once."""
+"""Wait for a collective and return its result; to be called once."""
 
-# torch 2.13 renamed them; the older names warn there.
+# torch 2.13 renamed them; there the older names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# What is summed at once, so that the fp32 sum stays in a core's L2 cache (256 KiB) until it is whole.
+# How many elements are summed at once: their fp32 sum stays in a core's L2 cache (256 KiB) until it is whole.
 _CHUNK_NUMEL = 1 << 16
 
 
@@ -174,7 +174,7 @@ def _start_mean(full: Tensor, mesh: MeshInfo, dtype: torch.dtype, pool: BufferPo
 
 
 def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = False) -> Tensor:
-    """Return the sum over the ranks of all ``groups`` of ``values``, or the element-wise largest.
+    """Return the sum over the ranks of all `groups` of `values`, or the element-wise largest.
 
     A NaN of any rank makes the result NaN.
     """
@@ -190,7 +190,7 @@ def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = F
 
 
 def broadcast(tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup]) -> None:
-    """Overwrite each tensor with that of the rank that is first in all ``groups``, shard axis first."""
+    """Overwrite each tensor with that of the rank that is first in all `groups`, shard axis first."""
     wires = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]
     # In this order: the first rank of each replica has the values only after the first replica has them.
     for group in groups:
@@ -202,7 +202,7 @@ def broadcast(tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup]) ->
 
 
 def divide_factors(size: float) -> tuple[float, float]:
-    """Return (p, size / p): divide by p before the sum and by the rest after it; ``size`` is what by in all.
+    """Return (p, size / p): divide by p before the sum and by the rest after it, together by `size`.
 
     p is the power of two near sqrt(size): half of the range that a low-precision sum can overflow or
     underflow is kept on each side.
@@ -302,9 +302,9 @@ def _start_all_reduce(full: Tensor, axis: Axis, divisor: float, pool: BufferPool
 
 
 def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return the sum over the rows of ``parts`` (ranks, n), each added in turn in fp32 or fp64, divided.
+    """Return the sum over the rows of `parts` (ranks, n), each added in turn in fp32 or fp64, divided.
 
-    It is rounded to the dtype of ``parts``, whose first row may be overwritten, and returned in ``dtype``.
+    It is rounded to the dtype of `parts`, whose first row may be overwritten, and returned in `dtype`.
     """
     shard = parts.new_empty(parts.shape[1], dtype=dtype)
     precise = torch.promote_types(parts.dtype, torch.float32)
@@ -322,7 +322,7 @@ def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the picklable ``value`` of every rank, in rank order."""
+    """Return the picklable `value` of every rank, in rank order."""
     size = dist.get_world_size(group)
     if size == 1:
         return [value]
@@ -332,7 +332,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def gather_wrapped(value: list[str], group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:
-    """Return what each rank wraps, in rank order; ``value`` alone where all of them wrap the same."""
+    """Return the `value` of each rank, in rank order, or `value` alone where it is the same on all."""
     digest = sha256("\n".join(value).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     everyone = mine.new_empty(dist.get_world_size(group) * len(digest))
@@ -346,7 +346,7 @@ def gather_wrapped(value: list[str], group: dist.ProcessGroup, device: torch.dev
 
 
 def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:
-    """Return the picklable ``value`` of the rank that is first in all ``groups``, as `broadcast` does."""
+    """Return the picklable `value` of the rank that is first in all `groups`, as `broadcast` does."""
     values = [value]
     for group in groups:
         if dist.get_world_size(group) > 1:
@@ -355,7 +355,7 @@ def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """Return what the ranks of ``tensor``'s mesh hold together, on the mesh's device."""
+    """Return `tensor` in full, on the device of its mesh."""
     there: Any = tensor.to(tensor.device_mesh.device_type)  # annotated as a plain tensor
     full: Tensor = there.full_tensor()
     return full

@@ -1,4 +1,4 @@
-"""What `fully_shard` and `replicate` make of a module: itself, of a class with these methods. On ranks."""
+"""The class and the methods that `fully_shard` and `replicate` give a module. Runs on ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from harness.engine.unit import Unit
 
 
 class UnshardHandle:
-    """What `FSDPModule.unshard` returns at once with ``async_op``."""
+    """The result of `FSDPModule.unshard` with `async_op`."""
 
     def __init__(self, group: ParamGroup | None) -> None:
         self._group = group
 
     def wait(self) -> None:
-        """Let modules see full parameters when they have come."""
+        """Wait for unsharded parameters and show them to modules."""
         if self._group:
             self._group.unshard()
 
@@ -42,16 +42,16 @@ class FSDPModule(nn.Module):
     _composed_modules: tuple[FSDPModule, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plain module of the original class, as whoever slices an `nn.Sequential` wants it."""
+        """Return a plain module of the original class, as a slice of an `nn.Sequential` should be."""
         return _bare(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(self, super().__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather full parameters, until `reshard` or as long as the next forward keeps them.
+        """Unshard parameters, until `reshard` or as long as the next forward retains them.
 
-        With ``async_op`` only begin to, and return a handle to wait for them.
+        With `async_op` only start the all-gather, and return a handle to wait for it.
         """
         group = self._composed_unit.group
         if group:
@@ -64,51 +64,51 @@ class FSDPModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Give full parameters up, and with them whatever was changed there."""
+        """Reshard parameters; what was changed in unsharded ones is lost."""
         if self._composed_unit.group:
             self._composed_unit.group.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backward reduces gradients, or adds them up on each rank, in the reduce dtype, unseen.
+        """Set whether backward reduces gradients, or accumulates them on each rank, in the reduce dtype.
 
-        The next backward that reduces, reduces the sum. `zero_grad` does not see them; `reset_iter_state`
-        forgets them.
+        The next backward that reduces, reduces the sum. `zero_grad` does not see accumulated gradients;
+        `reset_iter_state` forgets them.
         """
         for unit in self._units(recurse):
             unit.options.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether gradients reduced inside a replica wait, out of sight, or are also reduced across.
+        """Set whether gradients are also reduced across replicas, or wait after the reduction inside one.
 
-        The next backward that goes across, reduces the sum. With one replica alone it changes nothing.
+        The next backward that reduces across replicas, reduces the sum. With one replica nothing changes.
         """
         for unit in self._units(recurse):
             if gradients := _gradients(unit):
                 gradients.across = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Change nothing: every backward ends with its reductions done."""
+        """Do nothing: every backward ends with its reductions done."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Say whether backward gives full parameters up, or leaves them to the next forward.
+        """Set whether backward reshards parameters, or leaves unsharded ones to the next forward.
 
-        That finds them, unless an optimizer has stepped or anyone has changed the parameters in place
-        meanwhile. Changes through ``.data`` or by ``torch._foreach_*`` leave no trace: call `reshard` after.
+        That uses them, unless an optimizer has stepped or the parameters have changed in place meanwhile.
+        Changes through `.data` or by `torch._foreach_*` leave no trace: call `reshard` after them.
         """
         for unit in self._units(recurse):
             unit.options.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by ``factor``, instead of by the number of ranks."""
+        """Divide the sum of gradients over ranks by `factor`, instead of by the number of ranks."""
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: expected a positive number, got {factor!r}")
         if gradients := _gradients(self._composed_unit):
             gradients.divisor = float(factor)
 
     def reset_iter_state(self) -> None:
-        """Forget what of a step is unfinished: gradients that wait to be reduced, full parameters.
+        """Forget the unfinished parts of a step: gradients that are not reduced, unsharded parameters.
 
-        A forward or backward that raises does so by itself. Gradients that the user sees stay.
+        A forward or backward that raises does the same. Gradients that the user sees stay.
         """
         refuse_when_busy([self._composed_unit], "reset_iter_state")
         for unit in self._composed_unit.root_state.units:
@@ -118,7 +118,7 @@ class FSDPModule(nn.Module):
                 unit.group.gradients.drop_accumulated()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether forward gives full parameters up, or leaves them to backward."""
+        """Set whether forward reshards parameters, or retains unsharded ones for backward."""
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
@@ -126,11 +126,11 @@ class FSDPModule(nn.Module):
             unit.options.reshard_to = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather the groups of ``modules`` when this forward begins, in place of the guessed next."""
+        """Prefetch the groups of `modules` when this forward begins, in place of the guessed next one."""
         self._composed_unit.options.forward_prefetch = _groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather the groups of ``modules`` before these gradients, in place of the guessed next."""
+        """Prefetch the groups of `modules` before these gradients, in place of the guessed next one."""
         self._composed_unit.options.backward_prefetch = _groups_of(modules)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
@@ -179,9 +179,10 @@ class FSDPModule(nn.Module):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let the method of ``module`` gather and free as its forward does; other modules are left alone.
+    """Make the method of `module` unshard and reshard as its forward does; other modules stay as they are.
 
-    Raises ValueError if there is no such method.
+    Raises:
+        ValueError: If there is no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -192,20 +193,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
 
     @wraps(method)
-    def gathering(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+    def unsharding(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(self, MethodType(method, self), args, kwargs)
 
-    setattr(module, method_name, MethodType(gathering, module))
+    setattr(module, method_name, MethodType(unsharding, module))
 
 
 @cache
 def class_of(cls: type[nn.Module], prefix: str) -> type[FSDPModule]:
-    """Return the class that a module of class ``cls`` takes on, always the same."""
+    """Return the `FSDPModule` that modules of class `cls` become, the same one every time."""
     return type(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def _bare(cls: type[FSDPModule]) -> type[nn.Module]:
-    """Return the class that a module had before it took on ``cls``."""
+    """Return the class that modules had before they became `cls`."""
     bare = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
     assert issubclass(bare, nn.Module)
     return bare
@@ -221,7 +222,7 @@ def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
-    """Yield each unit of ``modules`` and below once, outer before inner."""
+    """Return each unit of `modules` and below once, outer before inner."""
     found = (module for root in modules for module in root.modules())
     return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, FSDPModule)))
 

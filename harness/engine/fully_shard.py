@@ -44,19 +44,23 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Collection[nn.Parameter] | None = None,
 ) -> Modules:
-    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place; every rank calls it in step.
+    """Shard the parameters of `module` over the ranks of `mesh`, in place; every rank calls it in step.
 
     Those that no module below has in a group of its own make one group: so apply it to submodules first. A
-    list of modules shares one group. Parameters become `DTensor`s with Shard(0), cut as torch.chunk does;
-    gradients are the mean over ranks. All ranks must start from the same parameters; only their names, shapes
-    and dtypes are compared. Make the optimizer afterwards: one made before refuses to step.
+    list of modules shares one group. Parameters become `DTensor`s with Shard(0), in the chunks of
+    torch.chunk; gradients are the mean over ranks. All ranks must start from the same parameters; only their
+    names, shapes and dtypes are compared. Make the optimizer afterwards: one made before refuses to step.
 
-    ``mesh``: of one axis, or of two (replicate, shard); None is all ranks. ``reshard_after_forward``: whether
-    full parameters are given up between forward and backward; None: but for the root's; an int: over how many
-    neighbouring ranks they are cut then. ``shard_placement_fn`` may ask for dim 0 only. ``mp_policy``,
-    ``offload_policy``: of this package, not torch's. ``ignored_params``: left alone.
+    Args:
+        mesh: Of one axis, or of two (replicate, shard); None is all ranks.
+        reshard_after_forward: Reshard between forward and backward; None: all groups but the root's; an int:
+            over that many neighbouring ranks.
+        shard_placement_fn: May return dim 0 only.
+        mp_policy: Of this package, not torch's; `offload_policy` likewise.
+        ignored_params: Are not sharded.
 
-    Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
+    Raises:
+        ValueError, TypeError: For what cannot be sharded; the message says what, where, and the remedy.
     """
     mesh = _mesh(mesh, "fully_shard", most=2)
     config = replace(
@@ -82,7 +86,7 @@ def replicate(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Collection[nn.Parameter] | None = None,
 ) -> Modules:
-    """Let each rank of ``mesh`` (of one axis; None is all ranks) hold ``module`` in full, in place.
+    """Replicate `module` on the ranks of `mesh` (of one axis; None is all ranks), in place.
 
     As `fully_shard`, but parameters become `DTensor`s with Replicate, nothing is gathered, and the gradients
     of a group are averaged in one all-reduce.

@@ -183,15 +183,13 @@ class AccumulatedGradients(Gradients):
     @property
     def _waits(self) -> bool:
         """Whether nothing is to be sent: replicas get nothing yet, and inside one there is one shard."""
-        return self._holds_back and self._shard.config.mesh.shard is None
+        mesh = self._shard.config.mesh
+        return not self.across and mesh.replicate is not None and mesh.shard is None
 
     @property
     def _stays_inside(self) -> bool:
-        return self._holds_back and self._shard.config.mesh.shard is not None
-
-    @property
-    def _holds_back(self) -> bool:
-        return not self.across and self._shard.config.mesh.replicate is not None
+        mesh = self._shard.config.mesh
+        return not self.across and mesh.replicate is not None and mesh.shard is not None
 
     def _add_shard(self, reduced: Tensor) -> None:
         if self._stays_inside:

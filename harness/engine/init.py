@@ -23,7 +23,7 @@ from harness.engine.config import Ignored, UnitConfig
 from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
 from harness.engine.materialise import Materialiser
 from harness.engine.mesh import device_of
-from harness.engine.param import LocalShard, Param, ParamRef, joined, mark_sharded, refuse_sharded
+from harness.engine.param import OWNER, LocalShard, Param, ParamRef, joined, mark_sharded
 from harness.engine.param_group import ParamGroup
 from harness.engine.unit import Unit
 from harness.engine.unsharded import Precision
@@ -107,7 +107,7 @@ def _refuse_disagreement(params: Sequence[Param], config: UnitConfig, device: to
 def _materialised(owned: Owned, config: UnitConfig) -> tuple[Param, ...]:
     """Return the unit's parameters; those of the wrapper are not on meta any more."""
     params = _collect(owned, config.ignored.parameters)
-    refuse_sharded(owned, params, config.name)
+    _refuse_sharded(owned, params, config.name)
     if config.dtensor:  # `to_empty` gives them memory after sharding
         return params
     device = torch.device("cpu") if config.offload else _compute_device(params, config)
@@ -116,6 +116,24 @@ def _materialised(owned: Owned, config: UnitConfig) -> tuple[Param, ...]:
     # Another unit that shares one of these would make values of its own, and the tie would be lost.
     mark_sharded((param for param in params if param.parameter.is_meta), config.name)
     return _collect(owned, config.ignored.parameters)
+
+
+def _refuse_sharded(owned: Owned, params: Iterable[Param], unit: str) -> None:
+    """Raise ValueError for a module or parameter that another unit shards, with its name and the remedy."""
+    for name, module in owned:
+        if owner := module.__dict__.get(OWNER):
+            place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise ValueError(
+                f"{unit}: {place} is inside {owner} already; wrap a module once, inner modules before outer "
+                "ones: put that unit in its place, or wrap one module that contains all its users."
+            )
+    for param in params:
+        if owner := getattr(param.parameter, OWNER, None):
+            raise ValueError(
+                f"{unit}: parameter {param.name!r} is tied to {owner}, which shards it already. "
+                "Wrap one module that contains both (or pass fully_shard or replicate a list of the two), "
+                "and neither of the two on its own."
+            )
 
 
 def _place(params: Iterable[Param], owned: Owned, config: UnitConfig) -> None:
@@ -245,7 +263,7 @@ def _check_uniform(
 
 
 def full_precision_in_eval(argument: object) -> bool:
-    """Return `argument`, or where it is None what the environment says; TypeError for what is no bool."""
+    """Return `argument`, or for None the setting in the environment; raise TypeError for what is no bool."""
     if argument is None:
         return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
     if not isinstance(argument, bool):
@@ -278,7 +296,7 @@ def check_types(param_init_fn: object, **given: object) -> None:
 
 
 def check_module(module: object, wrapper: type[nn.Module]) -> None:
-    """Raise TypeError or ValueError for what can be no unit."""
+    """Raise TypeError or ValueError for what cannot be a unit."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got {type(module).__name__}")
     if isinstance(module, wrapper):
@@ -307,8 +325,9 @@ def warn_if_all_ignored(module: nn.Module, ignored: Collection[nn.Module]) -> No
 def resolve_ignored(modules: object, states: object, is_unit: Callable[[nn.Module], bool]) -> Ignored:
     """Return what the arguments `ignored_modules` and `ignored_states` mean; None is nothing.
 
-    Raises ValueError when both are given or a unit (`is_unit`) is among them, TypeError for anything that
-    is not an iterable of modules (or, in `states`, of parameters).
+    Raises:
+        ValueError: If both are given or a unit (`is_unit`) is among them.
+        TypeError: For anything but an iterable of modules (or, in `states`, of parameters).
     """
     if modules is not None and states is not None:
         raise ValueError(
@@ -330,7 +349,7 @@ def resolve_ignored(modules: object, states: object, is_unit: Callable[[nn.Modul
 
 
 def ignored_parameters(front: str, given: object) -> frozenset[nn.Parameter]:
-    """Return what `ignored_params` of `front` names; TypeError for what is no parameter."""
+    """Return the parameters in `ignored_params` of `front`; raise TypeError for anything else."""
     return frozenset(_listed(f"{front}: ignored_params: expected a set of parameters", given, nn.Parameter))
 
 

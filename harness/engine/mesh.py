@@ -114,10 +114,13 @@ class MeshInfo:
 
 
 def resolve(strategy: ShardingStrategy, given: object, mesh: DeviceMesh | None) -> ProcessGroups:
-    """Return the process groups for `strategy` that the user's `process_group` or `device_mesh` names.
+    """Return the process groups for `strategy` from the user's `process_group` or `device_mesh`.
 
     With neither it is the default group; hybrid strategies shard inside a host and replicate across hosts.
-    Raises RuntimeError where there is no default group, TypeError and ValueError for what does not fit.
+
+    Raises:
+        RuntimeError: If there is no default group.
+        TypeError, ValueError: If the groups do not fit the strategy.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -189,9 +192,9 @@ def neighbours(mesh: MeshInfo, count: int) -> tuple[int, ...]:
 
 
 def _ranks_per_host() -> int:
-    """Return how many ranks a host has: as torchrun says, else as many as there are accelerators."""
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    count = int(told) if told else torch.accelerator.device_count()
+    """Return how many ranks a host has: by torchrun's variable, else as many as there are accelerators."""
+    by_torchrun = os.environ.get("LOCAL_WORLD_SIZE")
+    count = int(by_torchrun) if by_torchrun else torch.accelerator.device_count()
     if count < 1:
         raise ValueError(
             "hybrid sharding: how many ranks a host has is unknown; set LOCAL_WORLD_SIZE, or pass "
@@ -209,7 +212,8 @@ def _mine(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
     """Return the device that `device_id` names; an int counts the host's accelerators.
 
-    Raises ValueError if this host has no such device or the backend of `groups` does not serve it.
+    Raises:
+        ValueError: If this host has no such device or the backend of `groups` does not serve it.
     """
     if device_id is None:
         return None
@@ -226,7 +230,7 @@ def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
 
 
 def backend_config(groups: ProcessGroups) -> str:
-    """Return which backend serves which type of device, such as "cpu:gloo,cuda:nccl"."""
+    """Return the backend of each type of device, such as "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(groups[0] if isinstance(groups, tuple) else groups))
 
 

@@ -21,7 +21,8 @@ INNER = "_sharded_module"
 FLAT = "flat_param"
 """The name of a group's flat parameter in its wrapper, and of this rank's shard in a local state dict."""
 
-_OWNER = "_lockstep_unit"
+OWNER = "_lockstep_unit"
+"""The attribute of a module or parameter that carries the name of the unit that shards it."""
 _INVALID = "_lockstep_invalid"
 
 
@@ -381,27 +382,9 @@ def _views(flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:
 def mark_sharded(params: Iterable[Param], unit: str) -> None:
     """Mark parameters, and the modules that hold them, as sharded by `unit`: a second unit refuses them."""
     for param in params:
-        setattr(param.parameter, _OWNER, _Owner(f"{param.name} of {unit}"))
+        setattr(param.parameter, OWNER, _Owner(f"{param.name} of {unit}"))
         for ref in param.refs:
-            ref.module.__dict__[_OWNER] = _Owner(unit)
-
-
-def refuse_sharded(modules: Iterable[tuple[str, nn.Module]], params: Iterable[Param], unit: str) -> None:
-    """Raise ValueError for a module or parameter that another unit shards, with its name and the remedy."""
-    for name, module in modules:
-        if owner := module.__dict__.get(_OWNER):
-            place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
-            raise ValueError(
-                f"{unit}: {place} is inside {owner} already; wrap a module once, inner modules before outer "
-                "ones: put that unit in its place, or wrap one module that contains all its users."
-            )
-    for param in params:
-        if owner := getattr(param.parameter, _OWNER, None):
-            raise ValueError(
-                f"{unit}: parameter {param.name!r} is tied to {owner}, which shards it already. "
-                "Wrap one module that contains both (or pass fully_shard or replicate a list of the two), "
-                "and neither of the two on its own."
-            )
+            ref.module.__dict__[OWNER] = _Owner(unit)
 
 
 def invalidate(replaced: Iterable[Tensor], what: str) -> None:

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engine import init, mesh, optimizer_hooks
-from harness.engine.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from harness.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from harness.engine.config import Ignored, UnitConfig
 from harness.engine.grad_scaler import clip_gradients
 from harness.engine.mesh import ProcessGroups
@@ -34,31 +29,32 @@ from harness.engine.wrapping import AutoWrap, MakeUnit, WrapFunction, WrapPolicy
 
 
 class FullyShardedDataParallel(WrapperState):
-    """Shard ``module`` over the ranks of ``process_group``; every rank calls everything here in step.
+    """Shard `module` over the ranks of `process_group`; every rank calls everything here in step.
 
-    The parameters of ``module`` that no unit below it holds make one group. Gradients are the mean over
+    The parameters of `module` that no unit below it holds make one group. Gradients are the mean over
     ranks. The arguments are torch's; those that are not built raise NotImplementedError when given. All ranks
-    must start from the same parameters, or pass ``sync_module_states=True``. With ``use_orig_params=False``
-    the group's one visible parameter is ``flat_param``; with True the original ones stay, each as the piece
-    that this rank holds: 1-D, so group them for weight decay by name, not by ``ndim``.
+    must start from the same parameters, or pass `sync_module_states=True`. With `use_orig_params=False`
+    the group's one visible parameter is `flat_param`; with True the original ones stay, each as the piece
+    that this rank holds: 1-D, so group them for weight decay by name, not by `ndim`.
 
-    Make the optimizer after wrapping: with ``use_orig_params=False`` one made before holds parameters that
-    nobody trains any more, and refuses to step.
+    Make the optimizer after wrapping: with `use_orig_params=False` one made before holds parameters that
+    get no gradients any more, and refuses to step.
 
-    Call the unit, not the module in it: only the unit gathers. Ranks compare what they wrap, and refuse when
+    Call the unit, not the module in it: only the unit unshards. Ranks compare what they wrap, and raise when
     it differs.
 
-    For each module with parameters or buffers of its own on the meta device ``param_init_fn`` is called, and
-    must set those alone; without it they get memory, and their ``reset_parameters`` is called. Each unit does
-    so right before it shards. What ``ignored_modules`` or ``ignored_states`` name stays as it is.
+    For each module with parameters or buffers of its own on the meta device `param_init_fn` is called, and
+    must set those alone; without it they get memory, and their `reset_parameters` is called. Each unit does
+    so right before it shards. What `ignored_modules` or `ignored_states` name stays as it is.
 
-    With ``full_precision_in_eval`` (None: if the environment has FSDP_USE_FULL_PREC_IN_EVAL=1)
-    ``mixed_precision`` holds only while ``module.training``. Else parameters, the gradients of such a forward
+    With `full_precision_in_eval` (None: if the environment has FSDP_USE_FULL_PREC_IN_EVAL=1)
+    `mixed_precision` holds only while `module.training`. Else parameters, the gradients of such a forward
     and buffers have their original dtypes, and arguments stay as they are; but a unit in eval below a root
     that is not casts arguments up, and results back to what came in. A buffer that was not changed while it
     was cast goes back to every bit it had, another to its value in the low precision.
 
-    Raises ValueError or TypeError for what cannot be sharded; the message says what, where, and the cure.
+    Raises:
+        ValueError, TypeError: For what cannot be sharded; the message says what, where, and the remedy.
     """
 
     def __init__(
@@ -75,7 +71,7 @@ class FullyShardedDataParallel(WrapperState):
         device_id: int | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,  # always so: one gather is prefetched at a time
+        limit_all_gathers: bool = True,  # always: one all-gather is prefetched at a time
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
         device_mesh: DeviceMesh | None = None,
@@ -148,7 +144,7 @@ class FullyShardedDataParallel(WrapperState):
             return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what reading ``name`` reads: the wrapped module's, if it has one and the unit has not."""
+        """Set the attribute that reading `name` reads: the wrapped module's, unless the unit has one."""
         inner = self.__dict__.get("_modules", {}).get(_INNER)
         if inner is None or self._has_own(name) or not hasattr(inner, name):
             super().__setattr__(name, value)
@@ -184,14 +180,14 @@ class FullyShardedDataParallel(WrapperState):
         )
 
     def extra_repr(self) -> str:
-        """Say how the unit shards, in which dtypes, and how much; reads no parameter, so safe at any time."""
+        """Return how the unit shards and in which dtypes; reads no parameter, so it is safe at any time."""
         unit = self.__dict__.get("_unit")
         return unit.describe() if unit else ""
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Call ``fn`` with every module below and then with this one, under full parameters; keep changes.
+        """Call `fn` with every module below and then with this one, with full parameters; keep changes.
 
-        Every rank keeps its part of what it set itself. Illegal inside forward, backward and
+        Every rank keeps its own part of what it set. Illegal inside forward, backward and
         `summon_full_params`.
         """
         refuse_when_busy([self._unit], "apply")
@@ -199,12 +195,12 @@ class FullyShardedDataParallel(WrapperState):
             return super().apply(fn)
 
     def check_is_root(self) -> bool:
-        """Tell whether no unit is above this one; a unit alone is a root."""
+        """Return whether no unit is above this one; a unit alone is a root."""
         return self._unit.root_state.root is self._unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
-        """Return the units in ``module``, itself included, outer before inner; roots alone if told."""
+        """Return the units in `module`, itself included, outer before inner; with `root_only` roots."""
         return [unit for _, unit in _wrappers(module) if unit.check_is_root() or not root_only]
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -217,20 +213,20 @@ class FullyShardedDataParallel(WrapperState):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate full gradients on each rank without communication; for the root unit only.
+        """Make backward accumulate full gradients on each rank without communication; for the root unit only.
 
         The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient, and no
         optimizer may step: its parameters are shards.
         """
-        switches = [unit.options for unit in self._require_root("no_sync").units]
-        previous = [of_unit.sync for of_unit in switches]
+        options = [unit.options for unit in self._require_root("no_sync").units]
+        previous = [option.sync for option in options]
         try:
-            for of_unit in switches:
-                of_unit.sync = False
+            for option in options:
+                option.sync = False
             yield
         finally:
-            for of_unit, sync in zip(switches, previous, strict=True):
-                of_unit.sync = sync
+            for option, sync in zip(options, previous, strict=True):
+                option.sync = sync
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -238,11 +234,12 @@ class FullyShardedDataParallel(WrapperState):
 
         For the root unit only, after backward and before the optimizer's step.
         """
-        tree = self._require_root("clip_grad_norm_")
-        sharded = {e.parameter for u in tree.units if u.group for e in u.group.shard.params}
-        sharded |= {u.group.shard.flat for u in tree.units if u.group}
+        units = self._require_root("clip_grad_norm_").units
+        shards = [unit.group.shard for unit in units if unit.group]
+        sharded = {param.parameter for shard in shards for param in shard.params}
+        sharded.update(shard.flat for shard in shards)
         others = [parameter for parameter in self.parameters() if parameter not in sharded]
-        return clip_gradients(tree.units, others, float(max_norm), float(norm_type))
+        return clip_gradients(units, others, float(max_norm), float(norm_type))
 
     @staticmethod
     def summon_full_params(
@@ -253,10 +250,13 @@ class FullyShardedDataParallel(WrapperState):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Let modules see full original parameters (shape and dtype as before sharding) inside the context.
+        """Show modules full original parameters (shape and dtype as before sharding) inside the context.
 
-        On exit each rank keeps what its shard holds of them if ``writeback``. Raises RuntimeError inside
-        forward, backward or another such context, ValueError for ``writeback`` with ``rank0_only``.
+        On exit each rank keeps its shard of them if `writeback`.
+
+        Raises:
+            RuntimeError: Inside forward, backward or another such context.
+            ValueError: For `writeback` with `rank0_only`.
         """
         options = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
         found = [wrapper._unit for _, wrapper in _wrappers(module)]
@@ -281,7 +281,7 @@ class FullyShardedDataParallel(WrapperState):
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
-    """Return all units of ``model`` with clean names, outer before inner."""
+    """Return all wrappers in `model` with clean names, outer before inner."""
     found = model.named_modules()
     return [(clean_name(name), m) for name, m in found if isinstance(m, FullyShardedDataParallel)]
 

@@ -1,4 +1,4 @@
-"""The hooks on optimizers, which torch calls for every optimizer of the process, are there while units are."""
+"""The hooks that torch calls for every optimizer of the process: registered while there are units."""
 
 import subprocess
 import sys
