@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr
 
 from harness.output import truncate
+from harness.reporting.pytest_internals import ExceptionChainRepr
 
 MAX_MESSAGE = 4000
 """Characters. GitHub shows the beginning of a longer one."""
 SAME_WORK = "pytest_github_actions_annotate_failures"
-"""A plugin that writes annotations too; where it is loaded, this one keeps silent."""
+"""A plugin that writes annotations too; where it is loaded, this one writes none."""
 
 
 def wanted(config: pytest.Config, environ: Mapping[str, str]) -> bool:
@@ -27,7 +27,7 @@ def wanted(config: pytest.Config, environ: Mapping[str, str]) -> bool:
 
 
 class Annotations:
-    """Collects failures, of tests with and without ranks alike, and writes a line for each at the end."""
+    """Collects failures of tests with and without ranks, and writes a line for each at the end."""
 
     def __init__(self, config: pytest.Config, environ: Mapping[str, str]) -> None:
         self._config = config
@@ -35,19 +35,19 @@ class Annotations:
         self._lines: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # "contains 1 failed subtest" is no news beside the subtest.
+        # "contains 1 failed subtest" adds nothing to the annotation of the subtest.
         if report.failed and not str(report.longrepr).startswith("contains "):
-            self._note(report)
+            self._add(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._note(report)
+            self._add(report)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self._lines:
             terminalreporter.write_line(line)
 
-    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+    def _add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         message = _message(report)
         properties = dict(getattr(report, "user_properties", ()))
         if "rerun" in properties:
@@ -58,7 +58,7 @@ class Annotations:
         self._lines.append(f"::error {where}::{_escape(message)}")
 
     def _place(self, report: pytest.TestReport | pytest.CollectReport) -> tuple[str, int]:
-        """The innermost line of the traceback that belongs to the checkout, else where the test begins."""
+        """Return the innermost line of the traceback inside the checkout, else the first line of the test."""
         for path, lineno in reversed(_lines_of(report)):
             if inside := self._find(path):
                 return inside, lineno
@@ -66,7 +66,7 @@ class Annotations:
         return os.path.relpath(self._config.rootpath / file, self._root), (first or 0) + 1
 
     def _find(self, path: str) -> str | None:
-        """Name a file from the checkout's root; pytest names it from either of two directories."""
+        """Return a path relative to the checkout; pytest makes it relative to either of two directories."""
         for base in (self._config.invocation_params.dir, self._config.rootpath):
             full = (base / path).resolve()
             if full.is_file():
@@ -90,12 +90,12 @@ def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def _checkout(path: Path) -> Path:
-    """The nearest directory above that git knows as a checkout, else the path itself."""
+    """Return the nearest parent directory that is a git checkout, else the path itself."""
     return next((folder for folder in (path, *path.parents) if (folder / ".git").exists()), path)
 
 
 def _escape(text: str) -> str:
-    """As GitHub's toolkit escapes data: https://github.com/actions/toolkit, packages/core/src/command.ts."""
+    """Escape like GitHub's toolkit: https://github.com/actions/toolkit, packages/core/src/command.ts."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -1,4 +1,4 @@
-"""N reports become one: the first cause first, equal tracebacks once, victims in a line, how to re-run.
+"""Merging of the reports of N ranks into one: first cause first, equal tracebacks once, victims in a line.
 
 Runs in the controller; must not import torch.
 """
@@ -17,17 +17,22 @@ import pytest
 from harness.properties.messages import EXAMPLE, HYPOTHESIS
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
-from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports, read_outcome, read_properties
+from harness.reporting.rank_reports import (
+    PHASES,
+    Context,
+    Phase,
+    RankReports,
+    read_hypothesis_notes,
+    read_outcome,
+)
 from harness.reporting.user_properties import (
-    hand_down,
     merge_properties,
     pass_on_xml_notes,
     properties_of_failure,
+    repeat_in_later_reports,
 )
 from harness.world.diagnosis import Diagnosis
 from harness.world.outcome import Died, ItemOutcome, Stuck
-
-__all__ = ["merge"]
 
 
 def merge(
@@ -37,24 +42,30 @@ def merge(
     seed: int,
     last: ItemOutcome | None = None,
 ) -> list[pytest.TestReport]:
-    """Return what pytest is told of the item: set-up, subtests, call, tear-down, one report each.
+    """Return the reports of an item for pytest: set-up, subtests, call, tear-down.
 
     Args:
         rerun: returns the command that runs the item again; called for failures only.
-        last: of a property test that has cost worlds, what came of it in the end.
+        last: the last outcome of a property test that ended worlds before it.
     """
-    said = read_properties(last or outcome)
+    notes = read_hypothesis_notes(last or outcome)
 
-    def run_again() -> str:
-        return rerun() + said.rerun
+    def rerun_item() -> str:
+        return rerun() + notes.rerun
 
-    timing = (outcome.timeout, outcome.timed_out, outcome.seconds)
-    example = said.example if last is not None and last is not outcome else ""
-    selected = item.config.getoption("subtest") if "run_subtests" in getattr(item, "fixturenames", ()) else []
-    diagnosis = outcome.diagnosis or last_of_examples(outcome)
-    command = partial(_rerun_of_all, run_again, outcome, selected)
-    context = Context(item.config, item, *timing, command, seed, diagnosis, example)
-    ranks = [read_outcome(context.config, rank) for rank in outcome.ranks]
+    ranks = [read_outcome(item.config, rank) for rank in outcome.ranks]
+    selected = item.config.getoption("subtest") if _uses_run_subtests(item) else []
+    context = Context(
+        item.config,
+        item,
+        outcome.timeout,
+        outcome.timed_out,
+        outcome.seconds,
+        partial(_rerun_of_all, rerun_item, ranks, selected),
+        seed,
+        outcome.diagnosis or _last_of_examples(outcome),
+        notes.example if last is not None and last is not outcome else "",
+    )
     pass_on_xml_notes(context, ranks)
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
@@ -64,18 +75,21 @@ def merge(
         if phase == "call":
             if bad == "setup" or not (reports or problems[phase]):
                 continue
-            merged.extend(_merge_subtests(replace(context, rerun=run_again), ranks, outcome.diagnoses))
+            merged.extend(_merge_subtests(replace(context, rerun=rerun_item), ranks, outcome.diagnoses))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
-    said.add_statistics(merged)
-    hand_down(merged)
+    notes.add_statistics(merged)
+    repeat_in_later_reports(merged)
     return merged
 
 
-def _rerun_of_all(rerun: Callable[[], str], outcome: ItemOutcome, selected: list[str]) -> str:
-    """Let the command run only the case that a rank was stuck in, else those that the user chose."""
-    cases = {rank.fate.status.case for rank in outcome.ranks if isinstance(rank.fate, Stuck)} - {""}
-    cases = {case for case in cases if not case.startswith(EXAMPLE)}
+def _uses_run_subtests(item: pytest.Item) -> bool:
+    return "run_subtests" in getattr(item, "fixturenames", ())
+
+
+def _rerun_of_all(rerun: Callable[[], str], ranks: list[RankReports], selected: list[str]) -> str:
+    """Restrict the command to the case that a rank was stuck in, else to those that the user selected."""
+    cases = {rank.case() for rank in ranks} - {""}
     if len(cases) == 1:
         return _with_case(rerun, cases.pop())
     return "".join([rerun(), *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
@@ -94,7 +108,7 @@ def _merge_subtests(
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
         problems = subtest_problems(context, ranks, name, reports)
         case = reports[min(reports)].context.msg
-        is_case = case and "run_subtests" in getattr(context.item, "fixturenames", ())
+        is_case = case and _uses_run_subtests(context.item)
         rerun = partial(_with_case, context.rerun, case) if is_case else context.rerun
         of_case = replace(context, rerun=rerun, diagnosis=diagnoses.get(case))
         merged.append(_merge_phase(of_case, "call", reports, problems, ranks))
@@ -102,7 +116,7 @@ def _merge_subtests(
 
 
 def _fail_for_subtests(merged: list[pytest.TestReport]) -> None:
-    """Let a failed subtest fail the test, as pytest does; it counts those of its own process only."""
+    """Fail the test for its failed subtests. pytest does it for those of its own process."""
     failed = sum(report.failed and type(report) is not pytest.TestReport for report in merged)
     for report in merged:
         if failed and report.when == "call" and type(report) is pytest.TestReport and report.passed:
@@ -127,19 +141,19 @@ def _merge_phase(
     printed = {rank.rank: sections for rank in ranks if (sections := _printed(rank, phase, reports))}
     merged.sections = _sections(context, printed, {problem.rank for problem in causes})
     merged.user_properties = merge_properties(reports.values())
-    if any(cause.report is None for cause in causes):  # ranks that were cut short have no duration of it
+    if any(cause.report is None for cause in causes):  # died and killed ranks report no duration
         merged.duration = max(merged.duration, context.seconds)
     if causes:
         merged.outcome = "failed"
-        merged.longrepr = told = explain(context, causes, ranks, reports)
-        merged.user_properties += properties_of_failure(context, causes, told)
+        merged.longrepr = shown = explain(context, causes, ranks, reports)
+        merged.user_properties += properties_of_failure(context, causes, shown)
     return merged
 
 
 def _template(
     context: Context, phase: Phase, reports: dict[int, pytest.TestReport], causes: list[Problem]
 ) -> pytest.TestReport:
-    """Choose the report that stands for all: the cause's, else one that tells more than "passed"."""
+    """Choose the report that stands for all: the cause's, else one that says more than "passed"."""
     if causes:
         chosen = causes[0].report or next(iter(reports.values()), None)
         if chosen is not None and chosen.when == phase:
@@ -147,7 +161,7 @@ def _template(
             vars(chosen).pop("wasxfail", None)
             return chosen
     else:
-        # A report that failed without being a cause is a victim's: the cause is told elsewhere.
+        # A report that failed without being a cause is a victim's: another report shows the cause.
         sound = [report for report in reports.values() if not report.failed]
         if sound:
             return copy.copy(min(sound, key=lambda report: (report.passed, not hasattr(report, "wasxfail"))))
@@ -156,15 +170,14 @@ def _template(
 
 
 def _printed(rank: RankReports, phase: Phase, reports: dict[int, pytest.TestReport]) -> list[tuple[str, str]]:
-    """What a rank had printed by the end of a phase; of one that ended without a word, what is known."""
+    """Return the output of a rank up to the end of a phase; if it died or was killed, what is known of it."""
     if rank.rank in reports:
         return reports[rank.rank].sections
     if not isinstance(rank.fate, Died | Stuck) or PHASES.index(phase) < PHASES.index(rank.reached()):
         return []
     before = next((report.sections for report in reversed(rank.phases.values())), [])
-    captured = (
-        rank.fate.captured if isinstance(rank.fate, Stuck) else ()
-    )  # a death tells its last output itself
+    # The representation of a death shows the last output itself.
+    captured = rank.fate.captured if isinstance(rank.fate, Stuck) else ()
     return [*before, *((f"Captured {stream} {rank.reached()}", text) for stream, text in captured)]
 
 
@@ -175,7 +188,7 @@ def _sections(
     if shown == "none":
         return []
     ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
-    # pytest's XML report strings texts together and leaves out their titles.
+    # pytest's XML report joins the texts and leaves out their titles.
     titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
     wanted = [rank for rank in ranks if shown == "all" or not to_blame or rank in to_blame]
     return [
@@ -186,7 +199,7 @@ def _sections(
     ]
 
 
-def last_of_examples(outcome: ItemOutcome) -> Diagnosis | None:
-    """Return what was wrong between ranks in the last example that all of them were stuck in."""
+def _last_of_examples(outcome: ItemOutcome) -> Diagnosis | None:
+    """Return the diagnosis of the last example that all ranks were stuck in."""
     cases = [case for case in outcome.diagnoses if case.startswith(EXAMPLE)]
     return outcome.diagnoses[cases[-1]] if cases else None

@@ -1,4 +1,4 @@
-"""What went wrong with an item: who is to blame, who is a victim, and in which phase it happened.
+"""Problems of the ranks with an item: causes and victims, by phase.
 
 Runs in the controller; must not import torch.
 """
@@ -10,22 +10,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
-from _pytest._code.code import ReprFileLocation
 
 from harness.properties.messages import VICTIM_OF_AN_EXAMPLE
 from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Finished
-from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports, lines, messages, skip_location
+from harness.reporting.pytest_internals import ReprFileLocation, lines, messages
+from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports
 from harness.tracebacks import user_line
 from harness.world.diagnosis import place_of
 from harness.world.outcome import Died, Stuck
 
-_GLOO_GOT_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_GLOO_RECEIVED_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _STRICT_XPASS = "[XPASS(strict)]"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why one rank did not do its part of a phase."""
+    """The reason for which one rank failed a phase."""
 
     rank: int
     at: float
@@ -33,15 +33,15 @@ class Problem:
     """Follows "rank N": "failed", "died: SIGKILL", "waits in all_reduce #3 …"."""
     report: pytest.TestReport | None = None
     text: str = ""
-    """What there is to show where there is no report: stacks."""
+    """Stacks, where there is no report."""
     output: str = ""
     """The rank's last output, where there is no report."""
     crash: ReprFileLocation | None = None
-    tells_mismatch: bool = False
-    """Whether it is about what was wrong between the ranks, which the diagnosis says."""
+    is_mismatch: bool = False
+    """Whether ranks called a collective differently, as the diagnosis says."""
 
     def is_victim(self) -> bool:
-        """Whether the rank only noticed what happened to another."""
+        """Whether the rank only suffered from the failure of another."""
         if self.report is None:
             return False
         return any(
@@ -52,32 +52,34 @@ class Problem:
         )
 
     def is_bystander(self) -> bool:
-        """Whether the rank has only been told by others that an example has failed."""
+        """Whether the rank only learned by a vote that an example had failed on another."""
         return self.report is not None and any(
             VICTIM_OF_AN_EXAMPLE in message for message in messages(self.report)
         )
 
-    def told(self) -> str:
-        """What is shown where there is no report."""
+    def details(self) -> str:
+        """Return the traceback, or stacks and last output where there is no report."""
+        if self.report is not None:
+            return self.report.longreprtext
         last = f"rank {self.rank}'s last output:\n{self.output}" if self.output else ""
         return "\n".join(filter(None, (self.text, last)))
 
     def key(self) -> object:
-        """What is equal for problems that need to be shown once only."""
+        """Return a value that is equal for problems of which one is to be shown."""
         if self.report is None:
             return self.title, self.text, self.output
-        said = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
-        return said, lines(self.report)
+        text = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
+        return text, lines(self.report)
 
 
 def find_causes(problems: list[Problem]) -> list[Problem]:
-    """Return those that are no victims; where all are, those that tell more than that another has failed."""
+    """Return those that are no victims; if all are, those that are no bystanders; else all."""
     causes = [problem for problem in problems if not problem.is_victim()]
     return causes or [problem for problem in problems if not problem.is_bystander()] or problems
 
 
 def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, list[Problem]]:
-    """Sort what went wrong into phases: set-up and call together where it first happened, tear-down apart."""
+    """Find the problems of an item. Those of set-up and call stand together in the first of the two."""
     found: dict[Phase, list[Problem]] = {phase: [] for phase in PHASES}
     for rank in ranks:
         for phase in PHASES:
@@ -85,7 +87,7 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
             if report is not None and report.failed:
                 found[phase].append(Problem(rank.rank, report.stop, "failed", report))
         if isinstance(rank.fate, Died):
-            found[rank.reached()].append(death_of(context, rank.rank, rank.fate))
+            found[rank.reached()].append(_death(context, rank.rank, rank.fate))
     _add_silence(context, ranks, found)
     _add_disagreement(context, ranks, found)
     _add_stuck(context, ranks, found)
@@ -100,7 +102,7 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
         causes = sorted(found["setup"] + found["call"], key=lambda problem: problem.at)
         found["setup"], found["call"] = [], []
         found[first] = causes
-        # What breaks in tear-down after that because a peer is gone is no news.
+        # A tear-down that breaks after that because a peer is gone adds nothing.
         found["teardown"] = [problem for problem in found["teardown"] if not problem.is_victim()]
     return found
 
@@ -109,26 +111,29 @@ def _all(found: dict[Phase, list[Problem]]) -> Iterable[Problem]:
     return (problem for problems in found.values() for problem in problems)
 
 
-def death_of(context: Context, rank: int, died: Died) -> Problem:
-    why = died.how + _meaning_of_gloos_words(died.output)
+def _death(context: Context, rank: int, died: Died) -> Problem:
+    why = died.how + _explain_gloo(died.output)
     base = str(context.config.invocation_params.dir)
     if died.importing:
-        why += f" while importing {_name_of(context, died.importing)}"
+        why += f" while importing {_relative(context, died.importing)}"
     where = user_line(died.output, base)
     title = f"{why}, at {where}" if where else why
     return Problem(rank, died.at, title, output=died.output, crash=_crash(context, where, why))
 
 
-def _meaning_of_gloos_words(output: str) -> str:
-    """Explain the check by which gloo aborts a process that is sent more than it has room for."""
-    if match := _GLOO_GOT_TOO_MUCH.search(output):
-        got, room = match.groups()
-        return f" (gloo received {got} bytes where it expected {room}: shapes or dtypes differ between ranks)"
+def _explain_gloo(output: str) -> str:
+    """Explain the check by which gloo aborts a process that receives more than its buffer holds."""
+    if match := _GLOO_RECEIVED_TOO_MUCH.search(output):
+        received, expected = match.groups()
+        return (
+            f" (gloo received {received} bytes where it expected {expected}: "
+            "shapes or dtypes differ between ranks)"
+        )
     return ""
 
 
 def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
-    """Point to a `file:line in function`, or to the test where that is not known."""
+    """Point to a `file:line in function`, or to the test if that is unknown."""
     if match := re.match(r"(.*):(\d+) in ", where):
         return ReprFileLocation(match[1], int(match[2]), message)
     path, lineno, _ = context.item.location
@@ -136,33 +141,46 @@ def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
 
 
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    """A rank that was ended while it ran is to blame if nothing else explains it, or if it failed before."""
+    """Blame a rank that was killed while it ran if nothing else explains that, or if it had failed before."""
     explained = any(not problem.is_victim() for problem in _all(found))
     stuck = [rank.fate for rank in ranks if isinstance(rank.fate, Stuck)]
     waits_alone = all(fate.status.state == "votes" for fate in stuck)
     for rank in ranks:
-        if isinstance(rank.fate, Stuck) and rank.fate.status.state == "votes" and not waits_alone:
-            continue  # it has done its part
-        failed_before = any(report.failed for report in rank.phases.values())
-        if isinstance(rank.fate, Stuck) and (failed_before or not explained):
-            title = f"{_when_ended(context, rank.fate)}, in {place_of(rank.fate.status)}"
-            found[rank.reached()].append(_of_stuck(context, rank.rank, rank.fate, title))
+        if not isinstance(rank.fate, Stuck) or (rank.fate.status.state == "votes" and not waits_alone):
+            continue  # a rank that waits for the votes of others has done its part
+        if not explained or any(report.failed for report in rank.phases.values()):
+            found[rank.reached()].append(_standstill(context, rank.rank, rank.fate))
+
+
+def _standstill(context: Context, rank: int, stuck: Stuck) -> Problem:
+    title = f"{_when_ended(context, stuck)}, in {place_of(stuck.status)}"
+    blamed = context.diagnosis is not None and rank in context.diagnosis.blame
+    return Problem(
+        rank,
+        0.0 if blamed else stuck.at,
+        title,
+        text=stuck.status.stacks,
+        output=stuck.output,
+        crash=_crash(context, stuck.status.where, title),
+    )
 
 
 def _when_ended(context: Context, stuck: Stuck) -> str:
     if stuck.importing:
-        return f"did not finish importing {_name_of(context, stuck.importing)} within {context.seconds:.0f} s"
+        return (
+            f"did not finish importing {_relative(context, stuck.importing)} within {context.seconds:.0f} s"
+        )
     if context.timed_out:
         return f"timed out after {context.timeout:g} s"
     return f"killed by the harness after {context.seconds:.1f} s"
 
 
-def _name_of(context: Context, path: str) -> str:
+def _relative(context: Context, path: str) -> str:
     return path.removeprefix(f"{context.config.invocation_params.dir}/")
 
 
 def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    """A rank that reached the end of an item must have said how each phase went: silence is no success."""
+    """Fail a rank that reached the end of an item and sent no report of a phase."""
     calls = not (context.config.getoption("setuponly", False) or context.config.getoption("setupplan", False))
     for rank in ranks:
         setup = rank.phases.get("setup")
@@ -174,71 +192,76 @@ def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, 
         for phase in due:
             if phase not in rank.phases:
                 title = f"sent no report of the {phase} phase; does a plugin run items itself?"
-                found[phase].append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
+                found[phase].append(_wrong(context, rank.rank, title))
 
 
 def subtest_problems(
     context: Context, ranks: list[RankReports], name: tuple[str, int], reports: dict[int, pytest.TestReport]
 ) -> list[Problem]:
-    """Return what went wrong with one subtest, of which some ranks have a report."""
+    """Return the problems of one subtest, of which some ranks have a report."""
     failed = {rank: report for rank, report in reports.items() if report.failed}
     problems = [Problem(rank, report.stop, "failed", report) for rank, report in failed.items()]
     if any(hasattr(report, "wasxfail") for report in reports.values()):
         return [problem for problem in problems if not problem.is_victim()]
     for rank in ranks:
         if problems and isinstance(rank.fate, Died) and name not in rank.subtests:
-            problems.append(death_of(context, rank.rank, rank.fate))  # it died in it, without a word
-    if not problems:
-        outcomes = [report.outcome for report in reports.values()]
-        most = max(outcomes, key=outcomes.count)
-        for rank in ranks:
-            report = reports.get(rank.rank)
-            way = (
-                "did not reach it and others did"
-                if report is None
-                else f"{report.outcome} it and others did not"
-            )
-            if isinstance(rank.fate, Finished) and (report is None or report.outcome != most):
-                title = f"{way}: ranks disagree"
-                problems.append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
+            problems.append(_death(context, rank.rank, rank.fate))  # in this subtest, before its report
+    return problems or _different_outcomes(context, ranks, reports)
+
+
+def _different_outcomes(
+    context: Context, ranks: list[RankReports], reports: dict[int, pytest.TestReport]
+) -> list[Problem]:
+    """Blame the ranks whose outcome of a subtest is not that of most."""
+    outcomes = [report.outcome for report in reports.values()]
+    most = max(outcomes, key=outcomes.count)
+    problems = []
+    for rank in ranks:
+        report = reports.get(rank.rank)
+        if not isinstance(rank.fate, Finished) or (report is not None and report.outcome == most):
+            continue
+        if report is None:
+            title = "did not reach it and others did: ranks disagree"
+        else:
+            title = f"{report.outcome} it and others did not: ranks disagree"
+        problems.append(_wrong(context, rank.rank, title))
     return problems
+
+
+def _wrong(context: Context, rank: int, title: str, is_mismatch: bool = False) -> Problem:
+    """Return a problem that no report of the rank shows, and that stands before all others."""
+    return Problem(rank, 0.0, title, crash=_crash(context, "", title), is_mismatch=is_mismatch)
 
 
 def _add_unnoticed_mismatch(
     context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]
 ) -> None:
-    """Ranks may call a collective differently and all go on, with wrong numbers."""
+    """Fail a test in which ranks called a collective differently and all went on, with wrong numbers."""
     passed = all(report.passed for rank in ranks for report in rank.phases.values())
     if context.diagnosis is not None and passed:  # of a test that is expected to fail, it may be the reason
         rank = min(context.diagnosis.blame, default=0)
         title = "took part in a collective that ranks called differently"
-        crash = _crash(context, "", title)
-        found["call"].append(Problem(rank, 0.0, title, crash=crash, tells_mismatch=True))
+        found["call"].append(_wrong(context, rank, title, is_mismatch=True))
 
 
 def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    """A collective that not all ranks have begun when the test is over is a failure, though nobody waited."""
+    """Fail a test that ends with a collective that not all ranks have begun, even if none waited for it."""
     for rank in ranks:
         if rank.left_in_flight is not None:
             title = f"left {rank.left_in_flight} in flight: not every rank has joined it"
-            found["call"].append(Problem(rank.rank, 0.0, title, crash=_crash(context, "", title)))
-
-
-def _of_stuck(context: Context, rank: int, stuck: Stuck, title: str) -> Problem:
-    crash = _crash(context, stuck.status.where, title)
-    blamed = context.diagnosis is not None and rank in context.diagnosis.blame
-    at = 0.0 if blamed else stuck.at
-    return Problem(rank, at, title, text=stuck.status.stacks, output=stuck.output, crash=crash)
+            found["call"].append(_wrong(context, rank.rank, title))
 
 
 def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    """Ranks must leave a test together: by a skip, or by `pytest.xfail()` where no mark covers them all."""
+    """Fail a test that only some ranks left by a skip, or by `pytest.xfail()` without a mark on the test."""
     marked = context.item.get_closest_marker("xfail") is not None
     left = [(rank, way[0]) for rank in ranks if (way := rank.skip() or (not marked and rank.xfail_call()))]
     if len(left) in (0, len(ranks)) or any(not problem.is_victim() for problem in _all(found)):
         return
     rank, phase = left[0]
-    crash = ReprFileLocation(*skip_location(rank.phases[phase]), "ranks disagree")
+    report = rank.phases[phase]
+    path, lineno = report.longrepr[:2] if isinstance(report.longrepr, tuple) else report.location[:2]
+    crash = ReprFileLocation(str(path), lineno or 0, "ranks disagree")
     title = f"{rank.word()} and others did not: ranks disagree"
     found[phase].append(Problem(rank.rank, 0.0, title, crash=crash))
 

@@ -1,0 +1,74 @@
+"""Private names of pytest that reports of failures consist of, as seen in 9.2. Runs in the controller.
+
+`_pytest._code.code` represents tracebacks: what terminals, XML and xdist read of a failure (`longrepr`).
+`_pytest.junitxml` writes the XML report, `bin_xml_escape` for any text in it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ReprEntryNative,
+    ReprExceptionInfo,
+    ReprFileLocation,
+    ReprTraceback,
+)
+from _pytest.junitxml import LogXML, bin_xml_escape, xml_key
+
+__all__ = ["ExceptionChainRepr", "LogXML", "ReprFileLocation", "bin_xml_escape"]
+
+Link = tuple[ReprTraceback, ReprFileLocation | None, str | None]
+"""One exception of a chain, as pytest represents it."""
+
+
+def links(report: pytest.TestReport) -> list[Link]:
+    """Return the chain of exceptions of a failure, empty if pytest has only a text."""
+    match report.longrepr:
+        case ExceptionChainRepr() as longrepr:
+            return list(longrepr.chain)
+        case ReprExceptionInfo() as longrepr:  # under --tb=native
+            return [(longrepr.reprtraceback, longrepr.reprcrash, None)]
+        case _:
+            return []
+
+
+def messages(report: pytest.TestReport) -> list[str]:
+    """Return the message of every exception of the report's chain, the one that ended the phase last."""
+    messages = [crash.message for _, crash, _ in links(report) if crash is not None]
+    # Where every frame is hidden there is no line to point at, but there is the text.
+    messages = messages or re.findall(r"^E +(\S.*)$", report.longreprtext, re.MULTILINE)
+    return messages or [report.longreprtext or "(no message)"]
+
+
+def lines(report: pytest.TestReport) -> tuple[str, ...]:
+    """Return the lines that the traceback goes through, the test's own first."""
+    own = location_of(report, "")
+    chain = links(report)
+    places = [getattr(entry, "reprfileloc", None) for entry in chain[-1][0].reprentries] if chain else []
+    found = tuple(f"{place.path}:{place.lineno}" for place in places if place is not None)
+    return found or (f"{own.path}:{own.lineno}",)
+
+
+def location_of(report: pytest.TestReport, message: str) -> ReprFileLocation:
+    """Point to the first line of the test."""
+    return ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, message)
+
+
+def drop_note_of_hidden_frames(link: Link) -> None:
+    """Remove pytest's note that all frames are hidden: they are frames of this harness."""
+    if (link[0].extraline or "").startswith("All traceback entries are hidden"):
+        link[0].extraline = None
+
+
+def as_traceback(text: str) -> ReprTraceback:
+    """Return a representation that shows a text as it is."""
+    lines = [text.rstrip("\n") + "\n"] if text else []
+    return ReprTraceback([ReprEntryNative(lines)], None, style="native")
+
+
+def xml_report(config: pytest.Config) -> LogXML | None:
+    """Return what writes the file of `--junitxml`, if this process does."""
+    return config.stash.get(xml_key, None)
