@@ -13,7 +13,7 @@ from harness.engine.torch_internals import BATCH_NORM
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over the ranks, and when unsharded parameters are freed."""
+    """The choice of what is sharded over the ranks, and of when unsharded parameters are freed."""
 
     FULL_SHARD = auto()
     """Shards everything; unsharded parameters exist during a unit's own forward and backward only."""
@@ -36,7 +36,7 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward gathers the group that it is expected to need next.
+    """The time at which backward gathers the group that it is expected to need next.
 
     The expected order is the reverse of that in which units ended their forwards. A wrong guess costs time.
     """
@@ -48,7 +48,7 @@ class BackwardPrefetch(Enum):
 
 
 class GroupState(Enum):
-    """What a group has allocated, and what its modules see."""
+    """The state of a group: what it has allocated, and what its modules see."""
 
     SHARDED = auto()
     """Only the local shard exists; modules see it."""

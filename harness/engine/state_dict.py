@@ -77,7 +77,9 @@ class UnitState:
         with self._parameters_to_save():
             self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         if self.is_local and self.unit.group:
-            self._add_flat(found, prefix, keep_vars)
+            shard = self.unit.group.shard
+            found[prefix + FLAT] = shard.flat if keep_vars else shard.flat.detach()
+            module_versions(found).setdefault(prefix[:-1], {})[_SIGNATURE] = signature(shard)
         for name, dtype in self._buffer_dtypes():
             if prefix + name in found:
                 found[prefix + name] = found[prefix + name].to(dtype)
@@ -174,12 +176,6 @@ class UnitState:
             # Here, not at the end of `save`: device memory then holds one unsharded group at a time.
             views = [view.cpu() for view in views]
         return _replaced_parameters(group.shard, views)
-
-    def _add_flat(self, found: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        assert self.unit.group
-        shard = self.unit.group.shard
-        found[prefix + FLAT] = shard.flat if keep_vars else shard.flat.detach()
-        module_versions(found).setdefault(prefix[:-1], {})[_SIGNATURE] = signature(shard)
 
     def _buffer_dtypes(self) -> Iterator[tuple[str, torch.dtype]]:
         """Yield each name of each cast buffer with the dtype to save it in; shared modules have several."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -203,11 +204,11 @@ class AutoWrap:
             left_alone.update(unit.modules(), unit.parameters())
         chosen = self.policy.choose(root, left_alone)
         precise = _full_precision_modules(root, self.mixed_precision, left_alone)
-        places = _parents(root)
+        parents = _parents(root)
         for module in children_first(candidates(root, left_alone)):
             if module in chosen or module in precise:
                 unit = self.make(module, chosen.get(module, {}), module in precise)
-                for parent, name in places[module]:
+                for parent, name in parents[module]:
                     setattr(parent, name, unit)
 
 
@@ -232,29 +233,23 @@ def _full_precision_modules(root: nn.Module, mixed: MixedPrecision, left_alone: 
             f"MixedPrecision: {names} modules are wrapped as units of their own in full precision "
             "(_module_classes_to_ignore).",
             UserWarning,
-            stacklevel=4,
+            stacklevel=4,  # the line that calls the wrapper
         )
     return found
 
 
 def _parents(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Return the parents of each module below `root`, with its name in each; a shared one has several."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in parent._modules.items():
             if child is not None:
-                places.setdefault(child, []).append((parent, name))
-    return places
-
-
-@dataclass(frozen=True)
-class _Wrapping:
-    wrapper_cls: Callable[..., nn.Module]
-    arguments: Mapping[str, Any]
+                found.setdefault(child, []).append((parent, name))
+    return found
 
 
 # Per thread, and reset when a context ends, by an exception too.
-_CURRENT: ContextVar[_Wrapping | None] = ContextVar("enable_wrap", default=None)
+_CURRENT: ContextVar[Callable[..., nn.Module] | None] = ContextVar("enable_wrap", default=None)
 
 
 @contextmanager
@@ -265,7 +260,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap: wrapper_cls must be a class that takes a module, got {wrapper_cls!r}")
-    token = _CURRENT.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    token = _CURRENT.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -278,6 +273,4 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Outside of such a context return `module` itself.
     """
     current = _CURRENT.get()
-    if current is None:
-        return module
-    return current.wrapper_cls(module, **{**current.arguments, **wrap_overrides})
+    return module if current is None else current(module, **wrap_overrides)

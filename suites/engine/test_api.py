@@ -1,4 +1,4 @@
-"""The public surface of the engine. What its files may import and call, test_laws.py holds."""
+"""The public names of the engine."""
 
 import harness.engine
 

@@ -1,4 +1,4 @@
-"""Casts inside the arguments of a forward: every kind of container, and what is left alone. No ranks."""
+"""Casts inside the arguments of a forward: every type of container, and unchanged objects. No ranks."""
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import InitVar, dataclass, field
@@ -22,7 +22,7 @@ class Triple(NamedTuple):
 
 
 class Doubled(Pair):
-    """A namedtuple with a constructor of its own."""
+    """A namedtuple with its own constructor."""
 
     def __new__(cls, first):
         return super().__new__(cls, first, first)
@@ -57,7 +57,7 @@ class Slotted:
 
 @dataclass(kw_only=True)
 class Derived:
-    """A dataclass that `dataclasses.replace` cannot copy: it would lose ``value`` and ask for ``scale``."""
+    """A dataclass that `dataclasses.replace` cannot copy: it would lose `value` and require `scale`."""
 
     scale: InitVar[float]
     value: Any = field(init=False)

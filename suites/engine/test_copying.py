@@ -1,4 +1,4 @@
-"""Copies of a sharded model: whole and independent, or refused."""
+"""Copies of a sharded model: complete and independent, or refused."""
 
 import copy
 import io

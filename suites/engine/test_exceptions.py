@@ -1,4 +1,4 @@
-"""Exceptions in forward and backward: what they leave behind, and what their report shows."""
+"""Exceptions in forward and backward: the state of the model afterwards, and the failure report."""
 
 import gc
 import weakref
@@ -41,7 +41,7 @@ class Failing(nn.Module):
 
 
 def failing_model(world, **arguments):
-    """Return a model of three units, and the module in its middle that is to fail."""
+    """Return a model of three units, and the module in its middle, which can fail."""
     failing = Failing()
     bare = nn.Sequential(nn.Linear(8, 8), failing, nn.Linear(8, 8)).to(world.device)
     return FullyShardedDataParallel(

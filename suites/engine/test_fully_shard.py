@@ -1,4 +1,4 @@
-"""What the composable front refuses, with what was wrong, where and the cure; and copies of its modules."""
+"""`fully_shard` and `replicate`: refusals, copies, and groups of several modules."""
 
 import copy
 import gc
@@ -298,7 +298,7 @@ def test_a_leaf_returned_by_a_module_collects_no_hooks(world, front):
 
 @FRONTS
 def test_modules_of_one_group_can_be_called_one_by_one(world, front):
-    """The last layers are called for each chunk of a batch, with a backward of its own."""
+    """Call the last layers for each chunk of a batch, each with its own backward."""
     model, reference = layers(world, number=3), layers(world, number=3)
     for modules in ([model[0], model[2]], model[1], model):
         front(modules)

@@ -1,4 +1,4 @@
-"""What `ShardedGradScaler` takes, gives back and refuses."""
+"""`ShardedGradScaler`: its arguments, results and refusals."""
 
 import copy
 import pickle
@@ -222,7 +222,7 @@ class TestStates:
     ids=["torchs_fully_shard", "fully_shard", "replicate"],
 )
 def test_dtensor_gradients_are_unscaled_and_agreed_on(world, collectives, shard, bad):
-    """By one flag: torch's own handling of DTensors would send another for each kind of gradient."""
+    """Ranks agree by one all-reduce; torch's own handling of DTensors adds one for each kind of gradient."""
     model = nn.Linear(1, 2 * world.size, bias=False, device=world.device)
     nn.init.zeros_(model.weight)
     shard(model, mesh=world.mesh())

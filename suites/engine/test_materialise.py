@@ -1,4 +1,4 @@
-"""Models that are built on the meta device: every unit makes its own part, right before it shards it."""
+"""Models on the meta device: every unit is materialised right before it is sharded."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ summon = FullyShardedDataParallel.summon_full_params
 
 
 class Norms(nn.Module):
-    """Linear layers, a batch norm with buffers, a recurrent layer; nothing held by a parent."""
+    """Linear layers, a batch norm with buffers, a recurrent layer; no parent has parameters."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Norms(nn.Module):
 
 
 class Own(nn.Module):
-    """A parameter beside a child; made after the child, as its constructor does."""
+    """A parameter next to a child, created after the child as in the constructor."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Process groups and meshes of the wrapper. Hybrid training is held by suites/core/test_hybrid.py."""
+"""Process groups and meshes of the wrapper. suites/core/test_hybrid.py trains with them."""
 
 import pytest
 import torch

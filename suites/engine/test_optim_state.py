@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks(1, 2, 3)
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
-STRATEGIES = ["FULL_SHARD", "NO_SHARD"]  # SHARD_GRAD_OP cuts as FULL_SHARD does
+STRATEGIES = ["FULL_SHARD", "NO_SHARD"]  # SHARD_GRAD_OP shards as FULL_SHARD does
 
 
 def adam(model):
@@ -250,7 +250,7 @@ def test_state_of_any_type_is_kept(world, engine, use_orig_params, kind):
 
 
 class Partly(UnevenShapes):
-    """One parameter is frozen, and one unit never used."""
+    """A model with a frozen parameter and an unused unit."""
 
     units = (*UnevenShapes.units, "idle")
 

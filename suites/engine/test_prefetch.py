@@ -1,4 +1,4 @@
-"""When the built-in engine gathers, what it guesses, and what is in memory meanwhile."""
+"""All-gathers of the engine: their order, prefetches, memory, and the buffer pool."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 
 
 class Layers(nn.Module):
-    """Linear layers in a row; ``order`` says which ones run, and in which order."""
+    """Linear layers in a row, of which `order` lists those that run."""
 
     def __init__(self, num_layers=4):
         super().__init__()
@@ -57,7 +57,7 @@ def states_in_forward(model, world):
 
 
 def states_in_backward(model, world):
-    """Return the states of all layers as backward comes to each one, and as it goes on to compute."""
+    """Return the states of all layers as backward reaches each one, and as it computes."""
     seen = []
 
     def watch(module, _, output):

@@ -102,7 +102,7 @@ def gather_tensors(world, *trainings):
 
 @pytest.fixture
 def groups(world):
-    """The first rank, the first two, and all three, as process groups by their sizes."""
+    """Process groups of the first rank, the first two and all three, by size."""
     made = {size: dist.new_group(range(size)) for size in (1, 2, 3)}
     yield made
     world.barrier()

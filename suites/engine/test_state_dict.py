@@ -1,4 +1,4 @@
-"""A sharded model's state dict in its three kinds: what it holds, and what it loads onto."""
+"""A sharded model's state dict of each type: contents, loading and refusals."""
 
 import weakref
 
@@ -41,7 +41,7 @@ def shard(engine, world, units=UnevenShapes.units, seed=0, **spec):
 
 
 def values(state):
-    """Return full copies of what a state dict holds."""
+    """Return full copies of all tensors in a state dict."""
     return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in state.items()}
 
 
@@ -288,7 +288,7 @@ def test_saving_unshards_one_group_at_a_time(world, engine, monkeypatch, kind, c
         return full
 
     monkeypatch.setattr(ParamGroup, "gather_original", counted)
-    # gloo's threads let go of the tensors of a gather that is done when they come to it.
+    # gloo's threads release the tensors of a finished gather with a delay.
     monkeypatch.setattr(collectives, "start_gather", lambda full, shard, axis: full.zero_)
     saved(model, kind, config)
     keeps = kind is FULL and world.rank == 0

@@ -196,7 +196,7 @@ def test_loading_reports_missing_and_unexpected_names(nested):
 
 
 class Outer(nn.Module):
-    """No unit itself, but around units."""
+    """A plain module around units."""
 
     def __init__(self, inside):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which submodules become units: wrap policies, and marks in the code that builds a model."""
+"""Wrap policies, and modules marked with `wrap`."""
 
 import functools
 import threading
