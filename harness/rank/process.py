@@ -99,7 +99,7 @@ class Rank:
         try:
             status = pytest.main(list(self.spec.session.args), plugins=[session])
         except BaseException as error:
-            if not session.started:  # sys.exit in a conftest: the process would end without a word
+            if not session.started:  # sys.exit in a conftest: the process would end without a message
                 self.send(StartFailed(f"it raised before it ran a test\n{describe_raised(error)}"))
             raise
         if not session.started:
@@ -118,7 +118,7 @@ class Rank:
         self.group.detach()
 
     def ready(self) -> None:
-        """Let the controller send items."""
+        """Report that the rank is ready for items."""
         self.send(Ready())
 
     def post(self, message: FromRank) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness.protocol import RankSpec
 from harness.rank.torch_internals import abort_nccl_groups, forget_groups, process_groups
 
-# The controller's deadline ends what hangs, and says more about it than torch's own would.
+# The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
 MAX_RECORDED = 256
 """Collectives that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
@@ -124,7 +124,7 @@ def _loopback() -> str:
 def _gloo_connections() -> Iterator[int]:
     """Yield the descriptor of every connection that gloo has open in this process.
 
-    They are told from Python's own by what gloo does not do: it leaves its sockets open across exec.
+    They differ from Python's in that gloo leaves its sockets open across exec.
     """
     for name in os.listdir("/dev/fd"):
         try:

@@ -78,4 +78,4 @@ def open_debugger(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.
         PdbInvoke().pytest_exception_interact(item, call, report)
     finally:
         plugins.unregister(reporter)
-        vars(report).pop("_pdbshown", None)  # the merged report says more than was shown
+        vars(report).pop("_pdbshown", None)  # the merged report has more than was shown

@@ -106,7 +106,7 @@ class RankSession:
         return (yield)
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        config.option.setupshow = False  # --setup-only has asked for it again
+        config.option.setupshow = False  # --setup-only has set it again
         for plugin in (self._collection, self._guards, self._reporter):
             config.pluginmanager.register(plugin)
 
@@ -201,7 +201,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def _represent(item: pytest.Item, error: BaseException) -> object:
-    """Return pytest's representation of a failure; its text where a repr raises what pytest lets out."""
+    """Return pytest's representation of a failure, or its text where a repr raises past pytest."""
     try:
         return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
     except BaseException:

@@ -23,7 +23,7 @@ from harness.rank.torch_internals import process_groups
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """State at one moment; the names of its fields stand in messages."""
+    """State at one moment; the names of its fields are shown in messages."""
 
     def changes(self, now: Self) -> list[str]:
         """Return a line for each field in which `now` differs from this state."""

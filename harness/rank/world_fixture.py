@@ -97,7 +97,7 @@ class RankWorld:
         if len(values) < self.size:
             raise ValueError(
                 f"world.pick: {len(values)} values for {self.size} ranks; draw at least world.size of them, "
-                "with st.lists(..., min_size=world.size), say"
+                "for example with st.lists(..., min_size=world.size)"
             )
         return values[self.rank]
 
@@ -105,7 +105,7 @@ class RankWorld:
         """Fail on every rank, with each rank's value, unless it is the same on all.
 
         Tensors are the same if dtype, shape and every bit of every element are (NaN equals NaN); containers
-        are if what they contain is; anything else if `==` says so.
+        are if what they contain is; anything else if `==` returns true.
         """
         __tracebackhide__ = True
         values = self.gather(_to_cpu(value))

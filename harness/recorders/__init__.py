@@ -1,7 +1,7 @@
-"""Logs of what a rank really did: the collectives it issued, the dtypes its modules received.
+"""Logs of a rank: the collectives it issued, the dtypes its modules received.
 
 Inside a rank; imports torch, and nothing else of harness. A query about something that was never seen raises:
-a check that looked at nothing must not pass.
+a check that saw nothing must not pass.
 """
 
 from harness.recorders.collectives import Collective, CollectivesLog

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 
-# No public module holds the dispatch mode; torch documents it at this address.
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from harness.recorders.tensors import in_backward, named_tensors, short
+from harness.recorders.tensors import named_tensors, short
+from harness.recorders.torch_internals import TorchDispatchMode, group_of, in_backward
 
 __all__ = ["Collective", "CollectivesLog"]
 
 T = TypeVar("T")
 
-# What torch.distributed calls an operation, by its name in the dispatcher. Operations that are not listed
-# (the functional ones) have torch's spelling already, but for a trailing `_` or `_out`.
+# The name of an operation in torch.distributed, by its name in the dispatcher. Operations that are not listed
+# (the functional ones) have torch's spelling already, except for a trailing `_` or `_out`.
 _SPELLING = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
@@ -65,7 +62,7 @@ class Collective:
         index: place in the log that holds it, from 0.
         in_backward: whether autograd was running on this thread.
         label: the name of the innermost `torch.profiler.record_function` around it, "" if there is none.
-            Engines say there what it is for.
+            Engines name there the purpose of the collective.
     """
 
     op: str
@@ -101,7 +98,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     collectives (as torch sends them: first the sizes in int64, then the pickled bytes in uint8), and what
     DDP's reducer or an engine issues in backward. The last was verified on CPU, where backward runs on the
     thread that called it. Logs nest: the inner one holds its part, the outer one everything. Entered again, a
-    log goes on where it stopped.
+    log continues.
 
         with CollectivesLog() as log:
             loss.backward()
@@ -159,9 +156,9 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @property
     def entries(self) -> tuple[Collective, ...]:
-        """Return what was seen, in order; RuntimeError if the log was never entered."""
+        """Return the collectives, in order; RuntimeError if the log was never entered."""
         if not self._was_entered:
-            raise RuntimeError("this log was never entered: it cannot say what did not happen")
+            raise RuntimeError("this log was never entered: that it is empty proves nothing")
         return tuple(self._entries)
 
     def __iter__(self) -> Iterator[Collective]:
@@ -176,7 +173,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def count(self, op: str) -> int:
         """Return how often `op` occurred, maybe 0; ValueError if torch has no such collective."""
-        # A slip of the pen would count 0 for ever.
+        # A misspelt name would count 0 always.
         if op not in _OPS and op not in self.counts():
             raise ValueError(f"{op!r} is not a collective; known: {', '.join(sorted(_OPS))}")
         return self.counts().get(op, 0)
@@ -204,7 +201,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def _input_tensors(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield what a collective reads: the argument whose name begins with `input`, else `tensors`."""
+    """Yield the tensors that a collective reads: its argument `input...`, else `tensors`."""
     named = [value for name, value in arguments.items() if name.startswith("input") and "split" not in name]
     yield from named_tensors(named[0] if named else arguments.get("tensors")).values()
 
@@ -212,15 +209,7 @@ def _input_tensors(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 def _group_size(arguments: Mapping[str, Any]) -> int:
     if "group_size" in arguments:
         return int(arguments["group_size"])
-    group = arguments.get("process_group", arguments.get("group_name"))
-    if isinstance(group, str):
-        # The functional collectives know a group by its name only, and torch has no public way back from it.
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        group = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
-    elif not isinstance(group, dist.ProcessGroup):
-        group = dist.ProcessGroup.unbox(group)  # torch.distributed hands the dispatcher a boxed group
-    return int(group.size())
+    return int(group_of(arguments.get("process_group", arguments.get("group_name"))).size())
 
 
 def _only(values: Collection[T], what: str) -> T:

@@ -1,4 +1,4 @@
-"""A log of the dtypes that modules really receive in forward. Inside a rank; imports torch."""
+"""A log of the dtypes that modules receive in forward. Inside a rank; imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from harness.recorders.tensors import in_backward, named_tensors, short
+from harness.recorders.tensors import named_tensors, short
+from harness.recorders.torch_internals import in_backward
 
 __all__ = ["ForwardCall", "ForwardDtypes"]
 
@@ -44,11 +45,11 @@ class ForwardCall:
 class ForwardDtypes:
     """Record the dtypes of inputs, parameters and buffers at the moment each module's own `forward` begins.
 
-    While the log is entered it stands in front of the `forward` of every module of `model`, behind all hooks:
-    casts made by pre-forward hooks, whenever they were registered, and by wrapper modules are seen as the
-    module sees them. Names are those of `model.named_modules()` when the log is made: make it on the bare
-    model, wrap the model for the engine, then enter, and every engine's log has the same names. Modules added
-    later are not recorded. Entered again, a log goes on where it stopped.
+    While the log is entered it wraps the `forward` of every module of `model`, inside of all hooks: it sees
+    the casts of pre-forward hooks, whenever they were registered, and of wrapper modules. Names are those of
+    `model.named_modules()` when the log is made: make it on the bare model, wrap the model for the engine,
+    then enter, and every engine's log has the same names. Modules added later are not recorded. Entered
+    again, a log continues.
 
         dtypes = ForwardDtypes(model)
         sharded = fully_shard(model, mp_policy=policy)
@@ -62,25 +63,25 @@ class ForwardDtypes:
         # An engine may take parameters out of the module and put plain tensors in their place.
         self._parameters = {name: tuple(module._parameters) for name, module in self._modules.items()}
         self._calls: list[ForwardCall] = []
-        self._standing: list[_RecordedForward] = []
+        self._wrappers: list[_RecordedForward] = []
         self._was_entered = False
 
     def __enter__(self) -> Self:
-        if self._standing:
+        if self._wrappers:
             raise RuntimeError("this log is entered already")
         self._was_entered = True
-        self._standing = [_RecordedForward(self, name, module) for name, module in self._modules.items()]
+        self._wrappers = [_RecordedForward(self, name, module) for name, module in self._modules.items()]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for recorded in self._standing:
+        for recorded in self._wrappers:
             recorded.leave()
-        self._standing = []
+        self._wrappers = []
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note one call of the module `name`, about to run with these arguments."""
+        """Record one call of the module `name`, about to run with these arguments."""
         module = self._modules[name]
         own = {p: getattr(module, p, None) for p in (*self._parameters[name], *module._parameters)}
         inputs = named_tensors({str(i): a for i, a in enumerate(args)} | dict(kwargs))
@@ -99,7 +100,7 @@ class ForwardDtypes:
     def entries(self) -> tuple[ForwardCall, ...]:
         """Return all calls, in order; RuntimeError if the log was never entered."""
         if not self._was_entered:
-            raise RuntimeError("this log was never entered: it cannot say what did not happen")
+            raise RuntimeError("this log was never entered: that it is empty proves nothing")
         return tuple(self._calls)
 
     def __iter__(self) -> Iterator[ForwardCall]:
@@ -156,9 +157,9 @@ class ForwardDtypes:
 
 
 class _RecordedForward:
-    """Stand in front of one module's `forward`, as an attribute of the instance.
+    """A wrapper of one module's `forward`, as an attribute of the instance.
 
-    `Module.__call__` looks `forward` up last, when every pre-forward hook has had its say.
+    `Module.__call__` looks `forward` up last, after every pre-forward hook.
     """
 
     def __init__(self, log: ForwardDtypes, name: str, module: nn.Module) -> None:
@@ -176,7 +177,7 @@ class _RecordedForward:
     def leave(self) -> None:
         self.is_on = False
         if vars(self.module).get("forward") is not self:
-            return  # somebody has put another forward over this one; it must go on working
+            return  # another wrapper was put over this one, and calls it
         if self.was_on_instance:
             self.module.forward = self.forward
         else:

@@ -1,4 +1,4 @@
-"""What both logs ask about tensors: which ones an argument holds, and when. Inside a rank; imports torch."""
+"""The tensors that an argument holds, by name. Inside a rank; imports torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_backward", "named_tensors", "short"]
+__all__ = ["named_tensors", "short"]
 
 
 def named_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors in nested tuples, lists, mappings and dataclass instances, by dotted path.
 
     A tuple `(x, {"mask": m})` gives `0` and `1.mask`; a bare tensor gives `path`. Other objects are not
-    looked into.
+    searched.
     """
     if isinstance(value, torch.Tensor):
         return {path: value}
@@ -31,12 +31,6 @@ def named_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     for name, part in parts.items():
         found |= named_tensors(part, f"{path}.{name}" if path else name)
     return found
-
-
-def in_backward() -> bool:
-    """Say whether autograd is running on this thread."""
-    # torch has no public question for this; its own checkpointing asks the same one.
-    return torch._C._current_graph_task_id() != -1
 
 
 def short(dtype: torch.dtype) -> str:
