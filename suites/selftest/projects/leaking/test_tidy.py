@@ -95,3 +95,24 @@ class TestTidyFixture:
 
     def test_last(self, world, server):
         assert server.poll() is None
+
+
+@pytest.fixture(scope="module")
+def address():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ADDRESS", "somewhere")
+        yield
+
+
+@pytest.fixture(scope="class")
+def client(request):
+    request.getfixturevalue("address")
+
+
+class TestFixtureOfAWiderOne:
+    def test_client(self, world, client):
+        assert os.environ["ADDRESS"] == "somewhere"
+
+
+def test_wider_fixture_stands_after_the_one_that_requested_it(world):
+    assert os.environ["ADDRESS"] == "somewhere"
