@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``package``, whose public names are in the modules ``homes``."""
+    """Return the `__getattr__` of `package`, whose public names are in the modules `homes`."""
 
     def load(name: str) -> Any:
         if name not in homes:

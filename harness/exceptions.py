@@ -12,7 +12,7 @@ class RankLeakWarning(UserWarning):
 
 
 class PeerFailed(AssertionError):
-    """This rank had no quarrel with the case of a test that it shares with others, but another rank had."""
+    """Another rank failed a case of a test that this rank shares with it; this rank itself did not fail."""
 
 
 class WorldError(RuntimeError):

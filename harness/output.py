@@ -146,7 +146,7 @@ class OutputDirectory:
 
     def keep_log(self, controller: str, world: str, log: Path) -> None:
         """Copy a rank's log, what it wrote outside of tests, unless it is empty or cannot be copied."""
-        with contextlib.suppress(OSError):  # the world is at its end, and nobody is left to tell
+        with contextlib.suppress(OSError):  # the world is at its end: there is no test left to report it
             if log.stat().st_size:
                 folder = self._path / OUTSIDE / controller / world
                 folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ class OutputDirectory:
 
 
 def _safe(name: str) -> str:
-    """Make a name that every file system takes; one that had to be changed is told apart by a hash."""
+    """Make a name that every file system takes; one that had to be changed gets a hash."""
     safe = re.sub(r"[^\w.,=+@()\[\]~-]", "_", name, flags=re.ASCII)[:MAX_NAME].rstrip(".")
     if safe == name:
         return name

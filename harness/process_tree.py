@@ -16,7 +16,7 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 POLL_EVERY = 0.002
-"""Seconds. Only a child that is somebody's own can be waited for without polling."""
+"""Seconds. Only a child of this process can be waited for without polling."""
 END_WITHIN = 2.0
 """Seconds that killed processes get to vanish; more passes only where the kernel cannot let go of one."""
 
@@ -47,7 +47,7 @@ def with_descendants(pids: set[int]) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended; one that nobody has waited for yet (a zombie) has."""
+    """Whether a process exists and has not ended; one that was not waited for yet (a zombie) has."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -59,7 +59,7 @@ def end(roots: Callable[[], set[int]], patience: float) -> None:
     """End processes with everything below them: SIGTERM, and after `patience` seconds SIGKILL.
 
     Args:
-        roots: finds the topmost of them; asked again and again, as orphans come up in their place.
+        roots: finds the topmost of them; called again and again, because orphans come up in their place.
         patience: seconds between the two signals; 0 sends the second one only.
     """
     asked: set[int] = set()

@@ -1,4 +1,4 @@
-"""The messages between a controller and its ranks, and what a rank is told when it is born.
+"""The messages between a controller and its ranks, and the specification that a rank starts with.
 
 Both sides import this; standard library only. Pytest reports travel in pytest's own serialised form.
 """
@@ -13,7 +13,7 @@ RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
 VICTIM_OF_A_CASE = "this case failed on another rank: "
-"""How a rank's subtest failure begins when the rank itself had no quarrel with the case."""
+"""How a rank's subtest failure begins when the rank itself passed the case."""
 
 BROKEN_CONNECTION = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
@@ -54,7 +54,7 @@ class SessionSpec:
     debugged_rank: int | None
     """Of `--rank-pdb`."""
     captures: bool
-    """False under ``-s`` and ``--capture=tee-sys``: the ranks write where the controller writes."""
+    """False under `-s` and `--capture=tee-sys`: the ranks write where the controller writes."""
     output_directory: str = ""
     """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
@@ -177,9 +177,9 @@ class Vote:
     outcome: str
     reason: str = ""
     more: Any = None
-    """What else the rank tells the others; the controller only passes it on."""
+    """What else the rank sends to the others; the controller only passes it on."""
     renews_deadline: bool = False
-    """Whether the deadline of the test counts from here on anew: it is one for each example."""
+    """Whether the deadline of the test starts again here: it is one for each example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class Reported:
 
     data: dict[str, Any]
     status: RankStatus | None = None
-    """What the rank was doing, where the report tells of a failure."""
+    """The status of the rank, where the report is of a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ class Finished:
     groups: int
     """How many process groups were ever made, which names the next one."""
     status: RankStatus | None = None
-    """The collectives of the test, under ``--check-collectives``."""
+    """The collectives of the test, under `--check-collectives`."""
 
 
 # A rank's messages cross the wire in tuples: all messages of a passing test go out in one write.

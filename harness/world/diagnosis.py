@@ -1,10 +1,11 @@
-"""Why a world does not get on, told from what each of its ranks is doing: one sentence, and who is to blame.
+"""Diagnosis of ranks that do not get on, from the status of each: one sentence, and the ranks to blame.
 
 Runs in the controller; must not import torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from harness.properties.messages import EXAMPLE
 from harness.protocol import DEFAULT_GROUP, Issued, RankStatus
 
-# In these every rank hands in as many elements as the others.
+# In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "allgather_base"}
     | {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather_into_tensor"}
@@ -34,40 +35,42 @@ class Diagnosis:
 
     sentence: str
     blame: frozenset[int]
-    """The ranks that did not do as the others, as far as that can be told."""
+    """The ranks that did not do the same as the others, as far as is known."""
     is_hopeless: bool
-    """Whether no rank can get on by itself any more."""
+    """Whether no rank can get on any more without help."""
 
 
-def diagnose(doing: Mapping[int, RankStatus], size: int) -> Diagnosis | None:
-    """Return what is wrong between the ranks, None if nothing can be told.
+def diagnose(statuses: Mapping[int, RankStatus], size: int) -> Diagnosis | None:
+    """Return what is wrong between the ranks, None if nothing is found.
 
     Args:
-        doing: what ranks are doing that stand still, or did when they failed or were ended; a rank that gets
-            on is missing, or the answer may be wrong.
+        statuses: of ranks that stand still, or of the moment they failed or were ended; a rank that gets on
+            must be missing, or the answer may be wrong.
         size: how many ranks the world has.
     """
-    ranks = _Ranks(_renumber(doing), size)
+    ranks = _Ranks(_renumber(statuses), size)
     return ranks.mismatch() or ranks.standstill()
 
 
-def find_mismatch(doing: Mapping[int, RankStatus], size: int, *, unnoticed: bool = False) -> Diagnosis | None:
-    """Return in which collective ranks have not done the same, None if there is none.
+def find_mismatch(
+    statuses: Mapping[int, RankStatus], size: int, *, include_ended: bool = False
+) -> Diagnosis | None:
+    """Return the collective in which ranks have not done the same, None if there is none.
 
     Args:
-        doing, size: as above.
-        unnoticed: whether to look at collectives, too, that have ended on all ranks.
+        statuses, size: as above.
+        include_ended: whether to compare collectives, too, that have ended on all ranks.
     """
-    return _Ranks(_renumber(doing), size).mismatch(unnoticed=unnoticed)
+    return _Ranks(_renumber(statuses), size).mismatch(include_ended=include_ended)
 
 
-def in_flight(doing: RankStatus) -> Issued | None:
+def in_flight(status: RankStatus) -> Issued | None:
     """Return the oldest collective of a rank that has not ended, with its number in the test."""
-    (renumbered,) = _renumber({0: doing}).values()
+    (renumbered,) = _renumber({0: status}).values()
     return next((issued for issued in renumbered.issued if issued.in_flight), None)
 
 
-def describe(issued: Issued) -> str:
+def name_of(issued: Issued) -> str:
     """Name a collective: `all_reduce #3 (float [4])`, and the group unless it is the default one."""
     tensors = ", ".join(
         f"{dtype} {list(shape)}" for dtype, shape in zip(issued.dtypes, issued.shapes, strict=False)
@@ -79,47 +82,47 @@ def describe(issued: Issued) -> str:
     return f"{text} of group {issued.group}{members}"
 
 
-def place_of(doing: RankStatus) -> str:
+def place_of(status: RankStatus) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
-    if doing.state == "votes":
-        return f"the wait for other ranks after [{doing.case}]"
-    case = f" [{doing.case}]" if doing.case else ""
-    issued = in_flight(doing)
-    call = describe(issued) if issued is not None else doing.call
-    return f"{call}{' at ' if call else ''}{doing.where}{case}"
+    if status.state == "votes":
+        return f"the wait for other ranks after [{status.case}]"
+    case = f" [{status.case}]" if status.case else ""
+    issued = in_flight(status)
+    call = name_of(issued) if issued is not None else status.call
+    return f"{call}{' at ' if call else ''}{status.where}{case}"
 
 
 class _Ranks:
-    """What all ranks of a world are doing, compared."""
+    """The statuses of all ranks of a world, compared."""
 
-    def __init__(self, doing: Mapping[int, RankStatus], size: int) -> None:
-        self._doing = doing
+    def __init__(self, statuses: Mapping[int, RankStatus], size: int) -> None:
+        self._statuses = statuses
         self._size = size
         self._issued: dict[int, dict[_Key, Issued]] = {
             rank: {(issued.group, issued.number): issued for issued in each.issued}
-            for rank, each in doing.items()
+            for rank, each in statuses.items()
         }
 
-    def mismatch(self, *, unnoticed: bool = False) -> Diagnosis | None:
+    def mismatch(self, *, include_ended: bool = False) -> Diagnosis | None:
         """Find a collective that ranks have begun as different ones."""
         for issued in (each for rank in self._issued.values() for each in rank.values()):
             begun = self._begun((issued.group, issued.number))
             kinds: dict[object, list[int]] = defaultdict(list)
             for rank, each in begun.items():
                 kinds[_kind(each, begun.values())].append(rank)
-            if len(kinds) > 1 and (unnoticed or any(each.in_flight for each in begun.values())):
-                return self._tell_mismatch(begun, sorted(kinds.values(), key=len))
+            if len(kinds) > 1 and (include_ended or any(each.in_flight for each in begun.values())):
+                return self._describe_mismatch(begun, sorted(kinds.values(), key=len))
         return None
 
-    def _tell_mismatch(self, begun: Mapping[int, Issued], kinds: list[list[int]]) -> Diagnosis:
-        told = " while ".join(
-            f"{_names(ranks)} {self._verb(ranks, begun)} {describe(begun[ranks[0]])}" for ranks in kinds
+    def _describe_mismatch(self, begun: Mapping[int, Issued], kinds: list[list[int]]) -> Diagnosis:
+        parts = " while ".join(
+            f"{_names(ranks)} {self._verb(ranks, begun)} {name_of(begun[ranks[0]])}" for ranks in kinds
         )
         few = frozenset(kinds[0]) if len(kinds[0]) < len(kinds[-1]) else frozenset[int]()
-        return Diagnosis(f"mismatch: {told}", few, is_hopeless=True)
+        return Diagnosis(f"mismatch: {parts}", few, is_hopeless=True)
 
     def _verb(self, ranks: list[int], begun: Mapping[int, Issued]) -> str:
-        if all(self._doing[rank].state == "idle" for rank in ranks):
+        if all(self._statuses[rank].state == "idle" for rank in ranks):
             return "called"
         waits = any(begun[rank].in_flight for rank in ranks)
         return ("is in" if waits else "was in") if len(ranks) == 1 else ("are in" if waits else "were in")
@@ -129,53 +132,53 @@ class _Ranks:
 
     def standstill(self) -> Diagnosis | None:
         """Find ranks that wait in a collective which others have not begun."""
-        waiting = {rank: issued for rank in self._doing if (issued := self._waits_in(rank)) is not None}
-        stopped = [rank for rank, each in self._doing.items() if each.state == "stopped"]
+        waiting = {rank: issued for rank in self._statuses if (issued := self._waits_in(rank)) is not None}
+        stopped = [rank for rank, each in self._statuses.items() if each.state == "stopped"]
         if not waiting and not stopped:
             return self._lonely_exchange() or self._unknown_root() or self._late_for_a_vote()
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
-        sentence = self._tell_waiting(waiting, missing) if waiting else f"{_names(stopped)} is stopped"
+        sentence = self._describe_waiting(waiting, missing) if waiting else f"{_names(stopped)} is stopped"
         ends_by_itself = any(issued.timeout < _PATIENT for issued in waiting.values())
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
 
     def _lonely_exchange(self) -> Diagnosis | None:
         """Find ranks that wait to receive or to send when all others have ended the test."""
-        waiting = [rank for rank, each in self._doing.items() if each.call in _EXCHANGES]
+        waiting = [rank for rank, each in self._statuses.items() if each.call in _EXCHANGES]
         ended = self._in_state("idle")
         if not waiting or not ended or len(waiting) + len(ended) < self._size:
             return None
-        told = "; ".join(f"rank {rank} waits in {place_of(self._doing[rank])}" for rank in waiting)
+        parts = "; ".join(f"rank {rank} waits in {place_of(self._statuses[rank])}" for rank in waiting)
         verb = "has" if len(ended) == 1 else "have"
-        return Diagnosis(f"{told}, and {_names(ended)} {verb} ended the test", frozenset(ended), True)
+        return Diagnosis(f"{parts}, and {_names(ended)} {verb} ended the test", frozenset(ended), True)
 
     def _unknown_root(self) -> Diagnosis | None:
-        """Suspect that ranks name different roots, which the recorder does not tell, where all are in one."""
+        """Suspect different roots, which are not recorded, where all ranks are in the same collective."""
         first = [
             next((each for each in rank.values() if each.in_flight), None) for rank in self._issued.values()
         ]
-        alike = {describe(each) if each is not None else "" for each in first}
+        alike = {name_of(each) if each is not None else "" for each in first}
         if len(first) < self._size or len(alike) > 1 or first[0] is None or first[0].op not in _ROOTED:
             return None
-        sentence = f"all ranks wait in {describe(first[0])}: do they name the same source or destination?"
+        sentence = f"all ranks wait in {name_of(first[0])}: do they name the same source or destination?"
         return Diagnosis(sentence, frozenset(), is_hopeless=False)
 
     def _late_for_a_vote(self) -> Diagnosis | None:
         """Find ranks that wait at the end of a case for others that wait in no collective."""
         voters = self._in_state("votes")
-        late = [rank for rank in self._doing if rank not in voters]
-        if not voters or not late or len(self._doing) < self._size:
+        late = [rank for rank in self._statuses if rank not in voters]
+        if not voters or not late or len(self._statuses) < self._size:
             return None
         waits = "waits" if len(voters) == 1 else "wait"
-        where = "; ".join(f"rank {rank} is at {self._doing[rank].where}" for rank in late)
-        case = self._doing[voters[0]].case
+        where = "; ".join(f"rank {rank} is at {self._statuses[rank].where}" for rank in late)
+        case = self._statuses[voters[0]].case
         sentence = f"{_names(voters)} {waits} at the end of [{case}] for {_names(late)}: {where}"
         return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
     def _in_state(self, state: str) -> list[int]:
-        return [rank for rank, each in self._doing.items() if each.state == state]
+        return [rank for rank, each in self._statuses.items() if each.state == state]
 
     def _waits_in(self, rank: int) -> Issued | None:
         """Return the oldest collective that a rank has in flight and not every member has begun."""
@@ -186,60 +189,53 @@ class _Ranks:
     def _missing(self, issued: Issued) -> list[int]:
         members = issued.ranks or range(self._size)
         key = (issued.group, issued.number)
-        return [rank for rank in members if rank in self._doing and not self._has_begun(rank, key)]
+        return [rank for rank in members if rank in self._statuses and not self._has_begun(rank, key)]
 
     def _has_begun(self, rank: int, key: _Key) -> bool:
         group, number = key
-        latest = max((each.number for each in self._doing[rank].issued if each.group == group), default=0)
+        latest = max((each.number for each in self._statuses[rank].issued if each.group == group), default=0)
         return number <= latest
 
-    def _tell_waiting(self, waiting: Mapping[int, Issued], missing: Mapping[int, list[int]]) -> str:
-        """Say who keeps the others waiting, and where that rank is instead."""
+    def _describe_waiting(self, waiting: Mapping[int, Issued], missing: Mapping[int, list[int]]) -> str:
+        """Return which rank keeps the others waiting, and where it is instead."""
         rank = min(waiting, key=lambda rank: (any(other in waiting for other in missing[rank]), rank))
         absent = missing[rank]
-        alike = [r for r in waiting if describe(waiting[r]) == describe(waiting[rank])]
+        alike = [r for r in waiting if name_of(waiting[r]) == name_of(waiting[rank])]
         if any(other in waiting for other in absent):
-            told = "; ".join(
-                f"rank {r} waits in {describe(waiting[r])} for {_names(missing[r])}" for r in sorted(waiting)
+            parts = "; ".join(
+                f"rank {r} waits in {name_of(waiting[r])} for {_names(missing[r])}" for r in sorted(waiting)
             )
-            return f"deadlock: {told}"
+            return f"deadlock: {parts}"
         where = "; ".join(self._place(other) for other in absent)
         waits = "waits" if len(alike) == 1 else "wait"
-        return f"{_names(alike)} {waits} in {describe(waiting[rank])}, which {where}"
+        return f"{_names(alike)} {waits} in {name_of(waiting[rank])}, which {where}"
 
     def _place(self, rank: int) -> str:
-        doing = self._doing[rank]
-        match doing.state:
+        status = self._statuses[rank]
+        match status.state:
             case "idle":
                 return f"rank {rank} never reached: it has ended the test"
             case "votes":
-                what = "" if doing.case.startswith(EXAMPLE) else "the subtest "
-                return f"rank {rank} never reached: it has ended {what}[{doing.case}]"
+                what = "" if status.case.startswith(EXAMPLE) else "the subtest "
+                return f"rank {rank} never reached: it has ended {what}[{status.case}]"
             case "stopped":
                 return f"rank {rank} did not reach: it is stopped"
             case "silent":
-                return f"rank {rank} did not reach: it is not responding, at {doing.where}"
+                return f"rank {rank} did not reach: it is not responding, at {status.where}"
             case "runs" | "reports":
-                call = f"in {doing.call} " if doing.call else ""
-                return f"rank {rank} never reached: it is {call}at {doing.where}"
+                call = f"in {status.call} " if status.call else ""
+                return f"rank {rank} never reached: it is {call}at {status.where}"
 
 
 def _kind(issued: Issued, others: Iterable[Issued]) -> object:
-    """What has to be equal in one collective on all ranks."""
+    """Return what has to be equal in one collective on all ranks."""
     ops = {each.op for each in others}
     if len(ops) > 1:
         return issued.op
     return (
         issued.dtypes if issued.op in _EQUAL_DTYPES else (),
-        tuple(map(_numel, issued.shapes)) if issued.op in _EQUAL_SIZES else (),
+        tuple(map(math.prod, issued.shapes)) if issued.op in _EQUAL_SIZES else (),
     )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _names(ranks: Iterable[int]) -> str:
@@ -247,13 +243,13 @@ def _names(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _renumber(doing: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
+def _renumber(statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
     """Count the collectives of each group from the test's beginning, where any rank knows when that was.
 
-    All ranks had seen equally many then, or they would not have been given the test.
+    All ranks had seen equally many then, or the world would not have got the test.
     """
     before: dict[str, int] = {}
-    for each in doing.values():
+    for each in statuses.values():
         before |= each.before
     return {
         rank: replace(
@@ -262,5 +258,5 @@ def _renumber(doing: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
                 replace(issued, number=issued.number - before.get(issued.group, 0)) for issued in each.issued
             ),
         )
-        for rank, each in sorted(doing.items())  # they have answered in any order
+        for rank, each in sorted(statuses.items())  # they answer in any order
     }

@@ -197,8 +197,8 @@ class RankHandle:
         return not self._process.is_alive()
 
     def how_it_closed(self) -> Died | None:
-        """Return how the process ended if that was an accident nobody has been told of."""
-        if self._process.exitcode in (0, None) or self.died:  # None: nobody can tell any more
+        """Return how the process ended if that was an accident that was not reported before."""
+        if self._process.exitcode in (0, None) or self.died:  # None: it is not known
             return None
         return Died(self._process.exitcode, self.log(), 0.0)
 
@@ -216,8 +216,8 @@ def packed(message: ToRank) -> bytes:
     return bytes(ForkingPickler.dumps(message))
 
 
-def ask(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
-    """Return what ranks that have not died are doing; what else they say meanwhile is lost."""
+def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
+    """Return the statuses of ranks that have not died; other messages of theirs are dropped meanwhile."""
     answers: dict[int, RankStatus] = {}
     for handle in handles:
         handle.send(Probe(full=True))
@@ -234,7 +234,7 @@ def _silent(handles: Collection[RankHandle], answers: dict[int, RankStatus]) -> 
 
 
 def _bound_messages(wire: Connection) -> None:
-    """Let reading from a wire raise, once a message has begun and does not go on."""
+    """Make reading from a wire raise, once a message has begun and does not go on."""
     with socket.socket(fileno=os.dup(wire.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
 

@@ -1,4 +1,4 @@
-"""One item on the ranks of a world: from the order to the last rank's end, its deadline, or a standstill.
+"""The run of one item on the ranks of a world, to the last rank's end, its deadline, or a standstill.
 
 Runs in the controller; must not import torch.
 """
@@ -32,13 +32,13 @@ from harness.protocol import (
     Voted,
     Warned,
 )
-from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
+from harness.world.diagnosis import Diagnosis, name_of, diagnose, find_mismatch, in_flight
 from harness.world.handle import ANSWER_WITHIN, RankHandle, packed, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
-MOST_GRACE = 3.0
+MAX_GRACE = 3.0
 """Seconds that a rank gets at most which is writing its report meanwhile: a busy machine takes long."""
 PROBE_EVERY = 0.3
 """Seconds between looks at ranks that have nothing to say."""
@@ -51,12 +51,12 @@ COLLECT_WITHIN = 60.0
 class ItemRun:
     """Runs one item on all ranks.
 
-    Once a rank has failed or died the others get a moment to notice. Whoever still runs then, or when time is
-    over, or when no rank can get on any more, is asked what it is doing and counts as stuck.
+    Once a rank has failed or died the others get a moment to notice. A rank that still runs then, or when
+    time is over, or when no rank can get on any more, is asked for its status and counts as stuck.
 
     Args:
         handles: the ranks, in rank order.
-        timeout: seconds for the item, collection not counted; infinity is for a user who debugs.
+        timeout: seconds for the item, without collection; infinity for a user who debugs.
     """
 
     def __init__(self, handles: Sequence[RankHandle], timeout: float) -> None:
@@ -113,7 +113,7 @@ class ItemRun:
             return
         if any(outcome.has_failed() for outcome in self._outcomes) and not self._may_stop(pending):
             self._grace = min(self._grace, now + GRACE)
-            self._last_grace = min(self._last_grace, now + MOST_GRACE)
+            self._last_grace = min(self._last_grace, now + MAX_GRACE)
         if now >= self._deadline:
             self._give_up(pending)
         elif now >= self._grace:
@@ -133,13 +133,13 @@ class ItemRun:
         self._suspicion = None
         self._answers.clear()
 
-    # What ranks say
+    # Messages of ranks
 
     def _listen(self, timeout: float) -> None:
         for rank, message in receive(self._handles, timeout):
-            self._note(rank, message)
+            self._handle(rank, message)
 
-    def _note(self, rank: int, message: FromRank | Died) -> None:
+    def _handle(self, rank: int, message: FromRank | Died) -> None:
         outcome = self._outcomes[rank]
         match message:
             case Reported(data, doing):
@@ -179,7 +179,7 @@ class ItemRun:
                 assert_never(message)
 
     def _count_votes(self) -> None:
-        """Once no rank is under way to the case, tell those that wait there how all fared."""
+        """Once no rank is on its way to the end of the case, send all votes to those that wait there."""
         voters = [outcome for outcome in self._outcomes if outcome.vote is not None]
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
@@ -216,7 +216,7 @@ class ItemRun:
         self._suspicion = found
         self._answers.clear()
         for handle in self._handles:
-            if handle.rank not in self._unanswered:  # who writes to a full wire waits until somebody reads it
+            if handle.rank not in self._unanswered:  # a write to a full wire would wait until the rank reads
                 self._unanswered.add(handle.rank)
                 handle.send(Probe())
 
@@ -237,7 +237,7 @@ class ItemRun:
 
     def _give_up(self, ranks: set[int]) -> None:
         phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank
-        self._end(ranks, self._ask(ranks), phases)
+        self._end(ranks, self._request_statuses(ranks), phases)
 
     def _end(self, ranks: set[int], answers: dict[int, RankStatus], phases: dict[int, int]) -> None:
         for rank in ranks & self._pending():
@@ -249,15 +249,15 @@ class ItemRun:
             outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed, importing)
 
     def _end_grace(self, late: set[int]) -> None:
-        """Give up ranks that others wait for in vain, but none that tells of its failure or clears up."""
-        self._next_probe = time.monotonic() + PROBE_EVERY  # the loop shall wait for something
+        """Give up ranks that others wait for in vain, but none that reports its failure or tears down."""
+        self._next_probe = time.monotonic() + PROBE_EVERY  # so that the loop waits for something
         phases = {rank: self._handles[rank].phases_over() for rank in late}
-        answers = self._ask(late)
-        late = self._without_failure(late & self._pending())  # some may have told by now
+        answers = self._request_statuses(late)
+        late = self._without_failure(late & self._pending())  # some may have reported a failure by now
         writing = {rank for rank in late if answers[rank].state == "reports"}
         if time.monotonic() >= self._last_grace:
             writing = set()
-        # Its test is over, and it waits for nobody: it has until the deadline.
+        # Its test is over, and it waits for no other rank: it has until the deadline.
         tearing_down = {rank for rank in late if phases[rank] >= _BEFORE_TEARDOWN}
         clearing = {rank for rank in tearing_down if in_flight(answers[rank]) is None}
         if writing | clearing:
@@ -265,8 +265,8 @@ class ItemRun:
         if not writing:
             self._end(late - clearing, answers, phases)
 
-    def _ask(self, ranks: set[int]) -> dict[int, RankStatus]:
-        """Ask ranks what they are doing; return the answers of those that have not died meanwhile."""
+    def _request_statuses(self, ranks: set[int]) -> dict[int, RankStatus]:
+        """Request the status of ranks; return the answers of those that have not died meanwhile."""
         self._answers.clear()
         for rank in ranks:
             self._handles[rank].send(Probe(full=True))
@@ -281,17 +281,17 @@ class ItemRun:
         return {rank for rank in ranks - self._answers.keys() if self._handles[rank].died is None}
 
     def _find_diagnosis(self) -> Diagnosis | None:
-        """What was wrong between ranks that were ended or that failed, as far as it can be told."""
+        """Return what was wrong between ranks that were ended or that failed, as far as is known."""
         if self._diagnosis is not None:
             return self._diagnosis
-        told = {outcome.rank: outcome.status for outcome in self._outcomes if outcome.status is not None}
-        if not told:
+        statuses = {outcome.rank: outcome.status for outcome in self._outcomes if outcome.status is not None}
+        if not statuses:
             return None
         stuck = [outcome for outcome in self._outcomes if isinstance(outcome.fate, Stuck)]
         if stuck and not any(outcome.has_failed() for outcome in self._outcomes):
-            told |= self._ask({handle.rank for handle in self._handles} - told.keys())
-            return diagnose(told, len(self._handles))
-        return find_mismatch(told, len(self._handles), unnoticed=not stuck)
+            statuses |= self._request_statuses({handle.rank for handle in self._handles} - statuses.keys())
+            return diagnose(statuses, len(self._handles))
+        return find_mismatch(statuses, len(self._handles), include_ended=not stuck)
 
     # Ranks out of step at the end
 
@@ -302,10 +302,10 @@ class ItemRun:
     def _look_for_work_in_flight(self) -> None:
         """Ask ranks that ended after unequal numbers of collectives what is still under way.
 
-        The number alone tells nothing certain: it counts sends and receives too.
+        The number alone proves nothing: it counts sends and receives too.
         """
         finished = {outcome.rank for outcome in self._outcomes if isinstance(outcome.fate, Finished)}
-        for rank, doing in self._ask(finished).items():
-            issued = in_flight(doing)
+        for rank, status in self._request_statuses(finished).items():
+            issued = in_flight(status)
             if issued is not None and issued.group == DEFAULT_GROUP:
-                self._outcomes[rank].left_in_flight = describe(issued)
+                self._outcomes[rank].left_in_flight = name_of(issued)

@@ -99,7 +99,7 @@ class ItemOutcome:
     seconds: float
     """From the order to the last rank's end, collection included."""
     diagnosis: Diagnosis | None = None
-    """What was wrong between the ranks, if it can be told."""
+    """What was wrong between the ranks, if it is known."""
     diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
     """The same of single cases of `run_subtests`, by name."""
 
@@ -110,7 +110,7 @@ class ItemOutcome:
             len(finished) == len(self.ranks)
             and all(fate.usable for fate in finished)
             and len({(fate.collectives, fate.groups) for fate in finished}) == 1
-            and not any(_tells_of_failure(report) for outcome in self.ranks for report in outcome.reports)
+            and not any(_is_failure(report) for outcome in self.ranks for report in outcome.reports)
         )
 
     def finished(self) -> list[Finished]:
@@ -118,7 +118,7 @@ class ItemOutcome:
         return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
 
 
-def _tells_of_failure(report: dict[str, Any]) -> bool:
+def _is_failure(report: dict[str, Any]) -> bool:
     """Whether a test raised; one that was expected to leaves its world no better."""
     return report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)
 

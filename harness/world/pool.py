@@ -17,7 +17,7 @@ from harness.protocol import WorldKey
 from harness.world.world import World
 
 MOST_WARM = 4
-"""Warm worlds kept at once. A run over more sizes and backends than that starts some anew."""
+"""Warm worlds kept at once. A run over more sizes and backends than that starts some again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class WorldPool:
             self.discard(world)
             world = None
         if world is None and not fresh:
-            # Fixtures of the old world that outlive a test must be torn down before they are set up anew.
+            # Fixtures of the old world that outlive a test must be torn down before they are set up again.
             self._reap([world for world in self._closing if world.key == key])
         self._taken = world = world or self._start(key)
         return world
@@ -88,7 +88,7 @@ class WorldPool:
             self._close(self._warm.pop(next(iter(self._warm))))
 
     def make_room(self) -> None:
-        """End the worlds that have leases, and wait until they have: whoever waits in line holds nothing."""
+        """End the worlds that have leases, and wait for that: a controller that waits in line holds nothing."""
         for key in [key for key, world in self._warm.items() if world.lease is not None]:
             self._close(self._warm.pop(key))
         self._reap([world for world in self._closing if world.lease is not None])

@@ -28,7 +28,7 @@ from harness.protocol import (
     WorldKey,
 )
 from harness.world.diagnosis import place_of
-from harness.world.handle import RankHandle, ask, receive
+from harness.world.handle import RankHandle, receive, request_statuses
 from harness.world.item_run import ItemRun
 from harness.world.outcome import Died, ItemOutcome
 
@@ -110,9 +110,9 @@ class World:
             self.lease.leave_to_ranks()
 
     def _not_ready(self, waiting: set[int], timeout: float) -> str:
-        told = ask([self._handles[rank] for rank in sorted(waiting)])
-        names = ", ".join(map(str, told))
-        stacks = "\n".join(f"rank {rank}: {doing.stacks}" for rank, doing in told.items())
+        statuses = request_statuses([self._handles[rank] for rank in sorted(waiting)])
+        names = ", ".join(map(str, statuses))
+        stacks = "\n".join(f"rank {rank}: {status.stacks}" for rank, status in statuses.items())
         return f"rank {names} of {self.key} did not get ready in {timeout:g} s\n{stacks}"
 
     def run(self, order: RunItem, timeout: float) -> ItemOutcome:
@@ -160,7 +160,7 @@ class World:
 
         To be called when `run` was left by an exception.
         """
-        said = {rank: place_of(doing) for rank, doing in ask(self._handles).items()}
+        said = {rank: place_of(doing) for rank, doing in request_statuses(self._handles).items()}
         for handle in self._handles:
             handle.send(Interrupt())
         return said | {handle.rank: handle.died.how for handle in self._handles if handle.died}

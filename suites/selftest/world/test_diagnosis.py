@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.protocol import DEFAULT_GROUP, Issued, RankStatus, State
-from harness.world.diagnosis import Diagnosis, describe, diagnose, find_mismatch, in_flight
+from harness.world.diagnosis import Diagnosis, name_of, diagnose, find_mismatch, in_flight
 
 PLACE = "test_a.py:7 in test_a"
 
@@ -93,7 +93,7 @@ def test_a_mismatch_of_the_past_is_reported_on_request_only() -> None:
         rank: doing(issued("broadcast", 1, (3 + rank,), in_flight=False), state="idle") for rank in range(2)
     }
     assert find_mismatch(ranks, 2) is None
-    found = find_mismatch(ranks, 2, unnoticed=True)
+    found = find_mismatch(ranks, 2, include_ended=True)
     assert found is not None
     assert found.sentence == (
         "mismatch: rank 0 called broadcast #1 (float [3]) while rank 1 called broadcast #1 (float [4])"
@@ -188,5 +188,5 @@ def test_numbers_count_from_the_beginning_of_the_test() -> None:
 
 
 def test_descriptions_omit_absent_tensors_and_name_other_groups() -> None:
-    assert describe(issued("barrier", 1, dtypes=(), shapes=())) == "barrier #1"
-    assert describe(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"
+    assert name_of(issued("barrier", 1, dtypes=(), shapes=())) == "barrier #1"
+    assert name_of(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"
