@@ -49,7 +49,7 @@ def truncate_lines(lines: list[str], most: int = MAX_TEXT) -> list[str]:
 
 
 def _count_of_half(lines: list[str], most: int) -> int:
-    """How many of the lines, from the first on, have not more than `most` characters; at least one."""
+    """Return how many of the lines, from the first on, have at most `most` characters; at least one."""
     total = 0
     for count, line in enumerate(lines):
         total += len(line)
@@ -97,7 +97,7 @@ def _tail(text: str) -> str:
 
 
 class OutputDirectory:
-    """Where the output of each test and world goes.
+    """The folder of the output of each test and world.
 
     Args:
         path: absolute path of the folder; it need not exist.

@@ -28,7 +28,7 @@ DEFAULT_GROUP = "the default group"
 
 @dataclass(frozen=True, slots=True)
 class WorldKey:
-    """What makes two worlds interchangeable between tests."""
+    """The properties that make two worlds interchangeable between tests."""
 
     size: int
     backend: str
@@ -85,7 +85,7 @@ class RankSpec:
 
     @property
     def log_path(self) -> str:
-        """What the rank writes to its standard streams outside of pytest's capture."""
+        """The file of what the rank writes to its standard streams outside of pytest's capture."""
         return self.path(f"rank-{self.rank}.log")
 
     @property
@@ -144,7 +144,7 @@ class CrashedExample:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What all ranks need equally to search for a failing example in step."""
+    """The input that all ranks need equally to search for a failing example in step."""
 
     entropy: int = 0
     """Seed of Hypothesis's own seeds."""
@@ -161,14 +161,14 @@ class RunItem:
     nodeid: str
     path: str
     next_item: tuple[str, str] | None
-    """Node id and path of the next item of this world: fixtures it shares stay up. None tears all down."""
+    """Node id and path of the next item of this world: shared fixtures stay up. None: tear all down."""
     shared_tmp_path: str
     search: Search = field(default_factory=Search)
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """How one rank fared at one case (subtest) of a test.
+    """The outcome of one rank in one case (subtest) of a test.
 
     `outcome` is passed, failed, skipped, ended (the whole test), or met (the others, after a failed case).
     """
@@ -191,15 +191,15 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Say what you are doing (`Doing`), or just that you get on (`Moves`) if that is so."""
+    """Answer with your `RankStatus`, or just with `Progress` if you get on."""
 
     full: bool = False
-    """Whether to say it in any case."""
+    """Whether the answer must be a `RankStatus` in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortGroup:
-    """Break the default group's connections: what waits in a collective of this subtest shall fail."""
+    """Abort the default group, so that a wait in a collective of this case fails."""
 
     case: str
 
@@ -211,7 +211,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Break off what runs, as a Ctrl-C would; then tear down what is up, leave."""
+    """Interrupt what runs, as a Ctrl-C would; then tear down what is up, leave."""
 
 
 ToRank = RunItem | Agreed | Probe | AbortGroup | Close | Interrupt
@@ -227,14 +227,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The rank could not come up; `text` says why."""
+    """The rank could not start; `text` says why."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Collecting:
-    """The rank imports a file of the item or of the next one: time that is no test's."""
+    """The rank imports a file of the item or of the next one; that time counts for no test."""
 
     path: str
 
@@ -276,7 +276,7 @@ class Issued:
     group: str
     """The name of its process group, the same on every rank."""
     ranks: tuple[int, ...]
-    """The group's members; empty if the rank cannot tell."""
+    """The group's members; empty if the rank does not know them."""
     number: int
     """Its number among the group's collectives, from 1; sends do not count."""
     op: str
@@ -284,7 +284,7 @@ class Issued:
     shapes: tuple[tuple[int, ...], ...]
     in_flight: bool
     timeout: float = float("inf")
-    """Seconds after which it fails by itself."""
+    """Seconds after which it fails with a timeout of its own."""
 
 
 State = Literal["runs", "reports", "votes", "idle", "stopped", "silent"]
@@ -295,7 +295,7 @@ does not answer, as it holds the GIL."""
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank does at the moment."""
+    """The activity of a rank at one moment."""
 
     stacks: str
     """Python stacks of all threads."""
@@ -314,7 +314,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The rank's main thread has moved since it was last asked."""
+    """The rank's main thread has moved since the last probe."""
 
 
 DebuggerState = Literal["prompts", "runs", "left", "quits"]

@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an item cannot run, and its outcome."""
+    """The reason an item cannot run, and its outcome."""
 
     outcome: Literal["skipped", "failed"]
     why: str

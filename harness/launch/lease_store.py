@@ -63,7 +63,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a world of `size` ranks requires before it may start.
+    """The requirement of a world of `size` ranks before it may start.
 
     Of exclusive GPUs it requires one per rank; of others it takes one per rank where there are as many, else
     fewer, and ranks share them.

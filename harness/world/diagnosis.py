@@ -31,7 +31,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong between ranks."""
+    """The error between ranks: a mismatch or a deadlock."""
 
     sentence: str
     blame: frozenset[int]

@@ -32,7 +32,7 @@ from harness.protocol import (
     Voted,
     Warned,
 )
-from harness.world.diagnosis import Diagnosis, name_of, diagnose, find_mismatch, in_flight
+from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
 from harness.world.handle import ANSWER_WITHIN, RankHandle, packed, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 

@@ -1,4 +1,4 @@
-"""What the ranks of a world said of one item, and how each of them ended it.
+"""The outcome of one item on the ranks of a world: reports, warnings, and how each rank ended it.
 
 Runs in the controller; must not import torch.
 """
@@ -67,7 +67,7 @@ Fate = Finished | Died | Stuck
 
 @dataclass(slots=True)
 class RankOutcome:
-    """What one rank said of one item, and how it ended."""
+    """The reports of one rank on one item, and how it ended."""
 
     rank: int
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ItemOutcome:
-    """What all ranks said of one item, in rank order, and whether it ran into its deadline."""
+    """The outcomes of all ranks of one item, in rank order, and whether it ran into its deadline."""
 
     ranks: tuple[RankOutcome, ...]
     timeout: float
@@ -114,7 +114,7 @@ class ItemOutcome:
         )
 
     def finished(self) -> list[Finished]:
-        """What the ranks that reached the end of the item said there, in rank order."""
+        """Return the messages of the ranks that reached the end of the item, in rank order."""
         return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
 
 
@@ -125,7 +125,7 @@ def _is_failure(report: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RankOutput:
-    """What one rank printed in the phase that it is in, and what it wrote outside of pytest's capture.
+    """The output of one rank in the phase that it is in, and outside of pytest's capture.
 
     pytest empties the files it captures in after each phase. Output that a test's own `capsys` holds is in
     the rank's memory and not here.

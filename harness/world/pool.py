@@ -22,17 +22,17 @@ MOST_WARM = 4
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """What ran on ranks when the run was broken off."""
+    """The state of the ranks when the run was interrupted."""
 
     world: str | None
     """Name of the world that ran a test, if one did."""
     ranks: dict[int, str]
-    """What each of its ranks was doing, in one line."""
+    """The status of each of its ranks, in one line."""
     complaints: list[str]
     """Which ranks did not tear down in time, or failed to."""
 
     def write(self, reporter: pytest.TerminalReporter, nodeid: str) -> None:
-        """Tell it, with the test's node id, below the failures."""
+        """Write it, with the test's node id, below the failures."""
         if not (self.ranks or self.complaints):
             return
         reporter.section("interrupted on ranks", sep="-", yellow=True)
@@ -65,7 +65,7 @@ class WorldPool:
         self._reap([world for world in self._closing if world.is_gone()])
         self._taken = world = None if fresh else self._warm.pop(key, None)
         if world is not None and world.lease is not None and not world.lease.resume():
-            self._close(world)  # its ranks were asked to end, for a world that waits
+            self._close(world)  # its ranks were recalled, for a world that waits
             world = None
         if world is not None and (fault := world.fault()):
             self._complain(world, fault)
@@ -78,7 +78,7 @@ class WorldPool:
         return world
 
     def give_back(self, world: World, *, keep: bool) -> None:
-        """Keep a world warm, or let it tear down its session and end; it is not waited for."""
+        """Keep a world warm, or make it tear down its session and end; it is not waited for."""
         self._taken = None
         if not keep or (world.lease is not None and not world.lease.rest()):
             self._close(world)
@@ -88,7 +88,7 @@ class WorldPool:
             self._close(self._warm.pop(next(iter(self._warm))))
 
     def make_room(self) -> None:
-        """End the worlds that have leases, and wait for that: a controller that waits in line holds nothing."""
+        """End the worlds that have leases, and wait for that: a controller in line holds nothing."""
         for key in [key for key, world in self._warm.items() if world.lease is not None]:
             self._close(self._warm.pop(key))
         self._reap([world for world in self._closing if world.lease is not None])
@@ -106,7 +106,7 @@ class WorldPool:
         self._reap(list(self._closing))
 
     def interrupt(self, within: float) -> Interrupted:
-        """Break off what runs, let all worlds tear down for `within` seconds; return what was broken off."""
+        """Interrupt what runs, give all worlds `within` seconds to tear down; return what was interrupted."""
         until = time.monotonic() + within
         for warm in self._warm.values():
             self._close(warm)
@@ -118,7 +118,7 @@ class WorldPool:
         complaints = []
         for world in [*self._closing, *([taken] if taken else [])]:
             complaints += world.reap(max(0.0, until - time.monotonic()))
-        if taken:  # a tear-down that meets broken connections fails, which is no news
+        if taken:  # a tear-down over broken connections fails, which is no news
             complaints = [complaint for complaint in complaints if "did not end" in complaint]
         self._closing, self._taken = [], None
         return Interrupted(taken.name if taken else None, doing, complaints)
