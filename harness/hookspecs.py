@@ -18,7 +18,7 @@ def pytest_ranks_expected_failures(item: pytest.Item) -> Sequence[ExpectedFailur
 
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_rerun(item: pytest.Item) -> Sequence[str] | None:
-    """Return the node id of `item`, and options, that select it in a run by itself. Called in the controller.
+    """Return a node id, and options, that select `item` in a run without others. Called in the controller.
 
     The default is its own node id without options.
     """

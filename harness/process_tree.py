@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 POLL_EVERY = 0.002
 """Seconds. Only a child of this process can be waited for without polling."""
 END_WITHIN = 2.0
-"""Seconds that killed processes get to vanish; more passes only where the kernel cannot let go of one."""
+"""Seconds that killed processes get to vanish; only one that the kernel cannot end takes longer."""
 
 
 def adopt_orphans() -> None:
@@ -62,7 +62,7 @@ def end(roots: Callable[[], set[int]], patience: float) -> None:
         roots: finds the topmost of them; called again and again, because orphans come up in their place.
         patience: seconds between the two signals; 0 sends the second one only.
     """
-    asked: set[int] = set()
+    signalled: set[int] = set()
     start = time.monotonic()
     while (alive := {pid for pid in with_descendants(roots()) if is_running(pid)}) and (
         waited := time.monotonic() - start
@@ -70,8 +70,8 @@ def end(roots: Callable[[], set[int]], patience: float) -> None:
         if waited >= patience:
             _signal(alive, signal.SIGKILL)
         else:
-            _signal(alive - asked, signal.SIGTERM)
-            asked |= alive
+            _signal(alive - signalled, signal.SIGTERM)
+            signalled |= alive
         time.sleep(POLL_EVERY)
 
 

@@ -21,6 +21,8 @@ UNKNOWN_EXIT_CODE = 255
 """The exit code of a forked process once the server is gone that could report it (`popen_forkserver.py`)."""
 STRAY_CHILD_WARNING = "forkserver: waitpid returned unexpected pid"
 """Raised by a server that reaps a child which it has not forked itself: an orphan that it has adopted."""
+pickle_message: Callable[[object], memoryview] = ForkingPickler.dumps
+"""Pickles a message as `Connection.send` does (`connection.py`), once for several connections."""
 MAX_TEMPORARY_DIRECTORY = 70
 """Characters. The path of a socket has at most 107, of which names that `multiprocessing` chooses take 32."""
 
@@ -93,8 +95,3 @@ def sent_descriptor(descriptor: int) -> Any:
     """Return a duplicate of a descriptor that can be pickled as an argument of a new process."""
     make: Callable[[int], Any] = reduction.DupFd
     return make(descriptor)
-
-
-def pack(message: object) -> bytes:
-    """Return a message as `Connection.send` writes it, for several connections."""
-    return bytes(ForkingPickler.dumps(message))

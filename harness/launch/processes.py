@@ -113,7 +113,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """The program that the processes run. It has names, so that nothing of it is imported in the controller."""
+    """The program of the processes, by names: nothing of it is imported in the controller."""
 
     rank: str
     """`module:name` of a `bootstrap.MakeRank`."""

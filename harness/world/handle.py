@@ -14,10 +14,10 @@ import struct
 import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from harness.launch.multiprocessing_internals import pickle_message
 from harness.launch.processes import RankProcess
 from harness.properties.messages import read_running_example
 from harness.protocol import (
@@ -81,7 +81,7 @@ class RankHandle:
     # The wire
 
     def begin(self, order: RunItem) -> None:
-        """Let the rank run an item, and note what its log and its counter of phases say before."""
+        """Send the order for an item; note where its log begins, and reset its counter of phases."""
         with open(self._phases_path, "r+b") as phases:
             phases.write(b"0")  # not truncated first: some file systems then wait for the disk
         with contextlib.suppress(OSError):  # there is no log under -s
@@ -213,7 +213,7 @@ class RankHandle:
 
 def packed(message: ToRank) -> bytes:
     """Return a message as a connection sends it."""
-    return bytes(ForkingPickler.dumps(message))
+    return bytes(pickle_message(message))
 
 
 def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:

@@ -194,7 +194,7 @@ class ItemRun:
             self._handles[outcome.rank].send_packed(agreed)
 
     def _without_rescue(self, vote: Vote) -> Vote:
-        """Let a case fail that stood still, though the test has caught what it was freed by."""
+        """Fail a case that stood still, though the test caught the error that freed it."""
         rescued = vote.case == self._aborted and vote.outcome == "passed"
         return replace(vote, outcome="failed") if rescued else vote
 
@@ -300,7 +300,7 @@ class ItemRun:
         return len({fate.collectives for fate in fates if isinstance(fate, Finished)}) > 1
 
     def _look_for_work_in_flight(self) -> None:
-        """Ask ranks that ended after unequal numbers of collectives what is still under way.
+        """Find out what is still in flight on ranks that ended after unequal numbers of collectives.
 
         The number alone proves nothing: it counts sends and receives too.
         """

@@ -82,7 +82,7 @@ class RankOutcome:
     """A collective of the default group that the rank had begun and others had not, at the item's end."""
 
     def has_failed(self) -> bool:
-        """Whether the rank is known to have failed a phase (a failed subtest lets the test go on)."""
+        """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
         return isinstance(self.fate, Died) or any(
             report["outcome"] == "failed" and report.get("$report_type") == "TestReport"
             for report in self.reports
@@ -138,12 +138,12 @@ class RankOutput:
     """Where in the log the test begins, in bytes."""
 
     def captured(self, most: int = MAX_TEXT) -> Sections:
-        """Return what there is of stdout and stderr, each cut to `most` bytes."""
+        """Return what there is of stdout and stderr, each truncated to `most` bytes."""
         texts = ((stream, self._text(stream, most)) for stream in ("stdout", "stderr"))
         return tuple((stream, text) for stream, text in texts if text)
 
     def read(self, most: int = MAX_TEXT) -> str:
-        """Return all there is, each part cut to `most` bytes: stdout, stderr, the log."""
+        """Return all there is, each part truncated to `most` bytes: stdout, stderr, the log."""
         texts = [*(text for _, text in self.captured(most)), self.logged(most)]
         return "\n".join(text.strip("\n") for text in texts if text)
 

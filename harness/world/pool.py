@@ -130,7 +130,7 @@ class WorldPool:
         self._warm, self._closing, self._taken = {}, [], None
 
     def _close(self, world: World) -> None:
-        world.say_close()
+        world.send_close()
         self._closing.append(world)
 
     def _reap(self, worlds: list[World]) -> None:

@@ -156,7 +156,7 @@ class World:
     # The end
 
     def interrupt(self) -> dict[int, str]:
-        """Break off what the ranks run; return what each was doing. `reap` waits for their tear-down.
+        """Interrupt what the ranks run; return the status of each. `reap` waits for their tear-down.
 
         To be called when `run` was left by an exception.
         """
@@ -165,13 +165,13 @@ class World:
             handle.send(Interrupt())
         return said | {handle.rank: handle.died.how for handle in self._handles if handle.died}
 
-    def say_close(self) -> None:
-        """Ask the ranks to tear down their sessions; `reap` waits for them."""
+    def send_close(self) -> None:
+        """Send the ranks the order to tear down their sessions; `reap` waits for them."""
         for handle in self._handles:
             handle.send(Close())
 
     def reap(self, timeout: float | None = None) -> list[str]:
-        """Wait for ranks that were asked to close, end what is left; return what went wrong, a line each."""
+        """Wait for ranks that were sent `Close`, end what is left; return what went wrong, a line each."""
         timeout = self._close_within if timeout is None else timeout
         until = time.monotonic() + timeout
         complaints = []
