@@ -1,7 +1,7 @@
-"""What a test claims of a distributed run: parity with a reference, agreement of ranks, dtypes.
+"""Assertions about a distributed run: parity with a reference, agreement of ranks, dtypes.
 
 Inside a rank; imports torch and torch.distributed, nothing else of harness. Two rules hold for all of them: a
-check that found nothing to look at fails, and where ranks compare notes, they fail together or not at all.
+check that finds nothing to compare fails, and where ranks compare values, all of them fail or none.
 """
 
 from harness.assertions.agreement import assert_same_across_ranks, fail_together
@@ -12,13 +12,14 @@ from harness.assertions.parity import (
     Trainee,
     Training,
     assert_parity,
+    assert_sharded_parity,
+    local_part,
     named_gradients,
     named_parameters,
     per_rank_batches,
     train,
 )
 from harness.assertions.reference import unsharded_with_casts
-from harness.assertions.sharded import assert_sharded_parity, local_part
 
 __all__ = [
     "TOLERANCES",

@@ -18,7 +18,7 @@ _SHOWN = 5  # names in one message; a model that was never synchronised differs 
 
 
 def fail_together(findings: Sequence[str], group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank of the group if any rank found something wrong. Every rank must call it.
+    """Raise on every rank of the group if any rank has findings. Every rank must call it.
 
     A rank that raised alone would leave the others waiting in their next collective.
 
@@ -68,7 +68,7 @@ def assert_same_across_ranks(
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> dict[int, Any]:
-    """Return what each rank of the group passed, by global rank.
+    """Return the value of each rank of the group, by global rank.
 
     Where torch.distributed is not initialised, this process is rank 0 of 1.
     """

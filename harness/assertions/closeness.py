@@ -53,7 +53,7 @@ def assert_named_close(
 
     Raises:
         AssertionError: with a line for each name that differs: the largest absolute and relative difference
-            and where; also if there is no tensor to compare.
+            and its index; also if there is no tensor to compare.
     """
     if found := differences(actual, expected, tolerance, same_dtype=same_dtype):
         raise AssertionError("\n".join(found))

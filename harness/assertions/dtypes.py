@@ -29,7 +29,7 @@ def assert_parameter_dtypes(module: nn.Module, expected: Expected) -> None:
 
 
 def assert_gradient_dtypes(module: nn.Module, expected: Expected) -> None:
-    """Assert the dtype of each gradient, named as its parameter; parameters without one are passed over.
+    """Assert the dtype of each gradient, named as its parameter; parameters without one are ignored.
 
     Arguments and errors as in `assert_parameter_dtypes`: if no parameter has a gradient, it fails.
     """
@@ -38,7 +38,7 @@ def assert_gradient_dtypes(module: nn.Module, expected: Expected) -> None:
 
 
 def assert_buffer_dtypes(module: nn.Module, expected: Expected) -> None:
-    """Assert the dtype of each floating-point buffer; integers (counters) are never cast and passed over.
+    """Assert the dtype of each floating-point buffer; integers (counters) are never cast and are ignored.
 
     Arguments and errors as in `assert_parameter_dtypes`.
     """
@@ -54,7 +54,7 @@ def _check(tensors: Mapping[str, torch.Tensor], expected: Expected, kind: str) -
     found = [f"no {kind} is named like {p!r}" for p in patterns if p not in fitting.values()]
     for name, pattern in fitting.items():
         if pattern is None:
-            found.append(f"{name} is {dtypes[name]}, and no pattern says what it should be")
+            found.append(f"{name} is {dtypes[name]}, and no pattern matches it")
         elif dtypes[name] != patterns[pattern]:
             found.append(f"{name} is {dtypes[name]}, expected {patterns[pattern]}")
     if found:

@@ -1,4 +1,4 @@
-"""Parity of a sharded run with a reference run. Inside a rank; calls torch.distributed."""
+"""Parity of a sharded run, and of shards, with a reference. Inside a rank; calls torch.distributed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.assertions.agreement import fail_together, gathered
@@ -21,6 +21,8 @@ __all__ = [
     "Trainee",
     "Training",
     "assert_parity",
+    "assert_sharded_parity",
+    "local_part",
     "named_gradients",
     "named_parameters",
     "per_rank_batches",
@@ -31,7 +33,7 @@ Batch = TypeVar("Batch")
 
 
 class Scaler(Protocol):
-    """What of `torch.amp.GradScaler` a training step needs."""
+    """The methods of `torch.amp.GradScaler` that a training step calls."""
 
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -55,17 +57,17 @@ def per_rank_batches(
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of an unsharded, DDP or DTensor model in full, without DDP's prefix.
+    """Return the parameters of an unsharded, DDP or DTensor model unsharded, without DDP's prefix.
 
     With DTensor parameters it is a collective.
     """
-    parameters = _bare(model).named_parameters()
+    parameters = _without_ddp(model).named_parameters()
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters}
 
 
 def named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the gradients as `named_parameters` returns the parameters; None where there is none."""
-    gradients = {name: p.grad for name, p in _bare(model).named_parameters()}
+    gradients = {name: p.grad for name, p in _without_ddp(model).named_parameters()}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
@@ -81,12 +83,12 @@ def plain_backward(model: nn.Module, loss: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model to train, and how to see what its sharding hides.
+    """A model to train, and functions that return its unsharded parameters and gradients.
 
     Attributes:
         model: as it is called.
-        full_parameters: the model's full parameters by the names of the bare model, the same on every rank;
-            called on every rank. The method of an engine's adapter.
+        full_parameters: the model's unsharded parameters by the names of the unwrapped model, the same on
+            every rank; called on every rank. The method of an engine's adapter.
         full_gradients: the same for gradients, where they are to be compared after each backward as well.
         backward: runs backward of the (scaled) loss.
         scaler: a gradient scaler, or None.
@@ -103,7 +105,7 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Training:
-    """What reference and candidate both go through.
+    """The training that reference and candidate both run.
 
     Attributes:
         batches: this rank's batch for a step, the same at each call: see `per_rank_batches`.
@@ -114,7 +116,7 @@ class Training:
             takes the row of each tensor's own dtype.
         same_dtype: whether losses, parameters and gradients must agree in dtype as well.
         same_data: whether ranks train on the same batches. With the same data everywhere a reduction that
-            does nothing cannot be told from a mean; so it must be said.
+            does nothing looks like a mean, so it must be stated.
         seed: before each forward generators are seeded from (seed, rank, step): equal dropout in both runs.
     """
 
@@ -130,7 +132,7 @@ class Training:
 
 @dataclass
 class Run:
-    """What one training left behind: the full parameters before and after it, and per step what it saw."""
+    """Results of one training: parameters before and after it, losses and gradients by step."""
 
     start: Named
     losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -142,11 +144,11 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
     """Assert that the candidate learns what the reference learns. Every rank must call it.
 
     Both start from the same weights, which is checked, and train on this rank's batches, the reference first.
-    Compared are the loss of each step, the gradients of each step if both trainees show them, and the full
-    parameters at the end. No collective but the models' own runs while they train.
+    It compares the loss of each step, the gradients of each step if both trainees have `full_gradients`, and
+    the unsharded parameters at the end. While they train, only the models' own collectives run.
 
-    A reference that many candidates are held to is trained once: pass what `train` made of it, on the same
-    ranks and with the same training.
+    A reference that many candidates are held to is trained once: pass the result of `train` with the same
+    training on the same ranks.
 
     Raises:
         AssertionError: on every rank: rank, step, the loss or the name of the parameter or gradient, the
@@ -165,7 +167,7 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
 
 
 def train(trainee: Trainee, training: Training) -> Run:
-    """Train, and return what `assert_parity` compares. Every rank must call it."""
+    """Train, and return the run that `assert_parity` compares. Every rank must call it."""
     return _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
 
 
@@ -206,24 +208,67 @@ def _differences(actual: Run, expected: Run, training: Training) -> list[str]:
 
 
 def _compare(training: Training, where: str, actual: Named, expected: Named) -> list[str]:
-    """Return what differs, each line beginning with ``where``."""
+    """Return a line for each difference, beginning with `where`."""
     lines = differences(actual, expected, training.tolerance, same_dtype=training.same_dtype)
     return [where + line for line in lines]
 
 
 def _emptiness(reference: Run, training: Training) -> list[str]:
-    """Say why agreement would mean nothing, if so; a collective."""
+    """Return reasons why agreement of this run would mean nothing; a collective."""
     found: list[str] = []
     if not differences(reference.parameters, reference.start, EXACT):
         found.append(f"no parameter of the reference moved in {training.steps} steps")
     losses = gathered([float(step["loss"]) for step in reference.losses])
     distinct = {tuple(of_rank) for of_rank in losses.values()}
     if not training.same_data and len(losses) > 1 and len(distinct) == 1:
-        found.append("the losses are the same on all ranks: give them different data, or say same_data")
+        found.append("the losses are the same on all ranks: give them different data, or pass same_data=True")
     return found
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def assert_sharded_parity(
+    sharded: nn.Module, reference: nn.Module, tolerance: Tolerance | torch.dtype | None = None
+) -> None:
+    """Assert that each DTensor parameter and its gradient hold this rank's shard of the reference's.
+
+    Every rank must call it. Values, dtypes, names, and the placements of the gradients are compared.
+
+    Args:
+        sharded: its parameters are DTensors, named as in the reference.
+        reference: unsharded; the same on every rank.
+
+    Raises:
+        AssertionError: on every rank, with rank, name and largest difference; also if there is no parameter.
+    """
+    full = dict(reference.named_parameters())
+    actual: dict[str, torch.Tensor | None] = {}
+    expected: dict[str, torch.Tensor | None] = {}
+    found: list[str] = []
+    for name, p in sharded.named_parameters():
+        if not isinstance(p, DTensor) or name not in full:
+            found.append(f"{name}: not a DTensor, or not a parameter of the reference")
+            continue
+        actual |= {name: local_part(p), f"{name}.grad": local_part(p.grad)}
+        whole = full.pop(name)
+        expected |= {name: _part(whole, of=p), f"{name}.grad": _part(whole.grad, of=p)}
+        if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            found.append(f"{name}.grad: placed {p.grad.placements}, its parameter {p.placements}")
+    found += [f"{name}: missing" for name in full]
+    fail_together([*found, *differences(actual, expected, tolerance)])
+
+
+def _part(whole: torch.Tensor | None, of: DTensor) -> torch.Tensor | None:
+    if whole is None:
+        return None
+    # Without a source rank each rank shards its own copy: no collective.
+    return distribute_tensor(whole.detach(), of.device_mesh, of.placements, src_data_rank=None).to_local()
+
+
+def local_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return this rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _without_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

@@ -22,18 +22,18 @@ def unsharded_with_casts(
     buffer_dtype: torch.dtype | None = None,
     full_precision_classes: tuple[type[nn.Module], ...] = (),
 ) -> Trainee:
-    """Return ``bare`` with casts at each forward and in each reduction; ``bare`` itself is not cast.
+    """Return `bare` with casts at each forward and in each reduction; `bare` itself is not cast.
 
-    Its backward gives every parameter the mean of its gradients over the ranks of the default group, in place
-    of what it had. It is summed in fp32 or fp64 and rounded once.
+    Its backward replaces the gradient of every parameter by the mean over the ranks of the default group,
+    summed in fp32 or fp64 and rounded once.
 
     Args:
         bare: a model whose parameters and buffers keep their dtypes between forwards.
         param_dtype: of parameters and floating-point arguments inside forward and backward.
-        reduce_dtype: of gradients as they are reduced; None is ``param_dtype``.
+        reduce_dtype: of gradients as they are reduced; None is `param_dtype`.
         buffer_dtype: of floating-point buffers inside forward; what forward writes to them is lost.
-        full_precision_classes: modules, below ``bare``, that nothing of this is for: they take their one
-            argument in the dtype of their weight and return what they make of it in ``param_dtype``.
+        full_precision_classes: modules below `bare` that are not cast: they take their one argument in
+            the dtype of their weight and return their output in `param_dtype`.
     """
     cast = _Cast(bare, param_dtype, buffer_dtype, full_precision_classes)
 
@@ -41,17 +41,17 @@ def unsharded_with_casts(
         loss.backward()  # type: ignore[no-untyped-call]
         for name, leaf in cast.leaves.items():
             parameter = bare.get_parameter(name)
-            wire = None if cast.is_kept(name) else reduce_dtype or param_dtype
-            reduced = None if leaf.grad is None else _mean(leaf.grad.to(wire or leaf.dtype))
+            dtype = None if cast.is_kept(name) else reduce_dtype or param_dtype
+            reduced = None if leaf.grad is None else _mean(leaf.grad.to(dtype or leaf.dtype))
             parameter.grad = None if reduced is None else reduced.to(parameter.dtype)
 
     return Trainee(cast, lambda _: named_parameters(bare), lambda _: named_gradients(bare), backward)
 
 
 class _Cast(nn.Module):
-    """Call ``bare`` with everything cast that is not of a module of ``kept`` classes.
+    """Call `bare` with everything cast that is not of a module of `kept` classes.
 
-    ``leaves``: what the last forward computed with, by name; backward gives them gradients, and not ``bare``.
+    `leaves`: the parameters of the last forward, by name; backward gives gradients to them, not to `bare`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _Cast(nn.Module):
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``value``, or each tensor of a tuple, in ``dtype`` if it is floating-point."""
+    """Return `value`, or each tensor of a tuple, in `dtype` if it is floating-point."""
     if isinstance(value, tuple):
         return tuple(_cast(part, dtype) for part in value)
     return value.to(dtype) if dtype and value.is_floating_point() else value
