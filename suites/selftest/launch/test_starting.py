@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import random
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,13 +45,6 @@ def test_the_re_run_line_repeats_options_that_change_a_run(changed: str) -> None
 def test_fresh_worlds_gives_every_test_new_processes(changed: str, shared_project: Project) -> None:
     assert "1 failed, 3 passed, 1 deselected" in changed
     assert len(set(shared_project.pids("pids"))) == 2
-
-
-def test_the_seed_is_the_one_of_the_command_line(changed: str, shared_project: Project) -> None:
-    first, second = (shared_project.path / "numbers-0.txt").read_text().splitlines()
-    assert first == second
-    assert first.startswith(f"({random.Random(7).random()}, ")
-    assert first.endswith(" 7)")
 
 
 def test_preloaded_modules_are_imported_once_and_no_others(changed: str) -> None:

@@ -32,6 +32,7 @@ def test_a_mismatch_names_what_each_rank_is_in(
     sentence = rf"mismatch: ({first} while {second}|{second} while {first})"
     assert re.fullmatch(sentence, verdict.message)
     assert verdict.head()[0] == verdict.message
+    assert f"{operations[0]} #1 (float [3])" in verdict.message
     assert verdict.seconds < 20  # far from the deadline
 
 

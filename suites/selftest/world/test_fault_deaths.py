@@ -13,25 +13,30 @@ FAULTS = "deaths"
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "ranks", "how"),
     [
-        ("test_exit_0", "rank 1 of 2 exited with code 0"),
-        ("test_exit_1", "rank 1 of 2 exited with code 1"),
-        ("test_all_ranks_exit", "all 2 ranks exited with code 6"),
-        ("test_the_first_rank_is_killed", "rank 0 of 2 died: SIGKILL"),
-        ("test_terminated", "rank 1 of 2 died: SIGTERM"),
-        ("test_signal_without_a_name", "rank 1 of 2 died: signal 40"),
-        ("test_bad_pointer", "rank 1 of 2 died: SIGSEGV"),
-        ("test_abort", "rank 1 of 2 died: SIGABRT"),
-        ("test_native_stack_overflow", "rank 1 of 2 died: SIGSEGV"),
-        ("test_every_file_descriptor_is_closed", "rank 1 of 2 "),
-        ("test_a_thread_ends_the_rank_while_the_other_waits", "rank 1 of 2 exited with code 9"),
+        ("test_exit_0", "rank 1 of 2", "exited with code 0"),
+        ("test_exit_1", "rank 1 of 2", "exited with code 1"),
+        ("test_all_ranks_exit", "all 2 ranks", "exited with code 6"),
+        ("test_the_first_rank_is_killed", "rank 0 of 2", "died: SIGKILL"),
+        ("test_terminated", "rank 1 of 2", "died: SIGTERM"),
+        ("test_signal_without_a_name", "rank 1 of 2", "died: signal 40"),
+        ("test_bad_pointer", "rank 1 of 2", "died: SIGSEGV"),
+        ("test_abort", "rank 1 of 2", "died: SIGABRT"),
+        ("test_native_stack_overflow", "rank 1 of 2", "died: SIGSEGV"),
+        ("test_every_file_descriptor_is_closed", "rank 1 of 2", ""),
+        ("test_a_thread_ends_the_rank_while_the_other_waits", "rank 1 of 2", "exited with code 9"),
     ],
 )
-def test_a_death_names_the_rank_and_how_it_ended(session: FaultSession, name: str, how: str) -> None:
-    assert session[name].outcomes == ["failure"]
-    assert session[name].head()[0].startswith(how)
-    assert session[name].seconds < 15  # the deadline is 30
+def test_a_death_names_the_rank_and_how_it_ended(
+    session: FaultSession, name: str, ranks: str, how: str
+) -> None:
+    verdict = session[name]
+    assert verdict.outcomes == ["failure"]
+    assert verdict.head()[0].startswith(f"{ranks} {how}")
+    assert verdict.message.startswith(f"rank {1 if ranks == 'rank 1 of 2' else 0}: {how}")
+    assert f"pytest test_faults.py::{name}" in verdict.text  # the line that runs it again
+    assert verdict.seconds < 15  # the deadline is 30
 
 
 @pytest.mark.parametrize("name", ["test_set_up", "test_tear_down"])
@@ -57,6 +62,7 @@ def test_a_crash_shows_its_python_line(session: FaultSession, name: str) -> None
     number = session.place(code).split(":")[1]
     assert f'test_faults.py", line {number} in {name}' in session[name].text
     assert session[name].head()[0].endswith(f", at test_faults.py:{number} in {name}")
+    assert "Fatal Python error: " in session[name].text
     assert "/_pytest/" not in session[name].text
 
 

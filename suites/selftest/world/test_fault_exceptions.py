@@ -130,10 +130,14 @@ def test_a_skip_or_xfail_of_one_rank_is_a_disagreement(
     assert verdict.head()[0].endswith(" and others did not: ranks disagree")
 
 
-def test_a_rank_that_waits_for_an_xfailed_one_is_shown(session: FaultSession) -> None:
-    head = session["test_xfail_while_the_other_waits"].head()
-    assert head[1].startswith("rank 0: was in barrier #")
-    assert f"at {session.place('# in vain')}" in head[1]
+@pytest.mark.parametrize(
+    ("name", "code"), [("test_skip", "# never joined"), ("test_xfail_while_the_other_waits", "# in vain")]
+)
+def test_a_rank_that_waits_for_one_that_left_is_shown(session: FaultSession, name: str, code: str) -> None:
+    verdict = session[name]
+    assert verdict.head()[1].startswith("rank 0: was in barrier #")
+    assert f"at {session.place(code)}" in verdict.head()[1]
+    assert verdict.seconds < 15  # the deadline is 30
 
 
 def test_a_failure_of_another_rank_wins_over_an_xfail(session: FaultSession) -> None:

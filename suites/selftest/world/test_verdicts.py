@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
-
-import pytest
 
 if TYPE_CHECKING:
     from suites.selftest.fault_session import FaultSession
@@ -51,42 +48,6 @@ def test_the_first_failure_comes_first_and_others_follow(session: FaultSession) 
     assert "rank 1: ValueError: sooner" in verdict.message
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("test_exit_code", "exited with code 3"),
-        ("test_exit_without_error", "exited with code 0"),
-        ("test_killed", "died: SIGKILL"),
-        ("test_killed_before_a_collective", "died: SIGKILL"),
-        ("test_segmentation_fault", "died: SIGSEGV"),
-    ],
-)
-def test_a_death_is_a_failure_long_before_the_deadline(session: FaultSession, name: str, how: str) -> None:
-    verdict = session[name]
-    assert verdict.outcomes == ["failure"]
-    assert verdict.head()[0].split(",")[0] == f"rank 1 of 2 {how}"
-    assert verdict.message == f"rank 1: {how}"
-    assert verdict.seconds < 15  # the deadline is 30
-
-
-def test_a_segmentation_fault_shows_its_python_line(session: FaultSession) -> None:
-    text = session["test_segmentation_fault"].text
-    assert "Fatal Python error: Segmentation fault" in text
-    assert re.match(r"rank 1 of 2 died: SIGSEGV, at test_faults.py:\d+ in test_segmentation_fault\n", text)
-
-
-def test_a_survivor_of_a_death_is_its_victim(session: FaultSession) -> None:
-    assert (
-        "rank 0: lost its connection to rank 1 at test_faults.py"
-        in session["test_killed_before_a_collective"].text
-    )
-
-
-def test_sys_exit_in_a_rank_is_the_failure_of_its_test(session: FaultSession) -> None:
-    assert session["test_system_exit"].head()[0] == "rank 1 of 2 failed"
-    assert "SystemExit: 7" in session["test_system_exit"].text
-
-
 def test_a_skip_on_one_rank_is_a_disagreement(session: FaultSession) -> None:
     verdict = session["test_skip_on_one_rank"]
     assert verdict.outcomes == ["failure"]
@@ -108,18 +69,6 @@ def test_a_hang_is_reported_with_the_stacks_of_all_ranks(session: FaultSession) 
     assert session["test_hang"].seconds < 15  # not for ever
 
 
-def test_mismatched_collectives_are_both_named(session: FaultSession) -> None:
-    text = session["test_mismatch"].text
-    assert "in all_gather #1 (float [3])" in text
-    assert "in barrier #1" in text
-
-
-def test_a_rank_that_holds_the_gil_still_shows_its_stack(session: FaultSession) -> None:
-    verdict = session["test_hang_that_holds_the_gil"]
-    assert verdict.head()[0].startswith("rank 1 of 2 timed out")
-    assert "in test_hang_that_holds_the_gil" in verdict.text
-
-
 def test_a_rank_that_waits_in_vain_is_ended_before_the_deadline(
     session: FaultSession,
 ) -> None:
@@ -136,28 +85,10 @@ def test_a_collective_left_in_flight_fails_the_test(session: FaultSession) -> No
     assert head[0] == "rank 1 of 2 left all_reduce #1 (float [3]) in flight: not every rank has joined it"
 
 
-def test_a_fixture_that_breaks_on_one_rank_is_an_error_at_setup(session: FaultSession) -> None:
-    verdict = session["test_setup_error"]
-    assert verdict.outcomes == ["error"]
-    assert verdict.head()[0] == "rank 1 of 2 failed"
-    assert "ValueError: in set-up" in verdict.text
-
-
-def test_a_fixture_that_breaks_late_is_an_error_at_teardown(session: FaultSession) -> None:
-    verdict = session["test_teardown_error"]
-    assert verdict.outcomes == ["error"]
-    assert "AssertionError: in tear-down" in verdict.text
-
-
 def test_a_failed_tear_down_after_a_failure_is_not_reported(session: FaultSession) -> None:
     verdict = session["test_failure_before_a_collective_teardown"]
     assert verdict.outcomes == ["failure"]
     assert "the only news" in verdict.text
-
-
-def test_a_failure_expected_of_one_rank_is_expected(session: FaultSession) -> None:
-    assert session["test_expected_failure_of_one_rank"].outcomes == ["skipped"]
-    assert "XFAIL test_faults.py::test_expected_failure_of_one_rank" in session.output
 
 
 def test_an_unexpected_pass_is_reported_as_in_pytest(session: FaultSession) -> None:

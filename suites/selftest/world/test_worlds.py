@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # In the order in which they run.
 FILES = (
     *("warm", "restored", "wide", "after_wide", "on_request", "seeds", "loopback", "import_before", "import"),
-    *("no_import", "no_start", "breaks_late", "wide_deadline", "pace", "silence", "death", "bomb"),
+    *("no_start", "breaks_late", "wide_deadline", "pace", "silence", "death", "bomb"),
 )
 
 
@@ -117,12 +117,6 @@ def test_groups_listen_on_the_loopback_interface_only(session: Session) -> None:
 def test_the_import_of_the_next_file_is_no_part_of_a_test(session: Session) -> None:
     assert session.outcomes("import_before") == {"passed": 1}
     assert session.outcomes("import") == {"passed": 1}
-
-
-def test_a_file_that_one_rank_cannot_import_fails_its_tests(session: Session) -> None:
-    assert session.outcomes("no_import") == {"error": 1}
-    assert session.failure("no_import", "test_a").startswith("rank 1 of 2 failed\n")
-    assert "No module named 'nowhere_to_be_found'" in session.failure("no_import", "test_a")
 
 
 def test_a_rank_that_cannot_start_says_why(session: Session) -> None:

@@ -17,6 +17,7 @@ def test_seeds(world):
 
     here = [random.random(), float(numpy.random.rand()), torch.rand(2)]
     world.assert_same(here)
+    assert world.seed == 7
     assert here[0] == random.Random(world.seed).random()
     assert here[2].tolist() == torch.rand(2, generator=torch.Generator().manual_seed(world.seed)).tolist()
 

@@ -65,11 +65,6 @@ def test_sleep_of_all(world):
     time.sleep(100)  # all
 
 
-def test_barrier(world):
-    if world.rank == 1:
-        dist.barrier()  # alone
-
-
 def test_sleep_with_the_gil(world):
     if world.rank == 1:
         sleep_with_the_gil()

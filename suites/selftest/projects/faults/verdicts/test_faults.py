@@ -1,8 +1,6 @@
 """Ranks that fail, skip, die or hang, each in its usual way."""
 
-import ctypes
 import os
-import signal
 import time
 
 import pytest
@@ -37,37 +35,6 @@ def test_different_failures(world):
     raise ValueError("sooner")
 
 
-def test_exit_code(world):
-    if world.rank == 1:
-        os._exit(3)
-
-
-def test_exit_without_error(world):
-    if world.rank == 1:
-        os._exit(0)
-
-
-def test_killed(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_killed_before_a_collective(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(3))
-
-
-def test_segmentation_fault(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def test_system_exit(world):
-    if world.rank == 1:
-        raise SystemExit(7)
-
-
 def test_skip_on_one_rank(world):
     if world.rank == 1:
         pytest.skip("not today")
@@ -85,20 +52,6 @@ def test_hang(world):
     dist.all_reduce(torch.ones(3, 5, dtype=torch.float16))
 
 
-@pytest.mark.ranks(2, timeout=1.5)
-def test_mismatch(world):
-    if world.rank == 1:
-        dist.barrier()
-    else:
-        dist.all_gather([torch.ones(3)] * 2, torch.ones(3))
-
-
-@pytest.mark.ranks(2, timeout=1.5)
-def test_hang_that_holds_the_gil(world):
-    if world.rank == 1:
-        ctypes.PyDLL(None).sleep(100)
-
-
 def test_collective_that_one_rank_misses(world):
     if world.rank == 1:
         dist.all_reduce(torch.ones(3))
@@ -110,27 +63,6 @@ def test_collective_left_in_flight(world):
 
 
 @pytest.fixture
-def breaks_on_rank_1(world):
-    if world.rank == 1:
-        raise ValueError("in set-up")
-    dist.barrier()
-
-
-def test_setup_error(breaks_on_rank_1):
-    pass
-
-
-@pytest.fixture
-def breaks_late_on_rank_1(world):
-    yield
-    assert world.rank == 0, "in tear-down"
-
-
-def test_teardown_error(breaks_late_on_rank_1):
-    pass
-
-
-@pytest.fixture
 def meets_in_teardown(world):
     yield
     dist.barrier()
@@ -138,12 +70,6 @@ def meets_in_teardown(world):
 
 def test_failure_before_a_collective_teardown(world, meets_in_teardown):
     assert world.rank == 0, "the only news"
-
-
-@pytest.mark.xfail(raises=AssertionError, strict=True)
-def test_expected_failure_of_one_rank(world):
-    assert world.rank == 0
-    dist.barrier()
 
 
 @pytest.mark.xfail
