@@ -14,13 +14,10 @@ ParamInit = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Materialiser:
-    """Initialise the modules of one unit that hold something on the meta device.
+    """Initialises the modules of one unit that hold something on the meta device.
 
-    Attributes:
-        unit: Name of the unit in error messages.
-        device: Device of the storage that modules get before their `reset_parameters` is called.
-        param_init_fn: Called with each module instead, if given.
-        ignored: Parameters that stay as they are.
+    It calls `param_init_fn` with each of them, or else gives them storage on `device` and calls their
+    `reset_parameters`.
     """
 
     unit: str
@@ -30,42 +27,40 @@ class Materialiser:
 
     @torch.no_grad()
     def make(self, modules: Mapping[nn.Module, str]) -> None:
-        """Initialise those of `modules` that hold something on meta, children before parents.
+        """Initialise those of `modules`, with their names, that hold something on meta.
 
-        This is the order in which their constructors ran. Tied tensors stay tied and get the first's values.
-
-        Args:
-            modules: All modules that the unit owns, with their names.
+        Children come before parents, as their constructors ran in this order. Tied tensors stay tied and get
+        the values of the first one. Parameters in `ignored` stay as they are.
 
         Raises:
             ValueError: If a module cannot be initialised, or only by changing others.
         """
         on_meta = {module: list(self._on_meta(module)) for module in modules}
-        tied = _tied(slot for slots in on_meta.values() for slot in slots)
+        tied = _tied(ref for refs in on_meta.values() for ref in refs)
         for module in children_first(modules):
             if on_meta[module]:
                 self._make_one(module, _label(modules[module], module))
         for first, *rest in tied:
-            for slot in rest:
-                _replace(slot, _tensor(first))
+            for ref in rest:
+                _replace(ref, _tensor(first))
 
     def _make_one(self, module: nn.Module, label: str) -> None:
-        with _restored(self._slots_off_meta(module)):
+        with _restored(self._refs_off_meta(module)):
             if self.param_init_fn:
                 with self._refuse_recursion(module, label):
                     self.param_init_fn(module)
             else:
                 self._reset(module, label)
-        for slot in self._on_meta(module):
+        for ref in self._on_meta(module):
             raise ValueError(
-                f"{self.unit}: param_init_fn left {slot.name!r} of {label} on the meta device; it must give "
+                f"{self.unit}: param_init_fn left {ref.name!r} of {label} on the meta device; it must give "
                 "storage and values to all parameters and buffers of the module that it is called with."
             )
 
     def _reset(self, module: nn.Module, label: str) -> None:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
-            names = ", ".join(repr(slot.name) for slot in self._on_meta(module))
+            names = ", ".join(repr(ref.name) for ref in self._on_meta(module))
             raise ValueError(
                 f"{self.unit}: {label} has {names} on the meta device and no reset_parameters; give the "
                 "class one that sets its own parameters and buffers, or pass param_init_fn."
@@ -74,28 +69,28 @@ class Materialiser:
         reset()
 
     def _on_meta(self, module: nn.Module) -> Iterator[ParamRef]:
-        for slot in _slots(module):
-            tensor = _tensor(slot)
+        for ref in _refs(module):
+            tensor = _tensor(ref)
             if tensor.is_meta and tensor not in self.ignored:
-                yield slot
+                yield ref
 
-    def _slots_off_meta(self, module: nn.Module) -> list[ParamRef]:
+    def _refs_off_meta(self, module: nn.Module) -> list[ParamRef]:
         on_meta = set(self._on_meta(module))
-        return [slot for slot in _slots(module) if slot not in on_meta]
+        return [ref for ref in _refs(module) if ref not in on_meta]
 
     @contextmanager
     def _refuse_recursion(self, module: nn.Module, label: str) -> Iterator[None]:
         """Raise ValueError if a tensor below `module` that is initialised has lost its storage."""
         below = [
-            (f"{name}.{slot.name}", slot, _tensor(slot), _tensor(slot).data_ptr())
+            (f"{name}.{ref.name}", ref, _tensor(ref), _tensor(ref).data_ptr())
             for name, child in module.named_modules()
             if child is not module
-            for slot in _slots(child)
-            if not _tensor(slot).is_meta
+            for ref in _refs(child)
+            if not _tensor(ref).is_meta
         ]
         yield
-        for name, slot, tensor, memory in below:
-            if slot.read() is not tensor or tensor.data_ptr() != memory:
+        for name, ref, tensor, memory in below:
+            if ref.read() is not tensor or tensor.data_ptr() != memory:
                 raise ValueError(
                     f"{self.unit}: param_init_fn, called with {label}, replaced {name!r} below it, which had "
                     "its values already; act on the module itself only: to_empty(..., recurse=False), "
@@ -104,41 +99,41 @@ class Materialiser:
 
 
 @contextmanager
-def _restored(slots: Iterable[ParamRef]) -> Iterator[None]:
-    """Restore the tensors of `slots`, and their storage, at the end of the context.
+def _restored(refs: Iterable[ParamRef]) -> Iterator[None]:
+    """Restore the tensors of `refs`, and their storage, at the end of the context.
 
     A `reset_parameters` may set what is not on meta, such as an ignored parameter that has values already.
     """
-    before = [(slot, _tensor(slot), _tensor(slot).data) for slot in slots]
+    before = [(ref, _tensor(ref), _tensor(ref).data) for ref in refs]
     yield
-    for slot, tensor, data in before:
+    for ref, tensor, data in before:
         tensor.data = data
-        _replace(slot, tensor)
+        _replace(ref, tensor)
 
 
-def _slots(module: nn.Module) -> Iterator[ParamRef]:
+def _refs(module: nn.Module) -> Iterator[ParamRef]:
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
             yield ParamRef(module, name)
 
 
-def _tensor(slot: ParamRef) -> Tensor:
-    tensor = slot.read()
+def _tensor(ref: ParamRef) -> Tensor:
+    tensor = ref.read()
     assert isinstance(tensor, Tensor)
     return tensor
 
 
-def _replace(slot: ParamRef, tensor: Tensor) -> None:
+def _replace(ref: ParamRef, tensor: Tensor) -> None:
     # `ParamRef.put` would move it to the end of the parameters, whose order must be the same on all ranks.
-    setattr(slot.module, slot.name, tensor)
+    setattr(ref.module, ref.name, tensor)
 
 
-def _tied(slots: Iterable[ParamRef]) -> list[list[ParamRef]]:
-    """Return the slots of each tensor that has several."""
+def _tied(refs: Iterable[ParamRef]) -> list[list[ParamRef]]:
+    """Return the refs of each tensor that has several."""
     found: dict[Tensor, list[ParamRef]] = {}
-    for slot in slots:
-        found.setdefault(_tensor(slot), []).append(slot)
-    return [slots for slots in found.values() if len(slots) > 1]
+    for ref in refs:
+        found.setdefault(_tensor(ref), []).append(ref)
+    return [refs for refs in found.values() if len(refs) > 1]
 
 
 def _label(name: str, module: nn.Module) -> str:

@@ -173,14 +173,7 @@ MakeUnit = Callable[[nn.Module, Overrides, bool], nn.Module]
 
 @dataclass(frozen=True)
 class AutoWrap:
-    """Automatic wrapping below the module of one unit.
-
-    Attributes:
-        policy: Chooses the modules to wrap.
-        ignored: Modules and parameters that are left as they are.
-        mixed_precision: Names the classes of modules that become units in full precision.
-        make: Makes a unit.
-    """
+    """Wraps what `policy` chooses, and in full precision the classes that `mixed_precision` ignores."""
 
     policy: WrapPolicy
     ignored: States
@@ -188,11 +181,7 @@ class AutoWrap:
     make: MakeUnit
 
     def wrap_below(self, root: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        """Replace each chosen module below `root` with its unit.
-
-        Args:
-            root: The module that is about to be wrapped.
-            units: The existing units below `root`, by name; they stay.
+        """Replace each chosen module below `root` with its unit; existing `units`, by name, stay.
 
         Raises:
             ValueError: If the policy chooses a module inside one of `units`.

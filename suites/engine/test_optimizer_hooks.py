@@ -45,7 +45,7 @@ def test_they_come_with_the_first_unit_and_go_with_the_last(front):
 
 
 @pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
-def test_a_model_that_dies_in_an_optimizers_hook_does_not_break_the_step(front):
+def test_a_model_collected_in_a_step_hook_does_not_break_the_step(front):
     found = run(
         front,
         """

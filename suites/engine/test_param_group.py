@@ -58,7 +58,7 @@ def test_each_verb_leads_where_the_table_says_and_else_nowhere(world, make):
 
 
 @pytest.mark.parametrize("make", [wrapped, composed])
-def test_values_survive_every_way_from_unsharded_to_sharded_and_back(world, make):
+def test_values_survive_every_way_to_resharding_and_back(world, make):
     group = make()
     group.unshard()
     values = [leaf.clone() for leaf in group.leaves]
