@@ -31,7 +31,7 @@ class ShardingStrategy(Enum):
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
-    def frees_after_forward(self) -> bool:
+    def reshards_after_forward(self) -> bool:
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 

@@ -191,14 +191,14 @@ def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = F
 
 def broadcast(tensors: Iterable[Tensor], groups: Iterable[dist.ProcessGroup]) -> None:
     """Overwrite each tensor with that of the rank that is first in all `groups`, shard axis first."""
-    wires = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]
+    sent = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]
     # In this order: the first rank of each replica has the values only after the first replica has them.
     for group in groups:
         source = dist.get_global_rank(group, 0)
-        for tensor, wire in wires:
-            dist.broadcast(wire, source, group=group)
-            if wire is not tensor:
-                tensor.copy_(wire)
+        for tensor, copy in sent:
+            dist.broadcast(copy, source, group=group)
+            if copy is not tensor:
+                tensor.copy_(copy)
 
 
 def divide_factors(size: float) -> tuple[float, float]:

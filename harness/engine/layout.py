@@ -85,7 +85,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class FlatLayout(Layout):
-    """Lay parameters end to end, pad the end, cut into `num_shards` equal shards.
+    """Lay parameters end to end, pad the end, split into `num_shards` equal shards.
 
     >>> layout = FlatLayout(shapes=((2, 2), (1,)), num_shards=2)
     >>> layout.starts, layout.shard_numel, layout.padding
@@ -114,13 +114,13 @@ class FlatLayout(Layout):
         return Piece(start, stop, first + start - shard_first)
 
     def piece_shape(self, index: int, shard: int) -> Sequence[int]:
-        """1-D, but where nothing is cut the parameter's own."""
+        """1-D, but with one shard the parameter's own."""
         return self.shapes[index] if self.num_shards == 1 else (len(self.piece(index, shard)),)
 
 
 @dataclass(frozen=True)
 class RowLayout(Layout):
-    """Cut each parameter along dim 0 as torch.chunk does; a shard has one piece of each, end to end.
+    """Split each parameter along dim 0 as torch.chunk does; a shard has one piece of each, end to end.
 
     Pieces are padded at their ends to the size of the first. In full, all padding of a parameter comes after
     it.

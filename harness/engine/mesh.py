@@ -24,7 +24,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 class Axis:
     """One axis of a mesh, as this rank sees it.
 
-    Torch is asked once, when a unit is built: a step would ask for sizes and backends some thirty times.
+    Read from torch once, when a unit is built: a step needs sizes and backends some thirty times.
 
     Attributes:
         size: Number of ranks.

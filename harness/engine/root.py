@@ -51,11 +51,7 @@ class Prefetcher:
     def in_forward(self, group: ParamGroup, chosen: Sequence[ParamGroup] = ()) -> None:
         """Prefetch `chosen`, or a guess, as `group`, on its own way already, begins its forward."""
         self._entered.append((group, None))
-        expected = self._advance(group)
-        if chosen:
-            _prefetch(chosen)
-        elif expected and self._forward:
-            self._prefetch_next()
+        self._advance(group, chosen, guess=self._forward)
 
     def after_forward(self, group: ParamGroup) -> None:
         """Record that `group` ended a forward that a backward can come to."""
@@ -66,24 +62,24 @@ class Prefetcher:
 
     def before_gradients(self, group: ParamGroup, chosen: Sequence[ParamGroup] = ()) -> None:
         """Do the same as backward comes to `group`, before it computes gradients."""
-        expected = self._advance(group)
-        if chosen:
-            _prefetch(chosen)
-        elif expected and self._backward is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_next()
+        self._advance(group, chosen, guess=self._backward is BackwardPrefetch.BACKWARD_PRE)
 
     def after_gradients(self) -> None:
         """Do the same when the gradients of the group that backward came to last are there."""
         if self._backward is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_next()
 
-    def _advance(self, group: ParamGroup) -> bool:
-        """Go past `group`; return whether it was expected at all."""
+    def _advance(self, group: ParamGroup, chosen: Sequence[ParamGroup], guess: bool) -> None:
+        """Go past `group`, and prefetch `chosen`, or the next group if `group` was expected at all."""
+        expected = False
         for position in range(self._position, len(self._expected)):
             if self._expected[position][0] is group:
-                self._position = position + 1
-                return True
-        return False
+                self._position, expected = position + 1, True
+                break
+        for other in chosen:
+            other.prefetch()
+        if guess and expected and not chosen:
+            self._prefetch_next()
 
     def _prefetch_next(self) -> None:
         if self._position < len(self._expected):
@@ -209,8 +205,3 @@ class RootState:
         if self._reducing:
             self._reducing.gradients.settle()
             self._reducing = None
-
-
-def _prefetch(groups: Sequence[ParamGroup]) -> None:
-    for group in groups:
-        group.prefetch()

@@ -72,7 +72,7 @@ class Unit:
         self.buffers = buffers
         self.config = config
         self.precision = precision
-        self.options = UnitOptions(reshard_after_forward=config.strategy.frees_after_forward)
+        self.options = UnitOptions(reshard_after_forward=config.strategy.reshards_after_forward)
         self.num_modules = 1
         self._ran: set[nn.Module] = set()
         self._recomputed = False
@@ -149,7 +149,7 @@ class Unit:
                 self.root_state.reduce(group, full, self.options.sync)
         if self.options.sync and group.gradients.unreduced:
             self.root_state.reduce(group, group.variant(group.dtypes), sync=True)
-        self._reshard_after_backward(group)
+        self._reshard_after_backward(group, group.full)
 
     def end_forward(self, failed: bool) -> None:
         """Reshard what was prefetched for a forward that then did not come."""
@@ -277,7 +277,7 @@ class Unit:
             if done:
                 # Before the reduction takes memory: else unsharded parameters, their gradients and the two
                 # buffers of the reduction would be there at once, at the peak of the step.
-                self._free(self.group, full)
+                self._reshard_after_backward(self.group, full)
             self.root_state.reduce(self.group, full, self.options.sync)
             if done:
                 self.root_state.prefetcher.after_gradients()
@@ -295,18 +295,16 @@ class Unit:
     def _on_inputs_done(self, group: ParamGroup, full: UnshardedParams, call: object) -> None:
         full.end_inputs(call)
         if full.inputs_done and full.pending(current_backward()) == 0:
-            self._free(group, full)
+            self._reshard_after_backward(group, full)
 
     def _enter_backward(self) -> None:
         if self.root_state.backward == -1:
             self.root_state.enter_backward()
 
-    def _free(self, group: ParamGroup, full: UnshardedParams) -> None:
-        """Give up `full`, if `group` has not done so for other dtypes already."""
-        if group.full is full:
-            self._reshard_after_backward(group)
-
-    def _reshard_after_backward(self, group: ParamGroup) -> None:
+    def _reshard_after_backward(self, group: ParamGroup, full: UnshardedParams | None) -> None:
+        """Give up `full`, or retain it if the user wants that; `group` may have done so for other dtypes."""
+        if group.full is not full:
+            return
         if self.options.reshard_after_backward:
             group.reshard()
         else:
@@ -314,8 +312,8 @@ class Unit:
             group.pin()
 
 
-def _differentiable(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Return `tree` and its tensors that need gradients, with views in place of leaves.
+def _differentiable(values: Any) -> tuple[Any, list[Tensor]]:
+    """Return `values` and those tensors in it that need gradients, with views in place of leaves.
 
     The same leaves come at every step, and would collect hooks.
     """
@@ -327,7 +325,7 @@ def _differentiable(tree: Any) -> tuple[Any, list[Tensor]]:
             found.append(tensor)
         return tensor
 
-    return map_tensors(find, tree), found
+    return (find(values) if isinstance(values, Tensor) else map_tensors(find, values)), found
 
 
 def _weakly(method: Callable[[T], None], subject: T) -> Callable[[Tensor], None]:

@@ -176,7 +176,7 @@ class FullyShardedDataParallel(WrapperState):
         raise TypeError(
             f"{self._unit.config.name} can be neither pickled (torch.save) nor copied by "
             "copy.copy, because it belongs to a running process group and owns its module's parameters; save "
-            "its state_dict() and load that into a model wrapped anew, or use copy.deepcopy."
+            "its state_dict() and load that into a model wrapped again, or use copy.deepcopy."
         )
 
     def extra_repr(self) -> str:
