@@ -101,4 +101,6 @@ def _add_ini_options(parser: pytest.Parser) -> None:
         "int",
         None,
     )
-    parser.addini("ranks_wait", "seconds that a world waits for what other runs hold", "float", 600.0)
+    parser.addini(
+        "ranks_wait", "seconds that a world waits for ranks or GPUs that other runs hold", "float", 600.0
+    )

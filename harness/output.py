@@ -123,7 +123,9 @@ class OutputDirectory:
             try:
                 path.unlink()
             except OSError as error:
-                raise WorldError(f"--rank-output-dir: an earlier run's output cannot go: {error}") from None
+                raise WorldError(
+                    f"--rank-output-dir: cannot remove an earlier run's output: {error}"
+                ) from None
 
     def add(self, nodeid: str, rank: int, kind: str, text: str) -> Path:
         """Append `text` to the test's file `rank-<rank>.<kind>`, and return that file.

@@ -94,7 +94,7 @@ def check_debuggers(config: pytest.Config, keys: Mapping[str, WorldKey]) -> None
     for name, option in (("usepdb", "--pdb"), ("trace", "--trace")):
         if keys and config.getoption(name):
             raise pytest.UsageError(
-                f"{option} alone cannot reach into ranks, and {next(iter(keys))} runs on ranks. Add "
+                f"{option} alone does not work in ranks, and {next(iter(keys))} runs on ranks. Add "
                 "--rank-pdb 0 for a debugger in rank 0 (it works without --pdb, too), or deselect the tests "
                 "marked `ranks` with -m 'not ranks'"
             )

@@ -72,7 +72,9 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
         return mark.sizes[0]
     callspec = getattr(item, "callspec", None)
     if callspec is None or "ranks_size" not in callspec.params:
-        raise MarkError(f"ranks{mark.sizes}: several world sizes need a test function; give one size here")
+        raise MarkError(
+            f"ranks{mark.sizes}: several world sizes work only on a test function; give one size here"
+        )
     return int(callspec.params["ranks_size"])
 
 
@@ -115,11 +117,11 @@ def _check_output_directory(config: pytest.Config) -> None:
     if not (path := output_directory_of(config)):
         return
     if config.getoption("capture") == "no":
-        raise pytest.UsageError("--rank-output-dir: -s leaves nothing to keep; leave it out")
+        raise pytest.UsageError("--rank-output-dir: with -s no output is captured; remove one of the two")
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise pytest.UsageError(f"--rank-output-dir: no folder can be made: {error}") from None
+        raise pytest.UsageError(f"--rank-output-dir: cannot make the folder: {error}") from None
 
 
 def check_options(config: pytest.Config) -> None:
@@ -140,7 +142,7 @@ def check_options(config: pytest.Config) -> None:
         requested = "--device cuda" if device == "cuda" else "--backend nccl"
         raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
-        raise pytest.UsageError("--world-timeout: a number of seconds above 0")
+        raise pytest.UsageError("--world-timeout: write a number of seconds above 0")
     debugging.check_options(config)
     try:
         parse_selection(config.getoption("subtest"))

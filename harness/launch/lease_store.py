@@ -141,7 +141,7 @@ class LeaseStore:
                 if time.monotonic() > deadline:
                     raise LaunchError(
                         f"another process has kept {self.directory}/mutex locked for {LOCK_WITHIN:g} s; it "
-                        "takes a millisecond where all is well: is one of your pytest runs stopped?"
+                        "normally takes a millisecond: is one of your pytest runs stopped?"
                     )
                 time.sleep(0.002)
             yield
@@ -272,7 +272,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _make_private(directory: Path) -> None:
-    remedy = f"Name a directory of your own in the environment variable {VARIABLE}"
+    remedy = f"Set a directory of your own in the environment variable {VARIABLE}"
     try:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
@@ -289,5 +289,5 @@ def _make_private(directory: Path) -> None:
     if status.st_mode & 0o022:
         raise LaunchError(
             f"cannot keep leases in {directory}: others may write in it (its mode is "
-            f"{stat.S_IMODE(status.st_mode):04o}). Take that away with `chmod go-w {directory}`. {remedy}"
+            f"{stat.S_IMODE(status.st_mode):04o}). Remove that with `chmod go-w {directory}`. {remedy}"
         )

@@ -129,8 +129,8 @@ class Leases:
             text = f"for {lease.requirement}, {_describe(blockers)}"
             if now > begun + self._patience:
                 raise LaunchError(
-                    f"waited {now - begun:.0f} s {text}. End these runs, or have patience: the ini option "
-                    "ranks_wait says for how many seconds"
+                    f"waited {now - begun:.0f} s {text}. End these runs, or wait longer: the ini option "
+                    "ranks_wait has the seconds"
                 )
             if now > say_at:
                 self._report(f"waiting {text}")

@@ -54,7 +54,7 @@ class Forks:
 def _describe_end(error: BaseException | None) -> str:
     match error:
         case None:
-            return "came to the end of what it ran there and was ended"
+            return "reached the end of its code there and was ended"
         case SystemExit():
             return f"exited with {error.code!r}"
         case _:

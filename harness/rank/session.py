@@ -268,7 +268,7 @@ class RankCollection:
             self._errors[path] = report.longreprtext
         elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self._errors[path] = f"this rank skips {path} as it imports it, and others did not ({reason})"
+            self._errors[path] = f"this rank skipped {path} at import and others did not ({reason})"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:

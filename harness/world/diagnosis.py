@@ -162,7 +162,7 @@ class _Ranks:
         alike = {name_of(each) if each is not None else "" for each in first}
         if len(first) < self._size or len(alike) > 1 or first[0] is None or first[0].op not in _ROOTED:
             return None
-        sentence = f"all ranks wait in {name_of(first[0])}: do they name the same source or destination?"
+        sentence = f"all ranks wait in {name_of(first[0])}: do all name the same source or destination?"
         return Diagnosis(sentence, frozenset(), is_hopeless=False)
 
     def _late_for_a_vote(self) -> Diagnosis | None:

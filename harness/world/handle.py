@@ -141,7 +141,7 @@ class RankHandle:
         if text := self._dump():
             where = user_line(text, self._spec.session.cwd)
             return RankStatus(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")
-        return RankStatus("(it does not answer)", "a blocking system call", state="silent")
+        return RankStatus("(not responding)", "a blocking system call", state="silent")
 
     def _dump(self) -> str:
         path = Path(self._spec.stacks_path)

@@ -174,7 +174,7 @@ class ItemRun:
             case Ready():
                 pass
             case StartFailed(text):
-                raise WorldError(f"rank {rank} left its session: {text}\n{self._handles[rank].log()}")
+                raise WorldError(f"rank {rank} ended its session: {text}\n{self._handles[rank].log()}")
             case _:
                 assert_never(message)
 

@@ -113,7 +113,7 @@ class World:
         statuses = request_statuses([self._handles[rank] for rank in sorted(waiting)])
         names = ", ".join(map(str, statuses))
         stacks = "\n".join(f"rank {rank}: {status.stacks}" for rank, status in statuses.items())
-        return f"rank {names} of {self.key} did not get ready in {timeout:g} s\n{stacks}"
+        return f"rank {names} of {self.key}: not ready after {timeout:g} s\n{stacks}"
 
     def run(self, order: RunItem, timeout: float) -> ItemOutcome:
         """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.

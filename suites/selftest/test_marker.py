@@ -179,7 +179,7 @@ def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pyt
     result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(
         [
-            "ranks(2, 4): several world sizes need a test function; give one size here",
+            "ranks(2, 4): several world sizes work only on a test function; give one size here",
             "ranks(0): a world has at least 1 rank",
         ]
     )
@@ -198,7 +198,7 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
     [
         (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
         (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
-        (["--world-timeout=0"], "--world-timeout: a number of seconds above 0"),
+        (["--world-timeout=0"], "--world-timeout: write a number of seconds above 0"),
         (["-o", "ranks_start_method=fork"], "ranks_start_method = 'fork': choose forkserver or spawn"),
         (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
     ],

@@ -31,7 +31,7 @@ def test_a_debugger_is_refused_with_a_remedy(pytester: pytest.Pytester, option: 
     result = pytester.runpytest_subprocess(option, timeout=60)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.str().strip() == (
-        f"ERROR: {option} alone cannot reach into ranks, and test_it.py::test_x runs on ranks. Add "
+        f"ERROR: {option} alone does not work in ranks, and test_it.py::test_x runs on ranks. Add "
         "--rank-pdb 0 for a debugger in rank 0 (it works without --pdb, too), or deselect the tests marked "
         "`ranks` with -m 'not ranks'"
     )

@@ -114,8 +114,8 @@ def test_waiting_too_long_is_an_error_that_names_the_holders(machine: Machine) -
     mine = f"pid {os.getpid()} in /here"
     assert str(caught.value) == (
         "waited 0 s for 1 of the 4 ranks that may run at once (ranks_at_once), held by "
-        f"{mine} (3 ranks); before it in line: {mine} (4 ranks). End these runs, or have patience: the ini "
-        "option ranks_wait says for how many seconds"
+        f"{mine} (3 ranks); before it in line: {mine} (4 ranks). End these runs, or wait longer: the ini "
+        "option ranks_wait has the seconds"
     )
     held.end()
     line.join(60)
@@ -295,7 +295,7 @@ def linked(path: Path) -> Path:
     ("directory", "reason"),
     [
         (foreign, r"belongs to the user with id \d+, not to you \(\d+\)"),
-        (writable, r"others may write in it \(its mode is 0770\)\. Take that away with `chmod go-w"),
+        (writable, r"others may write in it \(its mode is 0770\)\. Remove that with `chmod go-w"),
         (linked, "it is no directory"),
         (lambda path: path / "below", "No such file or directory"),
     ],

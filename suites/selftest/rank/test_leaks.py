@@ -181,10 +181,10 @@ def test_the_outcome_of_a_test_that_forks_is_that_of_its_rank(session: Session, 
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("test_copy_that_returns", "came to the end of what it ran there and was ended"),
+        ("test_copy_that_returns", "reached the end of its code there and was ended"),
         ("test_copy_that_raises", "raised ValueError: in the copy of True at {path}/test_forks.py:"),
         ("test_copy_that_exits", "exited with 7"),
-        ("test_copy_of_a_fixture", "came to the end of what it ran there and was ended"),
+        ("test_copy_of_a_fixture", "reached the end of its code there and was ended"),
         ("test_copy_in_a_subtest", "raised AssertionError: reported by the copy"),
     ],
 )

@@ -189,8 +189,11 @@ def test_output_that_python_captures_in_memory_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["-s", "--rank-output-dir=kept"], "--rank-output-dir: -s leaves nothing to keep; leave it out"),
-        (["--rank-output-dir=test_faults.py"], "--rank-output-dir: no folder can be made: "),
+        (
+            ["-s", "--rank-output-dir=kept"],
+            "--rank-output-dir: with -s no output is captured; remove one of the two",
+        ),
+        (["--rank-output-dir=test_faults.py"], "--rank-output-dir: cannot make the folder: "),
     ],
 )
 def test_an_output_folder_that_cannot_be_filled_is_refused(

@@ -171,7 +171,7 @@ def test_a_receive_after_all_others_have_ended_is_hopeless() -> None:
 
 def test_roots_may_differ_where_all_ranks_wait_in_one_broadcast() -> None:
     ranks = [doing(issued("broadcast", 1)), doing(issued("broadcast", 1))]
-    sentence = "all ranks wait in broadcast #1 (float [3]): do they name the same source or destination?"
+    sentence = "all ranks wait in broadcast #1 (float [3]): do all name the same source or destination?"
     assert diagnosis_of(*ranks).sentence == sentence
     assert not diagnosis_of(*ranks).is_hopeless  # it may be large
 

@@ -80,7 +80,7 @@ def test_a_file_that_one_rank_skips_is_reported_with_the_reason(session: FaultSe
     verdict = session["test_import_skips"]
     assert verdict.outcomes == ["error"]
     assert verdict.head()[0] == "rank 1 of 2 failed"
-    assert "test_import_skips.py as it imports it, and others did not (Skipped: at import)" in verdict.text
+    assert "test_import_skips.py at import and others did not (Skipped: at import)" in verdict.text
 
 
 def test_a_conftest_that_exits_on_one_rank_is_named(tmp_path: Path) -> None:
