@@ -29,9 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on that many ranks, one item "
-        "for each size; on `backend`, in new processes if `fresh`, within `timeout` seconds. The nearest mark "
-        "wins.",
+        "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on that many ranks, one "
+        "item for each size; on `backend`, in new processes if `fresh`, within `timeout` seconds. The nearest "
+        "mark wins.",
     )
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
