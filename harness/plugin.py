@@ -30,8 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on that many ranks, one "
-        "item for each size; on `backend`, in new processes if `fresh`, within `timeout` seconds. The nearest "
-        "mark wins.",
+        "item for each size; on `backend`, in new processes if `fresh`, within `timeout` seconds. The "
+        "nearest mark wins.",
     )
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
