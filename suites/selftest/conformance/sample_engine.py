@@ -1,4 +1,4 @@
-"""Data parallelism by hand, behind the face that the suites ask."""
+"""Data parallelism by hand, behind the interface that the suites use."""
 
 import torch.distributed as dist
 from torch import nn
