@@ -190,9 +190,7 @@ class _Application:
             return self.front.MixedPrecisionPolicy()
         casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
         return self.front.MixedPrecisionPolicy(
-            param_dtype=precision.param_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            cast_forward_inputs=casts,
+            param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=casts
         )
 
     def _mesh(self, name: str) -> DeviceMesh | None:

@@ -27,11 +27,7 @@ class TorchFsdp2(Composed):
     """`torch.distributed.fsdp.fully_shard`."""
 
     name = "torch-fsdp2"
-    capabilities = Composed.capabilities - {
-        Capability.HOOKS,
-        Capability.SCALARS,
-        Capability.EARLY_REDUCTION,
-    }
+    capabilities = Composed.capabilities - {Capability.HOOKS, Capability.SCALARS, Capability.EARLY_REDUCTION}
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         # A hint about in-place changes of outputs, not about values.

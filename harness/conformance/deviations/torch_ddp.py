@@ -1,13 +1,7 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
 from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.shared import (
-    AGAIN,
-    AMP_SCALER,
-    IN_LOW_PRECISION,
-    ONE_RANK,
-    UNREDUCED,
-)
+from harness.conformance.deviations.shared import AGAIN, AMP_SCALER, IN_LOW_PRECISION, ONE_RANK, UNREDUCED
 
 _UNUSED = "all parameters must get a gradient in each step, unless find_unused_parameters is set"
 _REENTRANT = (
@@ -74,12 +68,10 @@ OWN: tuple[Deviation, ...] = (
         why=_REENTRANT,
     ),
     Deviation(
-        claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",),
-        why=UNREDUCED,
+        claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",), why=UNREDUCED
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[NO_SHARD-fp32]",),
-        why=ONE_RANK,
+        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[NO_SHARD-fp32]",), why=ONE_RANK
     ),
     Deviation(
         claims=(

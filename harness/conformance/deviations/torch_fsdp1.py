@@ -1,14 +1,7 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
 from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.shared import (
-    AGAIN,
-    FSDPS,
-    IN_LOW_PRECISION,
-    NAN,
-    ONE_RANK,
-    UNREDUCED,
-)
+from harness.conformance.deviations.shared import AGAIN, FSDPS, IN_LOW_PRECISION, NAN, ONE_RANK, UNREDUCED
 
 _UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
 _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were resharded"

@@ -111,8 +111,7 @@ REPLICATE: tuple[Deviation, ...] = (
         issue=149138,
     ),
     Deviation(
-        claims=("replicate/test_collectives.py::test_one_rank_alone_sends_nothing[replicate]",),
-        why=ONE_RANK,
+        claims=("replicate/test_collectives.py::test_one_rank_alone_sends_nothing[replicate]",), why=ONE_RANK
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),

@@ -149,10 +149,7 @@ class MixtureOfExperts(NestedWrappedModule):
     def __init__(self, rank: int, delay_before_free_ms: float = 0) -> None:
         super().__init__()
         self.module = nn.Sequential(
-            nn.Linear(8, 12),
-            nn.Linear(12, 23),
-            Expert(23, 12, rank, delay_before_free_ms),
-            nn.Linear(12, 8),
+            nn.Linear(8, 12), nn.Linear(12, 23), Expert(23, 12, rank, delay_before_free_ms), nn.Linear(12, 8)
         )
 
     def backward(self, loss: Tensor) -> None:
