@@ -11,17 +11,13 @@ from harness.conformance.stored import load
 
 PROJECT = Path(__file__).parents[3]
 
-STEPS = "core/test_clipping.py::test_clipped_steps_move_the_weights_as_unsharded_ones[True-NO_SHARD]"
-EVERY = (
-    "core/test_reduction.py::"
-    "test_every_element_beside_a_large_parameter_has_its_gradient[False-NO_SHARD-2-ranks]"
-)
+STEPS = "core/test_clipping.py::test_clipped_steps_move_the_weights_as_unsharded_ones[NO_SHARD-orig]"
+EVERY = "core/test_reduction.py::test_small_parameters_in_a_group_have_their_gradients[NO_SHARD-flat-2-ranks]"
 SPARSE = "core/test_reduction.py::test_sparse_gradients_are_reduced_like_dense_ones[NO_SHARD]"
 DTYPES = (
-    "mixed_precision/test_original_dtypes.py::"
-    "test_groups_of_different_dtypes_compute_in_one_and_keep_each_its_own[bf16-NO_SHARD]"
+    "mixed_precision/test_original_dtypes.py::test_groups_of_different_dtypes_compute_in_one[NO_SHARD-bf16]"
 )
-NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[2.0-NO_SHARD]"
+NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[NO_SHARD-2.0]"
 SAMPLES = {
     "sample_engine:HandDDP": ("held", "held", "held", "not offered", "held"),
     "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
