@@ -1,4 +1,4 @@
-"""What activation checkpointing costs and leaves: gathers for recomputation, gradients, nothing gathered."""
+"""Activation checkpointing: gathers for recomputation, whole gradients, and no group left gathered."""
 
 import copy
 

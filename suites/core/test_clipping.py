@@ -104,7 +104,7 @@ def test_a_rank_without_elements_takes_part(world, front, backward, run_subtests
 
 @EVERY_NORM
 def test_an_ignored_part_that_all_ranks_hold_counts_once(world, engine, shard, backward, strategy, norm_type):
-    bare = Parts({"frozen": KnownGradient(2), "ignored": KnownGradient(2), "cut": KnownGradient(3)}).to(
+    bare = Parts({"frozen": KnownGradient(2), "ignored": KnownGradient(2), "sharded": KnownGradient(3)}).to(
         world.device
     )
     bare["frozen"].requires_grad_(False)
@@ -115,7 +115,7 @@ def test_an_ignored_part_that_all_ranks_hold_counts_once(world, engine, shard, b
     expected = 2.0 if norm_type == INF else 2.0 * 5 ** (1 / norm_type)
     assert engine.clip_grad_norm_(model, 0.5, norm_type).item() == pytest.approx(expected)
     gradients = engine.full_gradients(model)
-    assert gradients["cut.weight"].tolist() == pytest.approx([1.0 / expected] * 3, rel=1e-5)
+    assert gradients["sharded.weight"].tolist() == pytest.approx([1.0 / expected] * 3, rel=1e-5)
     assert gradients["ignored.weight"].tolist() == pytest.approx([1.0 / expected] * 2, rel=1e-5)
     assert gradients["frozen.weight"] is None
 

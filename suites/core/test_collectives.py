@@ -1,10 +1,10 @@
-"""What travels between ranks: how often, in which order, in which dtype and how many bytes, exactly."""
+"""Traffic between ranks, exactly: how often, in which order and dtype, and how many bytes."""
 
 import pytest
 import torch
 from torch import nn
 
-from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance import Capability, Precision, offers
 from harness.conformance.models import KnownGradient, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every group of the model has some padding
@@ -16,7 +16,16 @@ FORWARD = ("", "module.1", "module.1.0", "module.2")
 BACKWARD = ("", "module.2", "module.1", "module.1.0")
 REDUCED = ("module.2", "module.1", "module.1.0", "")  # the root last: it holds the first layer
 # Which groups are gathered, in order: in forward, in backward.
-GATHERED = {"FULL_SHARD": (FORWARD, BACKWARD), "SHARD_GRAD_OP": (FORWARD, ()), "NO_SHARD": ((), ())}
+GATHERED = {
+    "FULL_SHARD": (FORWARD, BACKWARD),
+    "SHARD_GRAD_OP": (FORWARD, ()),
+    "NO_SHARD": ((), ()),
+    "fully_shard": (FORWARD, BACKWARD[1:]),
+    "replicate": ((), ()),
+}
+STRATEGIES = ["FULL_SHARD-flat", "SHARD_GRAD_OP-flat", "NO_SHARD-flat"]
+OF_STRATEGIES = pytest.mark.parametrize("front", STRATEGIES, indirect=True)
+OF_ALL = pytest.mark.parametrize("front", [*STRATEGIES, "fully_shard", "replicate"], indirect=True)
 
 # precision -> dtype of gathers, dtype of reductions
 DTYPES = {
@@ -25,29 +34,46 @@ DTYPES = {
     Precision(param_dtype=BF16, reduce_dtype=F32): (BF16, F32),
     Precision(reduce_dtype=BF16): (F32, BF16),
 }
+EVERY_DTYPE = pytest.mark.parametrize(
+    "precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"]
+)
 
 
-def full_numel(world, engine, model):
+def kind(front):
+    return front.settings.get("strategy", front.name)
+
+
+def full_numel(world, front, model):
     """Return how many elements each group has with its padding, by name."""
-    found = {group.name: group.full_numel for group in engine.groups(model)}
-    if offers(engine, Capability.ONE_PADDING):
+    found = {group.name: group.full_numel for group in front.engine.groups(model)}
+    if front.is_composable:
+        assert found == {name: padded_along_dim_0(world, front, name) for name in NUMEL}
+    elif offers(front, Capability.ONE_PADDING):
         assert all(found[name] in (numel, padded(world, numel)) for name, numel in NUMEL.items())
     return found
+
+
+def padded_along_dim_0(world, front, group):
+    """Return the elements of a group whose parameters are each sharded along dim 0 in equal parts."""
+    bare, inner = NestedWrappedModule(), [name for name in NUMEL if name.startswith(group) and name != group]
+    own = {n: p for n, p in bare.named_parameters() if n.startswith(group) and not n.startswith(tuple(inner))}
+    num_shards = world.size if front.shards else 1
+    return sum(-(-p.shape[0] // num_shards) * num_shards * p.shape[1:].numel() for p in own.values())
 
 
 def padded(world, numel):
     return -(-numel // world.size) * world.size
 
 
-def shard_bytes(world, engine, model, dtype, names):
+def shard_bytes(world, front, model, dtype, names):
     """Return the dtype and size of one rank's shard of each group, padding included."""
-    numel = full_numel(world, engine, model)
+    numel = full_numel(world, front, model)
     return [(dtype, padded(world, numel[name]) // world.size * dtype.itemsize) for name in names]
 
 
-def full_bytes(world, engine, model, dtype, names, whole=False):
-    """Return the dtype and size of each whole group, unless told padded so that every rank has as much."""
-    numel = full_numel(world, engine, model)
+def full_bytes(world, front, model, dtype, names, whole):
+    """Return the dtype and size of each group: ``whole``, or padded so that every rank has as much."""
+    numel = full_numel(world, front, model)
     sizes = (numel[name] if whole else padded(world, numel[name]) for name in names)
     return [(dtype, size * dtype.itemsize) for size in sizes]
 
@@ -65,119 +91,134 @@ def reductions(engine, log):
     return [(entry.dtype, entry.nbytes) for entry in found]
 
 
-def reduced_bytes(world, engine, model, log, strategy, dtype, names=REDUCED):
-    whole = strategy == "NO_SHARD" and "all_reduce" in log.counts()
-    return full_bytes(world, engine, model, dtype, names, whole)
+@pytest.fixture
+def check_gathers(world, front, collectives):
+    """Hold the gathers of so many steps to those of the front."""
+
+    def check(model, dtype, steps=1):
+        for in_backward, names in enumerate(GATHERED[kind(front)]):
+            found = gathers(front.engine, collectives, in_backward=bool(in_backward))
+            assert found == shard_bytes(world, front, model, dtype, names) * steps, collectives
+        assert {entry.group_size for entry in front.engine.traffic(collectives).gathers} <= {world.size}
+
+    return check
 
 
-def check_gathers(world, engine, model, log, strategy, dtype, steps=1):
-    for in_backward, names in enumerate(GATHERED[strategy]):
-        found = gathers(engine, log, in_backward=bool(in_backward))
-        assert found == shard_bytes(world, engine, model, dtype, names) * steps, log
+@pytest.fixture
+def check_reductions(world, front, collectives):
+    """Hold the reductions of so many steps to one for each of these groups, with nothing else sent."""
+
+    def check(model, dtype, steps=1, names=REDUCED):
+        whole = kind(front) in ("NO_SHARD", "replicate") and "all_reduce" in collectives.counts()
+        found = reductions(front.engine, collectives)
+        expected = full_bytes(world, front, model, dtype, names, whole) * steps
+        if not offers(front, Capability.EARLY_REDUCTION):  # a group waits for all that is inside its modules
+            found, expected = sorted(found, key=str), sorted(expected, key=str)
+        assert found == expected, collectives
+        assert {entry.group_size for entry in front.engine.traffic(collectives).reductions} <= {world.size}
+        assert front.engine.traffic(collectives).others == (), collectives
+
+    return check
 
 
-def check_reductions(world, engine, model, log, strategy, dtype, steps=1, names=REDUCED):
-    found = reductions(engine, log)
-    expected = reduced_bytes(world, engine, model, log, strategy, dtype, names) * steps
-    if not offers(engine, Capability.EARLY_REDUCTION):  # a group waits for all that is inside its modules
-        found, expected = sorted(found, key=str), sorted(expected, key=str)
-    assert found == expected, log
-    assert engine.traffic(log).others == (), log
-
-
-@pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
+@EVERY_DTYPE
+@OF_ALL
 def test_a_step_gathers_and_reduces_by_strategy(
-    world, engine, shard, batch, collectives, strategy, offload, precision
+    front, batch, check_gathers, check_reductions, offload, precision
 ):
     """What goes over the wire is cast before, not after (pytorch#154975)."""
-    model = shard(NestedWrappedModule(), strategy, precision=precision, offload=offload)
+    model = front.shard(NestedWrappedModule(), precision=precision, offload=offload)
     for _ in range(2):
         model(batch()).float().sum().backward()
     gathered, reduced = DTYPES[precision]
-    check_gathers(world, engine, model, collectives, strategy, gathered, steps=2)
-    check_reductions(world, engine, model, collectives, strategy, reduced, steps=2)
+    check_gathers(model, gathered, steps=2)
+    check_reductions(model, reduced, steps=2)
 
 
 @pytest.mark.parametrize("precision", list(DTYPES)[::2], ids=["fp32", "bf16_reduced_in_fp32"])
 def test_no_sync_reduces_nothing_and_the_next_backward_all(
-    world, engine, shard, batch, collectives, strategy, use_orig_params, offload, precision
+    front, batch, check_gathers, check_reductions, collectives, offload, precision
 ):
     """huggingface/accelerate#3762: gradients were communicated all the same."""
-    spec = {"use_orig_params": use_orig_params, "offload": offload, "precision": precision}
-    model = shard(NestedWrappedModule(), strategy, **spec)
-    with engine.no_sync(model):
+    model = front.shard(NestedWrappedModule(), precision=precision, offload=offload)
+    with front.no_sync(model):
         for _ in range(2):
             model(batch()).float().sum().backward()
-    assert reductions(engine, collectives) == []
+    assert reductions(front.engine, collectives) == []
     model(batch()).float().sum().backward()
     gathered, reduced = DTYPES[precision]
-    check_gathers(world, engine, model, collectives, strategy, gathered, steps=3)
-    check_reductions(world, engine, model, collectives, strategy, reduced, steps=1)
+    check_gathers(model, gathered, steps=3)
+    check_reductions(model, reduced)
 
 
-def test_every_synced_backward_of_an_accumulation_reduces(world, engine, shard, batch, collectives, strategy):
-    model = shard(NestedWrappedModule(), strategy)
+@OF_STRATEGIES
+def test_every_synced_backward_of_an_accumulation_reduces(
+    world, engine, front, batch, check_reductions, collectives
+):
+    model = front.shard(NestedWrappedModule())
     loss = model(batch()).float().sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    check_reductions(world, engine, model, collectives, strategy, F32, steps=2)
+    check_reductions(model, F32, steps=2)
     # What was kept for the first backward is freed by it.
-    again = {"FULL_SHARD": BACKWARD * 2, "SHARD_GRAD_OP": BACKWARD, "NO_SHARD": ()}[strategy]
+    again = {"FULL_SHARD": BACKWARD * 2, "SHARD_GRAD_OP": BACKWARD, "NO_SHARD": ()}[kind(front)]
     found = gathers(engine, collectives, in_backward=True)
-    assert found == shard_bytes(world, engine, model, F32, again)
+    assert found == shard_bytes(world, front, model, F32, again)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@OF_STRATEGIES
 def test_evaluation_gathers_each_group_once_and_keeps_none(
-    world, engine, shard, batch, collectives, strategy, dtype, mode
+    world, engine, front, batch, collectives, dtype, mode
 ):
-    model = shard(NestedWrappedModule(), strategy, precision=Precision(param_dtype=dtype)).eval()
+    model = front.shard(NestedWrappedModule(), precision=Precision(param_dtype=dtype)).eval()
     with mode():
         model(batch()).float().sum()
         assert {group.state.name for group in engine.groups(model)} == {"SHARDED"}
         model(batch()).float().sum()
-    expected = shard_bytes(world, engine, model, dtype, GATHERED[strategy][0]) * 2
+    expected = shard_bytes(world, front, model, dtype, GATHERED[kind(front)][0]) * 2
     assert gathers(engine, collectives, in_backward=False) == expected
     assert reductions(engine, collectives) == []
 
 
+@OF_STRATEGIES
 def test_a_forward_without_backward_is_forgotten_by_the_next(
-    world, engine, shard, batch, collectives, strategy
+    world, engine, front, batch, check_reductions, collectives
 ):
-    model = shard(NestedWrappedModule(), strategy)
+    model = front.shard(NestedWrappedModule())
     model(batch()).float().sum()
     model(batch()).float().sum().backward()
-    first, second = GATHERED[strategy]
-    assert (
-        gathers(engine, collectives, in_backward=False) == shard_bytes(world, engine, model, F32, first) * 2
-    )
-    assert gathers(engine, collectives, in_backward=True) == shard_bytes(world, engine, model, F32, second)
-    check_reductions(world, engine, model, collectives, strategy, F32)
+    first, second = GATHERED[kind(front)]
+    assert gathers(engine, collectives, in_backward=False) == shard_bytes(world, front, model, F32, first) * 2
+    assert gathers(engine, collectives, in_backward=True) == shard_bytes(world, front, model, F32, second)
+    check_reductions(model, F32)
 
 
+@pytest.mark.parametrize("frozen_first", [True, False], ids=["frozen_first", "sharded_first"])
 def test_a_frozen_group_is_gathered_in_backward_but_not_reduced(
-    world, engine, shard, batch, collectives, strategy, use_orig_params
+    front, batch, check_gathers, check_reductions, frozen_first
 ):
     bare = NestedWrappedModule()
-    model = shard(bare, strategy, use_orig_params=use_orig_params)
+    bare.module[2].requires_grad_(not frozen_first)
+    model = front.shard(bare)
     bare.module[2].requires_grad_(False)
     model(batch()).float().sum().backward()
-    check_gathers(world, engine, model, collectives, strategy, F32)
-    check_reductions(world, engine, model, collectives, strategy, F32, names=REDUCED[1:])
+    check_gathers(model, F32)
+    check_reductions(model, F32, names=REDUCED[1:])
 
 
-def test_a_frozen_group_out_of_backward_is_gathered_once(world, engine, collectives, strategy):
-    bare = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)).to(world.device)
-    model = engine.shard(bare, ShardSpec(strategy, units=(nn.Linear,)))
-    model(torch.ones(2, 4)).sum().backward()
+def test_a_frozen_group_out_of_backward_is_gathered_once(world, engine, shard, collectives, strategy):
+    bare = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    model = shard(bare, strategy, units=(nn.Linear,))
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
     num = {"FULL_SHARD": (2, 1), "SHARD_GRAD_OP": (2, 0), "NO_SHARD": (0, 0)}[strategy]
     found = [len(gathers(engine, collectives, in_backward=where)) for where in (False, True)]
     assert (tuple(found), len(reductions(engine, collectives))) == (num, 1)
     assert [group.gathered_bytes for group in engine.groups(model)] == [0, 0]
 
 
-def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, collectives, strategy):
+def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, shard, collectives, strategy):
     """facebookresearch/fairscale#513."""
 
     class Twice(nn.Module):
@@ -188,14 +229,14 @@ def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, colle
         def forward(self, x):
             return self.inner(x) + self.inner(10 * x)
 
-    model = engine.shard(Twice().to(world.device), ShardSpec(strategy, units=("inner",)))
-    model(torch.tensor(2.0 * world.rank)).backward()
+    model = shard(Twice(), strategy, units=("inner",))
+    model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
     assert engine.full_gradients(model)["inner.weight"].tolist() == [11.0 * (world.size - 1)] * 3
     assert len(reductions(engine, collectives)) == 1
 
 
 @pytest.mark.ranks(2)
-def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, strategy):
+def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, shard, collectives, strategy):
     class Skipping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -204,16 +245,18 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, collectives, 
         def forward(self, x):
             return self.used(x)
 
-    model = engine.shard(Skipping().to(world.device), ShardSpec(strategy, units=(KnownGradient,)))
-    model(torch.ones(())).backward()
+    model = shard(Skipping(), strategy, units=(KnownGradient,))
+    model(torch.ones((), device=world.device)).backward()
     assert reductions(engine, collectives) == [(F32, 8)]
     assert {nbytes for _, nbytes in gathers(engine, collectives, in_backward=False)} <= {4}
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
-def test_one_rank_communicates_nothing(engine, shard, batch, collectives, strategy, precision):
-    model = shard(NestedWrappedModule(), strategy, precision=precision)
+@EVERY_DTYPE
+@OF_ALL
+def test_one_rank_communicates_nothing(front, batch, collectives, precision):
+    model = front.shard(NestedWrappedModule(), precision=precision)
     model(batch()).float().sum().backward()
-    engine.clip_grad_norm_(model, 1.0)
+    assert all(gradient.any() for gradient in front.full_gradients(model).values())
+    front.clip_grad_norm_(model, 1.0)
     assert list(collectives) == []

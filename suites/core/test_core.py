@@ -1,4 +1,4 @@
-"""What modules, outputs and parameters look like from outside and inside while a sharded model is trained.
+"""Modules, outputs and parameters while a sharded model is trained, seen from outside and inside.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_core.py, all classes but TestParityWithDDP.
 """
@@ -21,7 +21,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 PRODUCT = {"strategy": STRATEGIES, "use_orig_params": [False, True]}
 
 # With fp16, batch norm becomes a unit of its own in full precision, and the engine says so.
-batch_norm_is_told = pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
+batch_norm_warns = pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
 
 
 def sharded_transformer(world, engine, device_first=True, **settings):
@@ -137,7 +137,7 @@ def assert_one_pre_backward_hook(world, engine, model):
 
 
 class TestNoGrad:
-    @batch_norm_is_told
+    @batch_norm_warns
     @pytest.mark.parametrize("precision", [None, IN_HALF], ids=["none", "half"])
     def test_transformer_no_grad(self, world, engine, run_subtests, precision):
         run_subtests(PRODUCT, self.check, world, engine, precision)
@@ -153,7 +153,7 @@ class TestNoGrad:
 
 
 class Watched(nn.Linear):
-    """A layer that notes as what its forward and its backward find its parameters."""
+    """A layer that records the parameters that its forward and its backward find."""
 
     def __init__(self):
         super().__init__(4, 4)

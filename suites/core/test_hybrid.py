@@ -33,9 +33,8 @@ pytestmark = pytest.mark.ranks(4)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 REPLICAS = 2
-OF_STRATEGIES = pytest.mark.parametrize(
-    "hybrid_front", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], indirect=True
-)
+STRATEGIES = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+OF_STRATEGIES = pytest.mark.parametrize("hybrid_front", STRATEGIES, indirect=True)
 
 # Of the nested model: groups by name, in order of forward, and the orders of backward.
 NUMEL = {"": 76, "module.1": 272, "module.1.0": 80, "module.2": 68}
@@ -100,9 +99,12 @@ def transformer_loss(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("model", "loss"),
-    [(NestedWrappedModule, nested_loss), (TransformerWithSharedParams, transformer_loss)],
-    ids=["nested", "tied_transformer"],
+    ("hybrid_front", "model", "loss"),
+    [
+        *((name, NestedWrappedModule, nested_loss) for name in (*STRATEGIES, "fully_shard")),
+        *((name, TransformerWithSharedParams, transformer_loss) for name in STRATEGIES),
+    ],
+    indirect=["hybrid_front"],
 )
 def test_it_learns_what_ddp_learns(check_parity, run_subtests, hybrid_front, model, loss):
     own = {

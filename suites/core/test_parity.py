@@ -1,4 +1,4 @@
-"""A sharded model learns what the same model learns under DDP, whatever the settings.
+"""Parity with DDP: a sharded model learns what the same model learns there, whatever the settings.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_core.py, class TestParityWithDDP.
 """
@@ -73,9 +73,9 @@ def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
 
 @dataclass(frozen=True)
 class Claim:
-    """That ``bare`` learns, sharded, what its reference ``learned`` in the same ``training``.
+    """The claim that ``bare`` learns, sharded, what its reference ``learned`` in the same ``training``.
 
-    ``backward``: of the sharded model; ``alone``: units that each rank has for itself.
+    ``backward``: of the sharded model; ``alone``: units of each rank's own.
     """
 
     bare: nn.Module
@@ -128,8 +128,8 @@ def large_steps(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def assert_each_point(run_subtests, world, engine, batches, strategy, offload):
-    """Hold a model to its reference at every point of the item; the reference is trained once.
+def assert_each_case(run_subtests, world, engine, batches, strategy, offload):
+    """Hold a model to its reference in every case of the item; the reference is trained once.
 
     ``training``: what differs from two steps with the loss of the nested models.
     """
@@ -159,22 +159,22 @@ ON_MORE_RANKS = pytest.mark.ranks(2, 3, 4)
 @pytest.mark.ranks(2)
 class TestParityWithDDP:
     @ON_MORE_RANKS
-    def test_nested_wrapped_model(self, assert_each_point):
-        assert_each_point(NestedWrappedModule(), training={"steps": 3})
+    def test_nested_wrapped_model(self, assert_each_case):
+        assert_each_case(NestedWrappedModule(), training={"steps": 3})
 
-    def test_nested_wrapped_model_single_iteration_mixed_precision(self, assert_each_point, collectives):
+    def test_nested_wrapped_model_single_iteration_mixed_precision(self, assert_each_case, collectives):
         one_step = {"steps": 1, "tolerance": HALF}
-        assert_each_point(NestedWrappedModule(), ddp_in_half, one_step, precision=Precision(HALF, HALF, HALF))
+        assert_each_case(NestedWrappedModule(), ddp_in_half, one_step, precision=Precision(HALF, HALF, HALF))
         assert {dtype for entry in collectives if entry.in_backward for dtype in entry.dtypes} == {HALF}
 
-    def test_nested_always_wrap_model(self, assert_each_point):
-        assert_each_point(AlwaysWrapNestedWrappedModule())
+    def test_nested_always_wrap_model(self, assert_each_case):
+        assert_each_case(AlwaysWrapNestedWrappedModule())
 
     @ON_MORE_RANKS
-    def test_transformer(self, assert_each_point):
-        assert_each_point(TransformerWithSharedParams(), training={"loss": transformer_loss})
+    def test_transformer(self, assert_each_case):
+        assert_each_case(TransformerWithSharedParams(), training={"loss": transformer_loss})
 
-    def test_delayed_optim_step(self, world, engine, assert_each_point):
+    def test_delayed_optim_step(self, world, engine, assert_each_case):
         model = NestedWrappedModuleWithDelay(delay_after_loss_ms=late_on_rank_0(world))
 
         def late_backward(sharded, loss):
@@ -182,15 +182,15 @@ class TestParityWithDDP:
             # A gather for the next forward would have begun.
             assert {(g.state.name, g.gathered_bytes) for g in engine.groups(sharded)} == {("SHARDED", 0)}
 
-        assert_each_point(model, training={"optimizer": large_steps}, backward=late_backward)
+        assert_each_case(model, training={"optimizer": large_steps}, backward=late_backward)
 
-    def test_delayed_reduce_scatter(self, world, assert_each_point):
-        assert_each_point(NestedWrappedModuleWithDelay(delay_before_reduction_ms=late_on_rank_0(world)))
+    def test_delayed_reduce_scatter(self, world, assert_each_case):
+        assert_each_case(NestedWrappedModuleWithDelay(delay_before_reduction_ms=late_on_rank_0(world)))
 
     @ON_MORE_RANKS
-    def test_mixture_of_experts(self, world, assert_each_point):
-        assert_each_point(MixtureOfExperts(world.rank), dummy_ddp, alone=(MixtureOfExperts.expert,))
+    def test_mixture_of_experts(self, world, assert_each_case):
+        assert_each_case(MixtureOfExperts(world.rank), dummy_ddp, alone=(MixtureOfExperts.expert,))
 
-    def test_mixture_of_experts_with_delay_before_free(self, world, assert_each_point):
+    def test_mixture_of_experts_with_delay_before_free(self, world, assert_each_case):
         model = MixtureOfExperts(world.rank, delay_before_free_ms=late_on_rank_0(world))
-        assert_each_point(model, dummy_ddp, alone=(MixtureOfExperts.expert,))
+        assert_each_case(model, dummy_ddp, alone=(MixtureOfExperts.expert,))

@@ -1,4 +1,4 @@
-"""What the reduction makes of gradients: the exact mean over ranks, in the dtype that was asked for."""
+"""Reduction of gradients: the exact mean over ranks, in the configured dtype."""
 
 import pytest
 import torch

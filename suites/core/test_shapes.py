@@ -1,4 +1,4 @@
-"""Models of awkward shape and order train as an unsharded one does on all ranks' batches together."""
+"""Parity of models of awkward shape and order with an unsharded one that sees all ranks' batches."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ class OddDimensions(OddShapes):
 
 @dataclasses.dataclass
 class Result:
-    """An output that has tensors deep inside, and more than those."""
+    """An output that has tensors deep inside, and other values."""
 
     values: dict[str, list[torch.Tensor]]
     name: str = "result"
@@ -120,7 +120,7 @@ class Thawing(nn.Sequential):
 
 
 class ThawingBesideFrozen(Thawing):
-    """The same beside a part of a group that never learns."""
+    """The same, with a part of a group that never learns."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Skipping(nn.Sequential):
 
 
 class Nothing(nn.Module):
-    """A unit whose only parameter has no elements, beside one that has."""
+    """A unit whose only parameter has no elements, and one that has some."""
 
     units = ("empty", "layer")
 

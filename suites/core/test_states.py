@@ -1,4 +1,4 @@
-"""What groups show at each moment of a step: which state, which dtypes, how many bytes."""
+"""States, dtypes and bytes of groups at each moment of a step."""
 
 import dataclasses
 
@@ -19,23 +19,23 @@ AFTER_FORWARD = {"FULL_SHARD": "SHARDED", "SHARD_GRAD_OP": "RETAINED", "NO_SHARD
 
 
 class Watched(NestedWrappedModule):
-    """The nested model, that notes what ``look`` returns as each layer begins, in forward and in backward."""
+    """The nested model; it records what ``look`` returns as each layer begins, in forward and in backward."""
 
     def __init__(self):
         super().__init__()
         self.look, self.seen = None, {}
         for name in ("module.0", "module.1.0", "module.1.1", "module.2", "module.3"):
             layer = self.get_submodule(name)
-            layer.register_forward_pre_hook(lambda *_, name=name: self.note(f"forward {name}"))
-            layer.register_full_backward_pre_hook(lambda *_, name=name: self.note(f"backward {name}"))
+            layer.register_forward_pre_hook(lambda *_, name=name: self.record(f"forward {name}"))
+            layer.register_full_backward_pre_hook(lambda *_, name=name: self.record(f"backward {name}"))
 
-    def note(self, moment):
+    def record(self, moment):
         self.seen[moment] = self.look()
 
 
 @pytest.fixture
 def watch(engine, shard):
-    """Return the sharded model and what it will note: the states of its groups by moment."""
+    """Return the sharded model and what it will record: the states of its groups by moment."""
 
     def watch(strategy, **spec):
         bare = Watched()
@@ -216,7 +216,7 @@ def test_a_unit_frees_after_forward_whatever_its_output_lies_in(engine, shard, b
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
 def test_an_optimizer_built_after_a_forward_moves_the_weights(world, shard, strategy, use_orig_params, grad):
-    """pytorch#149205: it was given tensors that nobody reads."""
+    """pytorch#149205: it got tensors that nothing reads."""
     bare = nn.Linear(8, 8).to(world.device)
     model = shard(bare, strategy, use_orig_params=use_orig_params)
     x = torch.ones(2, 8, device=world.device)
@@ -249,15 +249,15 @@ def test_units_skipped_or_left_out_of_the_loss_have_no_gradient(
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unheard, self.skipped = (nn.Linear(8, 8) for _ in range(3))
+            self.used, self.unused, self.skipped = (nn.Linear(8, 8) for _ in range(3))
 
         def forward(self, x):
-            return self.used(x), self.unheard(x)
+            return self.used(x), self.unused(x)
 
     model = shard(Branches(), strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
     model(batch())[0].sum().backward()
     held = {group.name: group.gradient_dtype for group in engine.groups(model)}
-    assert held == {"used": F32, "unheard": None, "skipped": None}
+    assert held == {"used": F32, "unused": None, "skipped": None}
     assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of a gradient scaler share: a model that is trained with one."""
+"""A model that is trained with a gradient scaler."""
 
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +20,7 @@ class Trained:
 
     @property
     def spread(self):
-        """What this rank multiplies gradients with: 1 in the mean of all ranks and of each pair of them."""
+        """Return this rank's factor of gradients: 1 in the mean of all ranks and of each pair of them."""
         rank = self.world.rank
         return 1.0 if rank == self.world.size - 1 and rank % 2 == 0 else 0.5 + rank % 2
 
@@ -59,5 +59,5 @@ class Trained:
 
 @pytest.fixture
 def trained(world, engine):
-    """Make a `Trained` of a bare model, settings of its scaler, and a spec."""
+    """Make a `Trained` from a bare model, settings of its scaler, and a spec."""
     return partial(Trained, world, engine)

@@ -1,4 +1,4 @@
-"""All ranks step, or none: wherever an inf lies, and whoever holds a gradient at all."""
+"""Agreement of ranks on a step: all or none, wherever an inf lies and whichever ranks hold a gradient."""
 
 import pytest
 import torch

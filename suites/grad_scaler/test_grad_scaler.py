@@ -1,4 +1,4 @@
-"""A gradient scaler whose gradients lie on several ranks: it scales, unscales, skips and backs off as one.
+"""A gradient scaler of sharded gradients: all ranks scale, unscale, skip and back off together.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_sharded_grad_scaler.py.
 """
@@ -36,7 +36,7 @@ INF = float("inf")
 
 
 class Reporting(torch.optim.SGD):
-    """SGD whose step tells that it was taken."""
+    """SGD whose step returns that it was taken."""
 
     def step(self):
         super().step()
@@ -106,7 +106,7 @@ class TestShardGradScaler:
 
 
 def ddp(world, bare, precision):
-    """Return a reference: ``bare`` under DDP, and if so told in fp16 in forward, backward and on the wire."""
+    """Return ``bare`` under DDP; where ``precision`` is fp16, so are forward, backward and the wire."""
     model = DistributedDataParallel(InHalf(bare) if precision == IN_HALF else bare)
     if precision == IN_HALF:
         model.register_comm_hook(None, fp16_compress_hook)

@@ -1,4 +1,4 @@
-"""What unscaled gradients are: of which dtype and layout, summed over microbatches, and their norm."""
+"""Unscaled gradients: their dtype and layout, their sum over microbatches, and their norm."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_microbatches_add_up_and_an_inf_in_one_stops_the_step(world, trained, us
 
 
 class Words(nn.Module):
-    """A weight beside an embedding that reads one word twice, and whose gradients are sparse."""
+    """A weight, and an embedding that reads one word twice and has sparse gradients."""
 
     def __init__(self):
         super().__init__()

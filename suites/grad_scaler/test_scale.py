@@ -1,4 +1,4 @@
-"""The life of a scale: it grows, backs off, is set and saved, and stays a number that can be divided by."""
+"""The scale: it grows, backs off, is set and saved, and stays finite and above zero."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Buffers that nothing but a unit without parameters holds.
+"""Buffers that only units without parameters hold.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the test of a root without parameters.
 """

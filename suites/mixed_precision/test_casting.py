@@ -1,4 +1,4 @@
-"""Which dtypes parameters, buffers and arguments have: inside forward, between steps, and in saved state."""
+"""Dtypes of parameters, buffers and arguments: inside forward, between steps, and in saved state."""
 
 import copy
 import dataclasses
@@ -252,7 +252,7 @@ def test_saved_buffers_are_what_was_computed_with(world, engine, shard, batch, s
 def test_steps_below_the_resolution_of_the_compute_dtype_add_up(
     world, engine, shard, strategy, use_orig_params, raised_late
 ):
-    """accelerate#3979: the optimizer worked on bf16, as the model was loaded, although fp32 was asked for."""
+    """accelerate#3979: the optimizer worked on bf16, as the model was loaded, although fp32 was requested."""
     bare = KnownGradient(3).to(BF16 if raised_late else F32)
     bare.weight.data.fill_(1)
     model = shard(bare, strategy, precision=Precision(BF16), use_orig_params=use_orig_params)

@@ -1,4 +1,4 @@
-"""Integer inputs are never cast: a transformer with a tied embedding learns in mixed precision.
+"""Integer inputs, which are never cast: a transformer with a tied embedding learns in mixed precision.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the tests of embeddings.
 """

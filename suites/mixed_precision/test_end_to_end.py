@@ -1,4 +1,4 @@
-"""What a model trained in mixed precision shows inside forward, in backward, on the wire and between steps.
+"""A model trained in mixed precision: inside forward, in backward, on the wire and between steps.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the end-to-end check.
 """
@@ -213,7 +213,7 @@ class Subject:
 
 
 def check_end_to_end(world, engine, run_subtests, precision, original, settings, **spec):
-    """Hold both models to the check at each point of ``settings``, and to what they learn unsharded."""
+    """Hold both models to the check in each case of ``settings``, and to what they learn unsharded."""
     dtypes = Dtypes.of(precision, original)
     batches = per_rank_batches(LinearMixedPrecision.batch, world.seed, world.rank)
     training = Training(
@@ -226,9 +226,9 @@ def check_end_to_end(world, engine, run_subtests, precision, original, settings,
     models = [model(original).to(world.device) for model in MODELS]  # training seeds each rank differently
     learned = [train(unsharded_with_casts(copy.deepcopy(bare), *casts), training) for bare in models]
 
-    def check(scaler=False, **point):
+    def check(scaler=False, **case):
         for bare, run in zip(models, learned, strict=True):
-            how = ShardSpec(precision=precision, units=bare.units, device=world.device, **spec, **point)
+            how = ShardSpec(precision=precision, units=bare.units, device=world.device, **spec, **case)
             subject = Subject(world, engine, copy.deepcopy(bare), how, dtypes)
             check_training(engine, subject, run, training, scaler)
 

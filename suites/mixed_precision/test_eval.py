@@ -1,4 +1,4 @@
-"""Eval in full precision of a model that trains in low precision, told by an argument or the environment.
+"""Eval in full precision of a model that trains in low precision, set by an argument or the environment.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py.
 """
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks(2)
 F16, F32 = torch.float16, torch.float32
 THIRD = 1 / 3
 
-batch_norm_is_told = pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
+batch_norm_warns = pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
 
 
 class Holding(nn.Module):
@@ -36,15 +36,15 @@ class Holding(nn.Module):
 
 
 @pytest.fixture(params=["environment", "argument"])
-def tell(request, monkeypatch):
-    """Return a function that asks for full precision in eval, or not; the argument has the last word."""
+def setting(request, monkeypatch):
+    """Request full precision in eval, or not, and return the argument; it overrides the environment."""
 
-    def told(wanted):
+    def setting(wanted):
         by_argument = request.param == "argument"
         monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(wanted != by_argument)))
         return wanted if by_argument else None
 
-    return told
+    return setting
 
 
 @pytest.fixture
@@ -59,24 +59,24 @@ def loss_of(model, src_and_tgt):
 
 class TestFSDPMixedPrecisionSharded:
     @pytest.mark.parametrize("full", [True, False])
-    def test_eval_root_cast_inputs(self, world, engine, shard, tell, full):
+    def test_eval_root_cast_inputs(self, world, engine, shard, setting, full):
         bare = Holding()
         log = ForwardDtypes(bare)
-        model = shard(bare, precision=Precision(F16, F16, F16), full_precision_in_eval=tell(full)).eval()
+        model = shard(bare, precision=Precision(F16, F16, F16), full_precision_in_eval=setting(full)).eval()
         with log:
             model(torch.ones(4, 8, device=world.device)).sum().backward()
         assert [group.name for group in engine.groups(model)] == ["below"]
         expected = {F32} if full else {F16}
         assert log.inputs("") == log.inputs("below") == log.parameters("below") == expected
 
-    @batch_norm_is_told
+    @batch_norm_warns
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval(self, shard, tell, ids, full, cast_forward_inputs):
+    def test_full_precision_in_eval(self, shard, setting, ids, full, cast_forward_inputs):
         bare = TransformerWithSharedParams()
         log = ForwardDtypes(bare)
         precision = Precision(F16, F16, F16, cast_forward_inputs=cast_forward_inputs)
-        model = shard(bare, precision=precision, full_precision_in_eval=tell(full))
+        model = shard(bare, precision=precision, full_precision_in_eval=setting(full))
         trained = loss_of(model, ids())
         trained.backward()
         assert trained.dtype == F16
@@ -89,15 +89,15 @@ class TestFSDPMixedPrecisionSharded:
             assert log.parameters(name) == {expected}
         assert log.inputs("output_proj") == {expected}
 
-    @batch_norm_is_told
+    @batch_norm_warns
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval_buffers(self, engine, shard, tell, ids, full, cast_forward_inputs):
+    def test_full_precision_in_eval_buffers(self, engine, shard, setting, ids, full, cast_forward_inputs):
         bare = TransformerWithSharedParams()
         bare.vocab_bias.fill_(THIRD)
         precision = Precision(F16, F16, F16, cast_forward_inputs=cast_forward_inputs)
         log = ForwardDtypes(bare)
-        model = shard(bare, precision=precision, full_precision_in_eval=tell(full))
+        model = shard(bare, precision=precision, full_precision_in_eval=setting(full))
         expected = F32 if full else F16
         for train, dtype in ((True, F16), (False, expected), (True, F16), (False, expected)):
             with log:
@@ -107,12 +107,14 @@ class TestFSDPMixedPrecisionSharded:
             assert torch.equal(bare.vocab_bias.cpu(), torch.full((16,), THIRD).to(dtype))
             assert engine.full_state(model)["vocab_bias"].dtype == F32
 
-    @batch_norm_is_told
+    @batch_norm_warns
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval_comm(self, engine, shard, tell, ids, full, cast_forward_inputs):
+    def test_full_precision_in_eval_comm(self, engine, shard, setting, ids, full, cast_forward_inputs):
         precision = Precision(F32, F16, F32, cast_forward_inputs=cast_forward_inputs)
-        model = shard(TransformerWithSharedParams(), precision=precision, full_precision_in_eval=tell(full))
+        model = shard(
+            TransformerWithSharedParams(), precision=precision, full_precision_in_eval=setting(full)
+        )
         # The batch norm is a fourth group, which is in full precision always.
         low, high = Counter({F16: 3, F32: 1}), Counter({F32: 4})
         for train, expected in ((True, low), (False, high if full else low), (True, low)):

@@ -1,4 +1,4 @@
-"""Gradients of low precision: of parameters, where they are kept, and of inputs that were cast.
+"""Gradients in low precision: of parameters, where they are kept, and of inputs that were cast.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the tests of gradients.
 """

@@ -1,4 +1,4 @@
-"""Norms amid low precision become units of their own, and compute in full precision.
+"""Norms in models of low precision: they become units of their own, and compute in full precision.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the tests of batch norms and of ResNet.
 """
@@ -30,12 +30,12 @@ def check_norms(engine, bare, spec, training, others):
     classes = spec.precision.full_precision_classes or (_BatchNorm,)
     norms = [name for name, module in bare.named_modules() if isinstance(module, classes)]
     learned = train(unsharded_with_casts(copy.deepcopy(bare), F16, None, None, classes), training)
-    told = {type(bare.get_submodule(name)).__name__ for name in norms}
+    named = {type(bare.get_submodule(name)).__name__ for name in norms}
     dtypes, modules = ForwardDtypes(bare), dict(bare.named_modules())
     with pytest.warns(UserWarning, match="in full precision|mixed precision disabled") as hints:
         model = engine.shard(bare, spec)
     said = " ".join(str(hint.message) for hint in hints)
-    assert {name for name in told if name not in said} == set()
+    assert {name for name in named if name not in said} == set()
     groups = {group.name: (group.compute_dtype, group.reduce_dtype) for group in engine.groups(model)}
     assert groups == dict.fromkeys(norms, (F32, F32)) | dict.fromkeys(others, (F16, F16))
     with dtypes:

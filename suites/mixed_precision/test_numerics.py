@@ -1,4 +1,4 @@
-"""Reductions to the bit: gradients are cast, summed in fp32 in rank order, divided, and rounded once.
+"""Reductions, to the bit: gradients are cast, summed in fp32 in rank order, divided, and rounded once.
 
 Values are such that a sum in low precision, another order or an early division gives other bits.
 """
@@ -68,7 +68,7 @@ def check_bits(world, run_subtests):
 
     def check(front, dtype, replicas, precision, **settings):
         gradients = witnesses(world.size, dtype)
-        # Without any precision it is the model itself that is in low precision.
+        # Without any precision the model is in low precision.
         bare = KnownGradient(gradients.shape[1]).to(dtype if precision == Precision() else F32)
         axes = {"replicate": replicas, "shard": world.size // replicas}
         mesh = world.mesh(*axes.values(), names=tuple(axes)) if replicas > 1 else None
@@ -78,7 +78,7 @@ def check_bits(world, run_subtests):
         seen = {p.grad.dtype for p in model.parameters() if p.grad is not None}
         assert seen == {dtype if is_low else F32}
         expected = mean(gradients, dtype, replicas).to(world.device, *seen)
-        # nccl adds in an order and a precision of its own.
+        # The order and the precision of sums are nccl's.
         tolerance = TOLERANCES[dtype] if world.backend == "nccl" else EXACT
         assert_named_close(front.full_gradients(model), {"weight": expected}, tolerance)
 

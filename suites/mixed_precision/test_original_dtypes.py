@@ -1,4 +1,4 @@
-"""Models whose own dtypes are not fp32, or not one: what they compute in, and what the user sees again."""
+"""Models that are not in fp32, or in several dtypes: what they compute in, and what the user sees."""
 
 import copy
 

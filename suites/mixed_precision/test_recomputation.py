@@ -1,4 +1,4 @@
-"""Activation checkpointing: what backward computes again is cast as before, and gives the same numbers."""
+"""Recomputation under activation checkpointing: cast as the first forward was, with the same numbers."""
 
 import copy
 
@@ -101,7 +101,7 @@ def assert_same_dtypes(first, again):
 
 @BOTH_KINDS
 def test_recomputation_casts_as_the_first_forward_did(passes, run_subtests, strategy, use_reentrant):
-    """pytorch#148831: casts were lost when activation checkpointing computed again."""
+    """pytorch#148831: casts were lost when activation checkpointing recomputed."""
 
     def check(units, **settings):
         bare = Recomputed(use_reentrant)

@@ -1,4 +1,4 @@
-"""Which dtypes submodules really receive where units differ in precision or are ignored.
+"""Dtypes that submodules receive where units differ in precision or are ignored.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the classes
 TestFSDPMixedPrecisionIgnoredModules and TestFSDPDifferentSubmodulePrecision.
@@ -23,7 +23,7 @@ MISMATCH = pytest.raises(RuntimeError, match="same dtype")
 
 
 class Layer(nn.Linear):
-    """A linear layer that casts its input to its weight's dtype itself, if told."""
+    """A linear layer that may cast its input to its weight's dtype."""
 
     def __init__(self, casts):
         super().__init__(8, 8)

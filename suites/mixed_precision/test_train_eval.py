@@ -1,4 +1,4 @@
-"""Training and evaluation in turn: an averaged copy of the weights is updated between, and evaluated.
+"""Training and evaluation in turn, of an averaged copy of the weights that is updated in between.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, class TestFSDPTrainEval.
 """

@@ -1,26 +1,26 @@
-"""How many examples are tried: few unless a profile is asked for by name, as `--hypothesis-profile=long`."""
+"""Profiles and fixtures of property tests: few examples, or as `--hypothesis-profile` chooses."""
 
 import pytest
 from hypothesis import Phase, settings
 
 from harness.conformance import Capability, offers
 
-# What an option asks of an engine.
-ASKED = {
+# The capability that an option requires of an engine.
+REQUIRED = {
     "precision": Capability.MIXED_PRECISION,
     "offload": Capability.OFFLOAD,
     "backward_prefetch": Capability.PREFETCH,
     "forward_prefetch": Capability.PREFETCH,
     "sync_module_states": Capability.SYNC_STATES,
 }
-_UNASKED = ("default", "ci")
+_UNREQUIRED = ("default", "ci")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    """Let tests of this directory be made under the profile `quick`, and so keep it."""
+    """Collect the tests of this directory under the profile `quick`, which they keep."""
     found = settings.get_current_profile_name()
-    if found in _UNASKED:
+    if found in _UNREQUIRED:
         phases = [phase for phase in Phase if phase != Phase.explain]
         settings.register_profile(
             "quick", settings.get_profile(found), max_examples=20, deadline=None, phases=phases
@@ -36,11 +36,11 @@ def pytest_make_collect_report(collector):
 def offered(engine):
     """Return what of a drawn tree and of drawn options the engine has.
 
-    One example that asks for more would skip the whole test.
+    One example that requires more would skip the whole test.
     """
 
     def of(tree, options):
-        found = {k: v for k, v in options.items() if k not in ASKED or offers(engine, ASKED[k])}
+        found = {k: v for k, v in options.items() if k not in REQUIRED or offers(engine, REQUIRED[k])}
         if not offers(engine, Capability.SHARDING):
             found["strategy"] = "NO_SHARD"
         # Where parameters are DTensors, those without dimensions can be replicated only.

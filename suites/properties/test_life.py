@@ -1,4 +1,4 @@
-"""The life of groups: in any legal order of what a user may do, values are fresh, whole and counted once."""
+"""Groups under any legal order of a user's actions: values are fresh, whole and counted once."""
 
 import copy
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What was saved by some ranks goes on with the same bits on more or fewer ranks that wrap other units."""
+"""Saved state, resumed with the same bits on more or fewer ranks that wrap other units."""
 
 from contextlib import contextmanager
 

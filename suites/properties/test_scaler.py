@@ -1,4 +1,4 @@
-"""A scale follows its rule, and weights theirs, through any sequence of clean and overflowing steps."""
+"""Scale and weights through any sequence of clean and overflowing steps, against their rules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What travels for any tree of modules: which groups, how often, in which dtype and how many bytes."""
+"""Traffic of any tree of modules: which groups, how often, in which dtype and how many bytes."""
 
 from contextlib import nullcontext
 
@@ -27,7 +27,7 @@ PRECISIONS = st.sampled_from(list(DTYPES))
 
 
 class Course:
-    """What happens to the groups of a tree in a run of the bare model.
+    """The events of the groups of a tree in a run of the bare model.
 
     ``calls``: the groups in the order in which their units are called, each with whether what it returns
     takes part in backward. ``learning``: those that are not frozen.
@@ -68,7 +68,7 @@ class Course:
 
 
 def run(world, engine, tree, strategy, precision, no_sync):
-    """Return what travels in a step, and how many elements of each group do."""
+    """Return the traffic of a step, and how many elements of each group do."""
     spec = ShardSpec(strategy, units=tree.units, precision=DTYPES[precision][0], use_orig_params=True)
     model = engine.shard(tree.build().to(world.device), spec)
     with CollectivesLog() as log:

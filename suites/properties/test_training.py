@@ -1,4 +1,4 @@
-"""Any tree of modules learns, however it is sharded, what it learns unsharded on all ranks' batches."""
+"""Parity of any tree of modules, however it is sharded, with the same one unsharded on all ranks' batches."""
 
 import copy
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Models that are fp16 through and through: converted before or after they are sharded.
+"""Models entirely in fp16: converted before or after they are sharded.
 
 After PyTorch's test/distributed/fsdp/test_fsdp_pure_fp16.py.
 """

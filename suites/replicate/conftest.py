@@ -1,4 +1,4 @@
-"""Fixtures of tests of what only the two composable fronts have."""
+"""Fixtures for tests of features that only the two composable fronts have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Gradients of several backwards add up, synced or not, and nothing of them is left for the next step."""
+"""Gradients of several backwards under the switches of composable fronts: sync, last backward, reshard."""
 
 import pytest
 import torch

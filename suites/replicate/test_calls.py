@@ -1,4 +1,4 @@
-"""What goes into a module and comes out of it: casts of arguments and outputs, buffers, transforms, eval."""
+"""Calls of modules: casts of arguments and outputs, buffers, transforms, eval, optimizers."""
 
 import copy
 
@@ -33,7 +33,7 @@ class Generating(nn.Sequential):
 
 
 class Echo(nn.Linear):
-    """A layer that returns what it was given, behind its own output."""
+    """A layer that returns its arguments after its own output."""
 
     def __init__(self):
         super().__init__(8, 8)

@@ -1,4 +1,4 @@
-"""A step that an exception ends is forgotten: after the next zero_grad the model goes on as if without it."""
+"""Exceptions in a step: after the next zero_grad the model continues as if the step had not been."""
 
 import copy
 
@@ -14,7 +14,7 @@ PLACES = ["module.0", "module.1", "module.1.0", "module.1.1", "module.2", "modul
 
 
 class Planted(Exception):
-    """What is raised on purpose."""
+    """An exception raised on purpose."""
 
 
 def raise_planted(*_):
@@ -22,7 +22,7 @@ def raise_planted(*_):
 
 
 def plant(model, place, phase):
-    """Let a module raise before or after its forward, or when a gradient passes through its output."""
+    """Make a module raise before or after its forward, or when a gradient passes through its output."""
     module = model.get_submodule(place)
     if phase == "before_forward":
         return module.register_forward_pre_hook(raise_planted)

@@ -1,4 +1,4 @@
-"""Gradients scaled against underflow: all ranks of a composable front step, or none does."""
+"""Gradient scaling under the composable fronts: all ranks step, or none does."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_an_inf_in_one_shard_is_skipped_by_all(world, engine, front):
     model = front.shard(KnownGradients(4))
     scaler = engine.grad_scaler(model, init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    bad = torch.tensor([1.0, 1.0, 1.0, INF], device=world.device)  # cut, it is in the last rank's shard
+    bad = torch.tensor([1.0, 1.0, 1.0, INF], device=world.device)  # sharded, it is in the last rank's shard
     scales = [scaled_step(scaler, model, optimizer, g) for g in (torch.ones_like(bad), bad)]
     assert scales == [8.0, 4.0]
     assert [p.full_tensor().tolist() for p in model.parameters()] == [[-1.0] * 4] * 4

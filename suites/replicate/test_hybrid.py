@@ -1,4 +1,4 @@
-"""A mesh of two axes: parameters are cut along the second, and gradients averaged over both."""
+"""A mesh of two axes: parameters are sharded along the second, and gradients averaged over both."""
 
 import copy
 

@@ -1,7 +1,7 @@
 """Mixed precision of modules that are sharded or replicated in place.
 
 After PyTorch's test/distributed/_composable/test_replicate_mixed_precision.py, whose classes are for
-`replicate`; their claims hold for `fully_shard` as well, in classes beside them.
+`replicate`; their claims hold for `fully_shard` as well, in classes derived from them.
 """
 
 import copy
@@ -20,7 +20,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Master:
-    """A model in fp32 that Adam steps, and beside it the copy in low precision that computes for it."""
+    """A model in fp32 that Adam steps, and the copy in low precision that computes for it."""
 
     def __init__(self, bare, param_dtype, reduce_dtype):
         self.model, self.compute = copy.deepcopy(bare), copy.deepcopy(bare).to(param_dtype)
@@ -29,7 +29,7 @@ class Master:
         self.sums = [torch.zeros_like(p, dtype=reduce_dtype) for p in bare.parameters()]
 
     def backward(self, batch):
-        """Add this rank's gradients to what waits to be reduced; return the loss."""
+        """Add this rank's gradients to those that wait for their reduction; return the loss."""
         loss = self.compute(batch.to(self.param_dtype)).sum()
         loss.backward()
         for waiting, p in zip(self.sums, self.compute.parameters(), strict=True):
@@ -139,7 +139,7 @@ class TestFullyShardMixedPrecisionTraining(TestReplicateMixedPrecisionTraining):
 
 @dataclasses.dataclass
 class Input:
-    """An argument that has tensors inside, and more than those."""
+    """An argument that has tensors inside, and other values."""
 
     x: torch.Tensor
     more: dict[str, list[torch.Tensor]]
@@ -219,22 +219,22 @@ class TestReplicateMixedPrecisionCasts:
         self.check_norm_modules(world, engine, run_subtests, F16)
 
     def check_norm_modules(self, world, engine, run_subtests, dtype):
-        layer_norm = {"kind": [nn.LayerNorm], "dim": [1], "cure": [None]}
-        batch_norm_1d = {"kind": [nn.BatchNorm1d], "dim": [1], "cure": ["buffers", "policy"]}
-        batch_norm_2d = {"kind": [nn.BatchNorm2d], "dim": [2], "cure": ["buffers", "policy"]}
+        layer_norm = {"kind": [nn.LayerNorm], "dim": [1], "remedy": [None]}
+        batch_norm_1d = {"kind": [nn.BatchNorm1d], "dim": [1], "remedy": ["buffers", "policy"]}
+        batch_norm_2d = {"kind": [nn.BatchNorm2d], "dim": [2], "remedy": ["buffers", "policy"]}
         for settings in (layer_norm, batch_norm_1d, batch_norm_2d):
             run_subtests(settings, self.check_norm, world, engine, dtype=dtype)
-        # Buffers stay in fp32 beside parameters in low precision: the kernel refuses them.
+        # Buffers stay in fp32 while parameters are in low precision: the kernel refuses them.
         with pytest.raises(RuntimeError, match=r"expected scalar type|Expected running_mean to have type"):
             self.check_norm(world, engine, nn.BatchNorm2d, 2, None, dtype)
 
-    def check_norm(self, world, engine, kind, dim, cure, dtype):
+    def check_norm(self, world, engine, kind, dim, remedy, dtype):
         model, shape = norm_model(kind, dim)
         reference = copy.deepcopy(model.to(world.device)).to(dtype)
-        if cure == "buffers":
+        if remedy == "buffers":
             model[1].running_mean = model[1].running_mean.to(dtype)
             model[1].running_var = model[1].running_var.to(dtype)
-        policy = {"output_dtype": dtype} if cure == "policy" else {"param_dtype": dtype}
+        policy = {"output_dtype": dtype} if remedy == "policy" else {"param_dtype": dtype}
         self.apply(engine, model[1], **policy)
         for module in (model[0], model[2], model):
             self.apply(engine, module, param_dtype=dtype, reduce_dtype=F32)
@@ -243,9 +243,9 @@ class TestReplicateMixedPrecisionCasts:
         for output in outputs:
             output.sum().backward()
         # The norm rounds once more, or once less, where its buffers or its weights are in fp32.
-        tolerance = EXACT if cure != "policy" else Tolerance(0.02, 0.02)
+        tolerance = EXACT if remedy != "policy" else Tolerance(0.02, 0.02)
         assert_named_close({"output": outputs[0]}, {"output": outputs[1]}, tolerance)
-        buffer_dtype = dtype if cure == "buffers" else F32
+        buffer_dtype = dtype if remedy == "buffers" else F32
         assert {b.dtype for b in model.buffers() if b.is_floating_point()} <= {buffer_dtype}
         assert {p.grad.dtype for p in model.parameters()} == {F32}
 

@@ -1,4 +1,4 @@
-"""What the reduction makes of gradients: the exact mean over ranks, or the sum by a factor that is told."""
+"""Reduction of gradients under the composable fronts: divided by a chosen factor, stored in fp32."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""State of the model and of its optimizer: by torch.distributed.checkpoint, and at another world size."""
+"""State of the model and of its optimizer, by torch.distributed.checkpoint and at other world sizes."""
 
 import pytest
 import torch

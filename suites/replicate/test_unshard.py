@@ -1,4 +1,4 @@
-"""Parameters gathered and freed by hand, and gathered ahead of the groups that are named."""
+"""Parameters unsharded and resharded by hand, and prefetched for groups that are named."""
 
 import copy
 
@@ -38,7 +38,10 @@ def test_unshard_shows_full_parameters_until_reshard(world, front, policy, async
     else:
         assert handle is None
     weight = "module.1.1.weight"
-    assert [name for name, cut in kinds(model).items() if not cut] == [weight, "module.1.1.bias"]
+    assert [name for name, is_sharded in kinds(model).items() if not is_sharded] == [
+        weight,
+        "module.1.1.bias",
+    ]
     seen = model.get_parameter(weight).detach()
     assert_named_close({weight: seen}, {weight: full[weight].to(BF16 if policy else F32)}, EXACT)
     model.module[1].reshard()

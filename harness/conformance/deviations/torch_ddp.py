@@ -78,7 +78,8 @@ OWN: tuple[Deviation, ...] = (
         claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",), why=UNREDUCED
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[NO_SHARD-fp32]",), why=ONE_RANK
+        claims=("core/test_collectives.py::test_one_rank_communicates_nothing[NO_SHARD-flat-fp32]",),
+        why=ONE_RANK,
     ),
     Deviation(
         claims=(

@@ -80,7 +80,7 @@ CORE: tuple[Deviation, ...] = (
         claims=(
             "core/test_checkpointing.py::test_a_checkpointed_unit_is_gathered_*[FULL_SHARD-*",
             "core/test_checkpointing.py::test_a_partly_checkpointed_unit_is_gathered_*[FULL_SHARD-*",
-            "core/test_collectives.py::test_a_step_gathers_and_reduces_by_strategy[FULL_SHARD-no_offload-*",
+            "core/test_collectives.py::test_a_step_gathers_and_reduces_by_strategy[no_offload-FULL_SHARD-*",
             "core/test_collectives.py::test_no_sync_reduces_nothing*[FULL_SHARD-*-no_offload-*",
             "core/test_collectives.py::test_evaluation_gathers_each_group_once*[FULL_SHARD-*",
             "core/test_collectives.py::test_a_forward_without_backward_is_forgotten*[FULL_SHARD-*",

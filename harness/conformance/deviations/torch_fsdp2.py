@@ -42,7 +42,7 @@ CORE: tuple[Deviation, ...] = (
         why="pending gradients are not converted with the model",
     ),
     Deviation(
-        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-no_grad-*",),
+        claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-flat-no_grad-*",),
         why=KEPT,
     ),
     Deviation(
@@ -51,7 +51,13 @@ CORE: tuple[Deviation, ...] = (
         ),
         why="a frozen group that backward does not reach is prefetched",
     ),
-    Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_*[NO_SHARD-*",), why=ONE_RANK),
+    Deviation(
+        claims=(
+            "core/test_collectives.py::test_one_rank_communicates_*[NO_SHARD-*",
+            "core/test_collectives.py::test_one_rank_communicates_*[replicate-*",
+        ),
+        why=ONE_RANK,
+    ),
     Deviation(
         claims=("core/test_shapes.py::*[nothing*", "core/test_shapes.py::*[odd_dimensions*"),
         cases=("*",),
@@ -79,7 +85,7 @@ CORE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[NO_SHARD-*",
-            "core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-inference_mode-*",
+            "core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-flat-inference_mode-*",
         ),
         why="a replica's forward in inference mode raises",
     ),
@@ -109,9 +115,6 @@ REPLICATE: tuple[Deviation, ...] = (
         ),
         why="sharded models cannot be copied with deepcopy",
         issue=149138,
-    ),
-    Deviation(
-        claims=("replicate/test_collectives.py::test_one_rank_alone_sends_nothing[replicate]",), why=ONE_RANK
     ),
     Deviation(
         claims=("replicate/test_exceptions.py::test_an_exception_is_survived_by_the_next_step*in_backward]",),
@@ -150,6 +153,15 @@ REPLICATE: tuple[Deviation, ...] = (
             "replicate/test_mixed_precision.py::*::test_reduce_dtype[reduced_in_bf16-*-4-ranks]",
         ),
         why=IN_LOW_PRECISION,
+    ),
+    Deviation(
+        claims=(
+            "core/test_collectives.py::test_a_step_gathers_*[offload-fully_shard-*",
+            "core/test_collectives.py::test_a_step_gathers_*[offload-replicate-*",
+            "core/test_collectives.py::test_no_sync_reduces_nothing_*[fully_shard-offload-*",
+            "core/test_collectives.py::test_no_sync_reduces_nothing_*[replicate-offload-*",
+        ),
+        why=_PINNED,
     ),
     Deviation(
         claims=("core/test_shapes.py::test_offloaded_shards_train_the_same*",),
