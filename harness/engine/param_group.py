@@ -247,7 +247,7 @@ class ParamGroup:
         registers = self.config.dtensor is not None
         leaves = lay_out(buffer, shard.layout, map(shard.is_trainable, shard.params) if registers else None)
         if registers:
-            invalidate(leaves, f"full parameters of {self.config.name}")
+            invalidate(leaves, f"unsharded parameters of {self.config.name}")
         full = UnshardedParams(buffer, leaves, dtypes, borrowed, self.config.poison)
         self._variants[dtypes] = full
         full.free()

@@ -89,7 +89,7 @@ def test_an_optimizer_of_unsharded_parameters_refuses_to_step(world, front):
     misled = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4, device=world.device)).sum().backward()
     with pytest.raises(
-        RuntimeError, match=r"holds full parameters of .*\(Sequential\), .* between unshard and"
+        RuntimeError, match=r"holds unsharded parameters of .*\(Sequential\), .* between unshard and"
     ):
         misled.step()
 
