@@ -91,6 +91,13 @@ def test_a_failed_tear_down_after_a_failure_is_not_reported(session: FaultSessio
     assert "the only news" in verdict.text
 
 
+def test_a_rank_that_fails_alone_later_lost_no_connection(session: FaultSession) -> None:
+    head = session["test_failures_of_two_phases"].head()
+    assert head[0] == "rank 1 of 2 failed"
+    assert head[1].startswith("rank 0: failed at test_faults.py:")
+    assert "AssertionError: a failure in tear-down" in head[1]
+
+
 def test_an_unexpected_pass_is_reported_as_in_pytest(session: FaultSession) -> None:
     assert "XPASS test_faults.py::test_unexpected_pass" in session.output
     assert session["test_strict_unexpected_pass"].outcomes == ["failure"]

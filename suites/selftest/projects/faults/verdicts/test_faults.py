@@ -72,6 +72,16 @@ def test_failure_before_a_collective_teardown(world, meets_in_teardown):
     assert world.rank == 0, "the only news"
 
 
+@pytest.fixture
+def breaks_on_rank_0(world):
+    yield
+    assert world.rank == 1, "a failure in tear-down"
+
+
+def test_failures_of_two_phases(world, breaks_on_rank_0):
+    assert world.rank == 0, "a failure in call"
+
+
 @pytest.mark.xfail
 def test_unexpected_pass(world):
     pass
