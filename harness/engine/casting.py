@@ -120,7 +120,8 @@ class Buffers:
             if self._goes_back:
                 self._values[ref] = buffer
             return buffer.to(dtype)
-        return buffer if dtype else self._restore(ref, buffer)
+        # Without earlier casts, the usual case in a step, there is nothing to restore.
+        return buffer if dtype or not self.dtypes else self._restore(ref, buffer)
 
     def _restore(self, ref: ParamRef, buffer: Tensor) -> Tensor:
         value = self._values.pop(ref, None)
