@@ -39,16 +39,11 @@ class Guard(Protocol):
     baseline: Any
     warning: type[Warning]
 
-    def capture(self) -> Any:
-        """Return a snapshot of this moment."""
-        ...
-
-    def before(self) -> None:
-        """Look at the part before a test's set-up."""
-        ...
+    def capture(self) -> Any: ...
+    def before(self) -> None: ...
 
     def after(self, raised: bool) -> Sequence[str]:
-        """Look at it after the tear-down, restore what can be, and describe what the test left behind.
+        """Restore what can be, and describe what the test left behind.
 
         Args:
             raised: whether the test has failed: pytest keeps its traceback, with what its variables hold.

@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ _INFRASTRUCTURE = {
 }
 
 
+_KINDS = ("children", "threads", "files", "segments")
+
+
 @dataclass(frozen=True, slots=True)
 class OpenResources:
     """The open resources of a process at one moment."""
@@ -54,29 +58,21 @@ class OpenResources:
         """Look for processes only."""
         return cls(_children(), frozenset(), frozenset(), frozenset())
 
+    def _combine(self, other: OpenResources, combine: Callable[..., Any]) -> OpenResources:
+        return OpenResources(*(combine(getattr(self, kind), getattr(other, kind)) for kind in _KINDS))
+
     def __sub__(self, other: OpenResources) -> OpenResources:
-        return OpenResources(
-            self.children - other.children,
-            self.threads - other.threads,
-            self.files - other.files,
-            self.segments - other.segments,
-        )
+        return self._combine(other, frozenset.difference)
 
     def __and__(self, other: OpenResources) -> OpenResources:
-        return self - (self - other)
+        return self._combine(other, frozenset.intersection)
 
     def __bool__(self) -> bool:
         return bool(self.children or self.threads or self.files or self.segments)
 
     def with_changes(self, before: OpenResources, after: OpenResources) -> OpenResources:
         """Return these with what was opened between two moments, and without what was closed."""
-        opened, closed = after - before, before - after
-        return OpenResources(
-            (self.children - closed.children) | opened.children,
-            (self.threads - closed.threads) | opened.threads,
-            (self.files - closed.files) | opened.files,
-            (self.segments - closed.segments) | opened.segments,
-        )
+        return (self - (before - after))._combine(after - before, frozenset.union)
 
     def without_what_variables_hold(self) -> OpenResources:
         """Leave out all but processes: a traceback keeps what a failed test had in its variables."""
