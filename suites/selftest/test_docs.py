@@ -40,6 +40,7 @@ def names_of_tests(path):
 
 def test_there_is_a_page():
     assert [page.stem for page in PAGES] == [
+        "architecture",
         "composable",
         "conformance",
         "faults",
@@ -55,6 +56,15 @@ def test_every_test_that_a_page_names_exists(page):
     named = NAMED_TEST.findall(text)
     assert len(named) == text.count(".py::")
     assert [f"{file}::{name}" for file, name in named if name not in names_of_tests(suites / file)] == []
+
+
+def test_every_file_that_the_map_names_exists():
+    text = (PROJECT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    roots = [PROJECT, PROJECT / "harness", PROJECT / "harness" / "engine", PROJECT / "harness" / "reporting"]
+    roots += [PROJECT / "suites" / "selftest"]
+    assert len(named) > 50
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
 
 
 def test_the_table_of_faults_has_those_of_its_benchmark():
