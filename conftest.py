@@ -1,3 +1,3 @@
-"""What all suites share: the engines under test, and pytester for the harness's tests of itself."""
+"""Plugins of all suites: engines under test, and pytester for the harness's tests of itself."""
 
 pytest_plugins = ["harness.conformance.plugin", "pytester"]

@@ -4,7 +4,7 @@
 
 Ranks are CPU processes with one torch thread each, on gloo over the loopback. What they train is in
 trainings.py. Before anything is timed, three steps must give the losses of one process that trains on the
-data of all ranks, so that nobody wins by doing less.
+data of all ranks, so that no engine wins by doing less.
 
 Time: engines take turns within each round, in an order that rotates, so that a noisy minute falls on all of
 them. A turn is one step that does not count, to have its memory at hand again, and then some that do; its
@@ -91,7 +91,7 @@ class Figures:
 
 
 def run_rank(rank: int, cases: Sequence[Case], options: argparse.Namespace, base: Path) -> None:
-    """Be one rank of the world of ``cases``: measure them all; rank 0 writes what it found."""
+    """Be one rank of the world of `cases`: measure them all; rank 0 writes what it found."""
     torch.set_num_threads(1)
     world = cases[0].world
     store = dist.FileStore(str(base / f"store-{world}"), world)
@@ -123,8 +123,8 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
 def check_losses(case: Case, trainings: Mapping[str, Training], reference: Training) -> None:
     """Raise RuntimeError unless each training's losses, averaged over ranks, are the reference's.
 
-    The reference has the data of all ranks. An unsharded training has its rank's only and nobody to agree
-    with, so of it just the first loss can be compared.
+    The reference has the data of all ranks. An unsharded training has only its rank's data and is in step with
+    no other rank, so only its first loss can be compared.
     """
     expected = torch.stack([reference.step() for _ in range(3)])
     allowed = TOLERANCE[case.dtype] * (expected[0] - expected[-1]).abs()
@@ -172,7 +172,7 @@ def peak_memory(engine: str, case: Case) -> Memory:
 
 @contextmanager
 def ranks(world: int, *arguments: object) -> Iterator[ProcessContext]:
-    """Run ``run_rank`` on new processes, which end with the context, however it ends."""
+    """Run `run_rank` on new processes, which end with the context, however it ends."""
     context = start_processes(
         run_rank, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
     )
@@ -225,7 +225,7 @@ def report(found: Sequence[Figures], engines: Sequence[str]) -> str:
 
 
 def compared(engines: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each of ours among ``engines`` with each of its peers among them."""
+    """Return each of ours among `engines` with each of its peers among them."""
     return [(mine, peer) for mine, peers in PEERS.items() for peer in peers if {mine, peer} <= {*engines}]
 
 

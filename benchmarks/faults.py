@@ -1,4 +1,4 @@
-"""What a test session says of faults in ranks, and how long it takes: one session, a healthy test after each.
+"""Reports of faults in ranks, and the time they take: one session, a healthy test after each fault.
 
     python benchmarks/faults.py [--repeats 3] [--json FILE]        the table of docs/faults.md
     python benchmarks/faults.py --endurance 500                     so many tests, every tenth one a fault
@@ -185,7 +185,7 @@ FAULTS = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a session said of one test."""
+    """The verdict of a session on one test."""
 
     outcome: str
     text: str

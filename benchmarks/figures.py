@@ -1,4 +1,4 @@
-"""What the benchmarks share: how figures are compared, shown, judged and told where they come from."""
+"""Figures of the benchmarks: comparison, tables, verdicts, and the machine they were measured on."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _covered(spans: Iterable[tuple[int, int]]) -> int:
-    """Return how many bytes lie in any of ``spans``: a storage may be a part of another one."""
+    """Return how many bytes lie in any of `spans`: a storage may be a part of another one."""
     covered = reached = 0
     for first, last in sorted(spans):
         covered += max(last - max(first, reached), 0)

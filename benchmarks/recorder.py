@@ -1,4 +1,4 @@
-"""Time an all_reduce with and without torch's flight recorder, which tells reports what is in flight.
+"""Time an all_reduce with and without torch's flight recorder, from which reports know what is in flight.
 
     python benchmarks/recorder.py [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""What engine.py trains: equal models under each engine, with the same options where they have them.
+"""The trainings of engine.py: equal models under each engine, with the same options where they have them.
 
 bf16: sharding engines hold fp32 shards, and gather, compute and reduce in bf16. Unsharded and DDP hold fp32
 parameters and compute under autocast; DDP sends gradients through torch's bf16_compress_hook. So each has
@@ -29,7 +29,7 @@ DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Case:
-    """What engines are compared on."""
+    """One comparison of engines: world size, model and dtype."""
 
     world: int
     model: str
@@ -42,7 +42,7 @@ class Block(nn.Sequential):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model: so many times ``make``, each of the class ``unit``; ``shape`` is that of one input."""
+    """A model: so many times `make`, each of the class `unit`; `shape` is that of one input."""
 
     make: Callable[[], nn.Module]
     times: int
@@ -83,7 +83,7 @@ def unsharded(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Modu
 
 
 def ddp(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
-    """Return the model under DDP; ``low``: gradients on the wire in bf16."""
+    """Return the model under DDP; `low`: gradients on the wire in bf16."""
     wrapped = DistributedDataParallel(model)
     if low:
         wrapped.register_comm_hook(None, send_bf16)
@@ -110,7 +110,7 @@ def fsdp1(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
 
 
 def fsdp2(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
-    """Return the model under torch's fully_shard; it too is told to prefetch in forward."""
+    """Return the model under torch's fully_shard; it is set to prefetch in forward as well."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
     units = list(model)
@@ -136,7 +136,7 @@ def ours_(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
 
 
 def ours_composable(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
-    """Return the model under harness.engine's fully_shard; it prefetches in forward without being told."""
+    """Return the model under harness.engine's fully_shard; it prefetches in forward by default."""
     policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
     for one in (*model, model):
         ours.fully_shard(one, reshard_after_forward=True, mp_policy=policy)
