@@ -31,7 +31,7 @@ NOTES = "lockstep_example"
 SEED = "lockstep_seed"
 """Seed that reproduces the failure where no database keeps it."""
 STATISTICS = "_hypothesis_stats"
-"""Where Hypothesis's plugin looks for them (`_hypothesis_pytestplugin`, seen in 6.170)."""
+"""Key under which Hypothesis's plugin reads them (`_hypothesis_pytestplugin`, seen in 6.170)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,12 +85,12 @@ class Context:
     timeout: float
     timed_out: bool
     seconds: float
-    """How long the item took, as the controller sees it."""
+    """Duration of the item, as the controller sees it."""
     rerun: Callable[[], str]
     """The command that runs this item again."""
     seed: int
     diagnosis: Diagnosis | None
-    """What was wrong between the ranks, if known."""
+    """The fault between the ranks, if known."""
     example: str = ""
     """The failing example of a property test, where no traceback shows it."""
 
