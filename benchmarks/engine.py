@@ -123,8 +123,8 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
 def check_losses(case: Case, trainings: Mapping[str, Training], reference: Training) -> None:
     """Raise RuntimeError unless each training's losses, averaged over ranks, are the reference's.
 
-    The reference has the data of all ranks. An unsharded training has only its rank's data and is in step with
-    no other rank, so only its first loss can be compared.
+    The reference has the data of all ranks. An unsharded training has only its rank's data
+    and is in step with no other rank, so only its first loss can be compared.
     """
     expected = torch.stack([reference.step() for _ in range(3)])
     allowed = TOLERANCE[case.dtype] * (expected[0] - expected[-1]).abs()

@@ -45,7 +45,7 @@ CONFTEST = """
 import os, time
 
 def _note(event):
-    # Ranks may load this file too; the line's process id distinguishes them from the process that was started.
+    # Ranks may load this file too; the process id of a line shows which one it is of.
     with open(os.environ["BENCHMARK_LOG"], "a") as log:
         log.write(f"{os.getpid()} {event} {time.monotonic()}\\n")
 
