@@ -1,6 +1,8 @@
 """The pytest plugin: options, the `ranks` marker, fixtures. Every pytest run loads it; must not import torch.
 
 Everything else is delegated: to `controller` in the process that the user started, to `rank` in a rank.
+
+PYTEST_DONT_REWRITE: in a rank the server has imported it before pytest could rewrite its asserts.
 """
 
 from __future__ import annotations
