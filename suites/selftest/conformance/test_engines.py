@@ -133,7 +133,16 @@ def test_several_engines_run_each_test_on_the_same_worlds(
 
 def test_the_line_of_an_item_runs_it_again(pytester: pytest.Pytester, other: str) -> None:
     copy_project("engines", pytester.path)
-    line = [*PLUGIN, "test_it.py::test_points[2]", "--engine", f"{other}:Other", "--subtest", "b=3"]
+    line = [
+        *PLUGIN,
+        "-W",
+        "error",
+        "test_it.py::test_points[2]",
+        "--engine",
+        f"{other}:Other",
+        "--subtest",
+        "b=3",
+    ]
     result = pytester.runpytest_subprocess(*line, timeout=60)
     result.stdout.fnmatch_lines(["SUBFAILED[[]b=3[]] test_it.py::test_points[[]2[]] - *"])
 
