@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from harness.assertions.closeness import EXACT, differences
 
-__all__ = ["assert_same_across_ranks", "fail_together", "gathered"]
-
 _SHOWN = 5  # names in one message; a model that was never synchronised differs in hundreds
 
 

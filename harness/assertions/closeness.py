@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["EXACT", "TOLERANCES", "Tolerance", "assert_named_close", "differences"]
-
 # A gradient may be None; so a mapping of gradients holds these.
 Named = Mapping[str, torch.Tensor | None]
 

@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-__all__ = ["assert_buffer_dtypes", "assert_gradient_dtypes", "assert_parameter_dtypes"]
-
 # One dtype for all, or by pattern of the name: "*.bias", "layers.0.*"; the first that fits a name counts.
 Expected = torch.dtype | Mapping[str, torch.dtype]
 

@@ -16,19 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.assertions.agreement import fail_together, gathered
 from harness.assertions.closeness import EXACT, Named, Tolerance, differences
 
-__all__ = [
-    "Run",
-    "Trainee",
-    "Training",
-    "assert_parity",
-    "assert_sharded_parity",
-    "local_part",
-    "named_gradients",
-    "named_parameters",
-    "per_rank_batches",
-    "train",
-]
-
 Batch = TypeVar("Batch")
 
 
@@ -177,7 +164,11 @@ def _train(trainee: Trainee, training: Training, start: Named) -> Run:
     optimizer = training.optimizer(model.parameters())
     for step in range(training.steps):
         optimizer.zero_grad()
-        _seed_generators(_seed(training.seed, rank, step))
+        seed = _seed(training.seed, rank, step)
+        # `torch.manual_seed` also formats a stack for every kind of device that was never used: 0.6 ms.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(seed)
         loss = training.loss(model, training.batches(step))
         run.losses.append({"loss": loss.detach().clone()})
         trainee.backward(model, scaler.scale(loss) if scaler else loss)
@@ -274,13 +265,6 @@ def _without_ddp(model: nn.Module) -> nn.Module:
 
 def _snapshot(tensors: Named) -> dict[str, torch.Tensor | None]:
     return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
-
-
-def _seed_generators(seed: int) -> None:
-    # `torch.manual_seed` also formats a stack for every kind of device that was never used: 0.6 ms on a rank.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
 
 
 def _seed(*parts: int) -> int:

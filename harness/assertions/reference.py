@@ -12,8 +12,6 @@ from torch.func import functional_call
 
 from harness.assertions.parity import Trainee, named_gradients, named_parameters
 
-__all__ = ["unsharded_with_casts"]
-
 
 def unsharded_with_casts(
     bare: nn.Module,

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.output import truncate
-from harness.reporting.pytest_internals import ExceptionChainRepr
+from harness.reporting.pytest_internals import ReprFileLocation, places
 
 MAX_MESSAGE = 4000
 """Characters. GitHub shows the beginning of a longer one."""
@@ -48,20 +47,23 @@ class Annotations:
             terminalreporter.write_line(line)
 
     def _add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        message = _message(report)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = truncate(report.longreprtext if crash is None else crash.message, MAX_MESSAGE)
         properties = dict(getattr(report, "user_properties", ()))
         if "rerun" in properties:
             message += f"\nre-run: {properties['rerun']}"
-        path, lineno = self._place(report)
+        path, lineno = self._place(report, crash)
         title = getattr(report, "head_line", None) or str(report.nodeid)
         where = f"file={_escape_property(path)},line={lineno},title={_escape_property(title)}"
         self._lines.append(f"::error {where}::{_escape(message)}")
 
-    def _place(self, report: pytest.TestReport | pytest.CollectReport) -> tuple[str, int]:
+    def _place(
+        self, report: pytest.TestReport | pytest.CollectReport, crash: ReprFileLocation | None
+    ) -> tuple[str, int]:
         """Return the innermost line of the traceback inside the checkout, else the first line of the test."""
-        for path, lineno in reversed(_lines_of(report)):
-            if inside := self._find(path):
-                return inside, lineno
+        for place in (crash, *reversed(places(report))):
+            if place is not None and (inside := self._find(place.path)):
+                return inside, place.lineno
         file, first, _ = report.location or (str(report.nodeid).split("::")[0], 0, "")
         return os.path.relpath(self._config.rootpath / file, self._root), (first or 0) + 1
 
@@ -73,20 +75,6 @@ class Annotations:
                 ours = full.is_relative_to(self._root) and "site-packages" not in full.parts
                 return str(full.relative_to(self._root)) if ours else None
         return None
-
-
-def _lines_of(report: Any) -> list[tuple[str, int]]:
-    longrepr = report.longrepr
-    places = []
-    if isinstance(longrepr, ExceptionChainRepr):
-        places = [getattr(entry, "reprfileloc", None) for entry in longrepr.chain[-1][0].reprentries]
-    places.append(getattr(longrepr, "reprcrash", None))
-    return [(place.path, place.lineno) for place in places if place is not None]
-
-
-def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return truncate(report.longreprtext if crash is None else crash.message, MAX_MESSAGE)
 
 
 def _checkout(path: Path) -> Path:

@@ -29,16 +29,19 @@ def explain(
     context: Context, causes: list[Problem], ranks: list[RankReports], reports: dict[int, pytest.TestReport]
 ) -> ExceptionChainRepr:
     """Compose the representation of a failed phase: head, first cause, other causes, the line to re-run."""
-    first, *others = _group(causes)
+    groups: dict[object, list[Problem]] = {}
+    for cause in causes:
+        groups.setdefault(cause.key(), []).append(cause)
+    first, *others = groups.values()
     sentence = _diagnosis(context, first[0], ranks)
     head = [sentence] if sentence else []
     head += _head(first, len(ranks), others)
     if cases := {rank.case() for rank in ranks} - {""}:
         head.append(f"subtests after [{max(cases)}] did not run")
-    in_groups = {problem.rank for group in (first, *others) for problem in group}
+    to_blame = {cause.rank for cause in causes}
     peer = f"its connection to rank {first[0].rank}" if len(ranks) == 2 else "a connection"
     for rank in ranks:
-        if rank.rank not in in_groups:
+        if rank.rank not in to_blame:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
     longrepr = ExceptionChainRepr([(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence)])
     for group in others:
@@ -47,13 +50,6 @@ def explain(
         longrepr.addsection("failing example", context.example, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
     return longrepr
-
-
-def _group(problems: list[Problem]) -> list[list[Problem]]:
-    groups: dict[object, list[Problem]] = {}
-    for problem in problems:
-        groups.setdefault(problem.key(), []).append(problem)
-    return list(groups.values())
 
 
 def _head(first: list[Problem], size: int, others: list[list[Problem]]) -> list[str]:
@@ -69,8 +65,8 @@ def _head(first: list[Problem], size: int, others: list[list[Problem]]) -> list[
 
 def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> str:
     """Say what was wrong between the ranks, unless the first cause explains the failure without it."""
-    stuck = {rank.rank for rank in ranks if isinstance(rank.fate, Stuck)}
-    needed = first.rank in stuck or first.is_mismatch or first.is_victim()
+    stuck = any(isinstance(rank.fate, Stuck) for rank in ranks if rank.rank == first.rank)
+    needed = stuck or first.is_mismatch or first.is_victim()
     return context.diagnosis.sentence if context.diagnosis is not None and needed else ""
 
 

@@ -7,32 +7,24 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import pytest
 
+from harness.output import truncate
 from harness.properties.messages import EXAMPLE, HYPOTHESIS
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
-from harness.reporting.rank_reports import (
-    PHASES,
-    Context,
-    Phase,
-    RankReports,
-    read_hypothesis_notes,
-    read_outcome,
-)
-from harness.reporting.user_properties import (
-    merge_properties,
-    pass_on_xml_notes,
-    properties_of_failure,
-    repeat_in_later_reports,
-)
-from harness.world.diagnosis import Diagnosis
+from harness.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
+from harness.reporting.rank_reports import PHASES, Context, HypothesisNotes, Phase, RankReports
 from harness.world.outcome import Died, ItemOutcome, Stuck
+
+MAX_CAUSE = 500
+"""Characters."""
+Property = tuple[str, object]
 
 
 def merge(
@@ -48,25 +40,21 @@ def merge(
         rerun: returns the command that runs the item again; called for failures only.
         last: the last outcome of a property test that ended worlds before it.
     """
-    notes = read_hypothesis_notes(last or outcome)
+    notes = HypothesisNotes.read(last or outcome)
+    ranks = [RankReports.read(item.config, rank) for rank in outcome.ranks]
+    _pass_on_xml_notes(item, ranks)
 
-    def rerun_item() -> str:
-        return rerun() + notes.rerun
+    def rerun_subtests(*subtests: str) -> str:
+        return rerun() + notes.rerun + "".join(f" --subtest {shlex.quote(name)}" for name in subtests)
 
-    ranks = [read_outcome(item.config, rank) for rank in outcome.ranks]
+    # The re-run is restricted to the case that a rank was stuck in, else to those that the user selected.
     selected = item.config.getoption("subtest") if _uses_run_subtests(item) else []
-    context = Context(
-        item.config,
-        item,
-        outcome.timeout,
-        outcome.timed_out,
-        outcome.seconds,
-        partial(_rerun_of_all, rerun_item, ranks, selected),
-        seed,
-        outcome.diagnosis or _last_of_examples(outcome),
-        notes.example if last is not None and last is not outcome else "",
-    )
-    pass_on_xml_notes(context, ranks)
+    cases = {rank.case() for rank in ranks} - {""}
+    rerun_all = partial(rerun_subtests, *(map(_as_option, cases) if len(cases) == 1 else selected))
+    of_examples = [found for case, found in outcome.diagnoses.items() if case.startswith(EXAMPLE)]
+    diagnosis = outcome.diagnosis or next(reversed(of_examples), None)
+    example = notes.example if last is not None and last is not outcome else ""
+    context = Context(item, outcome, rerun_all, seed, diagnosis, example)
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
     merged = []
@@ -75,11 +63,11 @@ def merge(
         if phase == "call":
             if bad == "setup" or not (reports or problems[phase]):
                 continue
-            merged.extend(_merge_subtests(replace(context, rerun=rerun_item), ranks, outcome.diagnoses))
+            merged.extend(_merge_subtests(context, ranks, rerun_subtests))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
     notes.add_statistics(merged)
-    repeat_in_later_reports(merged)
+    _repeat_in_later_reports(merged)
     return merged
 
 
@@ -87,20 +75,12 @@ def _uses_run_subtests(item: pytest.Item) -> bool:
     return "run_subtests" in getattr(item, "fixturenames", ())
 
 
-def _rerun_of_all(rerun: Callable[[], str], ranks: list[RankReports], selected: list[str]) -> str:
-    """Restrict the command to the case that a rank was stuck in, else to those that the user selected."""
-    cases = {rank.case() for rank in ranks} - {""}
-    if len(cases) == 1:
-        return _with_case(rerun, cases.pop())
-    return "".join([rerun(), *(f" --subtest {shlex.quote(chosen)}" for chosen in selected)])
-
-
-def _with_case(rerun: Callable[[], str], case: str) -> str:
-    return f"{rerun()} --subtest {shlex.quote(case.replace(', ', ','))}"
+def _as_option(case: str) -> str:
+    return case.replace(", ", ",")
 
 
 def _merge_subtests(
-    context: Context, ranks: list[RankReports], diagnoses: Mapping[str, Diagnosis]
+    context: Context, ranks: list[RankReports], rerun: Callable[..., str]
 ) -> list[pytest.TestReport]:
     names = dict.fromkeys(name for rank in ranks for name in rank.subtests)
     merged = []
@@ -109,8 +89,8 @@ def _merge_subtests(
         problems = subtest_problems(context, ranks, name, reports)
         case = reports[min(reports)].context.msg
         is_case = case and _uses_run_subtests(context.item)
-        rerun = partial(_with_case, context.rerun, case) if is_case else context.rerun
-        of_case = replace(context, rerun=rerun, diagnosis=diagnoses.get(case))
+        rerun_case = partial(rerun, _as_option(case)) if is_case else rerun
+        of_case = replace(context, rerun=rerun_case, diagnosis=context.outcome.diagnoses.get(case))
         merged.append(_merge_phase(of_case, "call", reports, problems, ranks))
     return merged
 
@@ -131,22 +111,21 @@ def _merge_phase(
     problems: list[Problem],
     ranks: list[RankReports],
 ) -> pytest.TestReport:
-    causes = find_causes(problems)
-    causes.sort(key=lambda problem: problem.at)
+    causes = sorted(find_causes(problems), key=lambda problem: problem.at)
     merged = _template(context, phase, reports, causes)
     if reports:
         merged.start = min(report.start for report in reports.values())
         merged.stop = max(report.stop for report in reports.values())
         merged.duration = max(report.duration for report in reports.values())
     printed = {rank.rank: sections for rank in ranks if (sections := _printed(rank, phase, reports))}
-    merged.sections = _sections(context, printed, {problem.rank for problem in causes})
-    merged.user_properties = merge_properties(reports.values())
+    merged.sections = _sections(context.item.config, printed, {problem.rank for problem in causes})
+    merged.user_properties = _merge_properties(reports.values())
     if any(cause.report is None for cause in causes):  # died and killed ranks report no duration
-        merged.duration = max(merged.duration, context.seconds)
+        merged.duration = max(merged.duration, context.outcome.seconds)
     if causes:
         merged.outcome = "failed"
         merged.longrepr = shown = explain(context, causes, ranks, reports)
-        merged.user_properties += properties_of_failure(context, causes, shown)
+        merged.user_properties += _properties_of_failure(context, causes, shown)
     return merged
 
 
@@ -182,14 +161,14 @@ def _printed(rank: RankReports, phase: Phase, reports: dict[int, pytest.TestRepo
 
 
 def _sections(
-    context: Context, printed: dict[int, list[tuple[str, str]]], to_blame: set[int]
+    config: pytest.Config, printed: dict[int, list[tuple[str, str]]], to_blame: set[int]
 ) -> list[tuple[str, str]]:
-    shown = context.config.getoption("rank_output")
+    shown = config.getoption("rank_output")
     if shown == "none":
         return []
     ranks = sorted(printed, key=lambda rank: (rank not in to_blame, rank))
     # pytest's XML report joins the texts and leaves out their titles.
-    titled = context.config.getoption("xmlpath", None) and context.config.getini("junit_logging") != "no"
+    titled = config.getoption("xmlpath", None) and config.getini("junit_logging") != "no"
     wanted = [rank for rank in ranks if shown == "all" or not to_blame or rank in to_blame]
     return [
         (f"{title} (rank {rank})", f"rank {rank}:\n{text}" if titled else text)
@@ -199,7 +178,51 @@ def _sections(
     ]
 
 
-def _last_of_examples(outcome: ItemOutcome) -> Diagnosis | None:
-    """Return the diagnosis of the last example that all ranks were stuck in."""
-    cases = [case for case in outcome.diagnoses if case.startswith(EXAMPLE)]
-    return outcome.diagnoses[cases[-1]] if cases else None
+def _properties_of_failure(
+    context: Context, causes: list[Problem], shown: ExceptionChainRepr
+) -> list[Property]:
+    """Return `rank` (of those to blame), `cause` (a line) and `rerun` (a command) of a failure."""
+    crash = shown.reprcrash
+    message = "" if crash is None else crash.message.removeprefix(f"rank {causes[0].rank}: ")
+    return [
+        ("rank", ", ".join(map(str, sorted({cause.rank for cause in causes})))),
+        ("cause", truncate(next(iter(message.splitlines()), causes[0].title), MAX_CAUSE)),
+        ("rerun", context.rerun()),
+    ]
+
+
+def _merge_properties(reports: Iterable[pytest.TestReport]) -> list[Property]:
+    """Return the properties that tests have recorded on any rank, equal pairs once."""
+    found: list[Property] = []
+    for report in reports:
+        # pytest's XML escapes values, but not names.
+        named = ((bin_xml_escape(name), value) for name, value in report.user_properties)
+        found.extend(pair for pair in named if pair not in found)
+    return found
+
+
+def _repeat_in_later_reports(merged: list[pytest.TestReport]) -> None:
+    """Repeat the properties of failures in the later reports of the item that passed.
+
+    XML reports take the properties of a test from its last report.
+    """
+    of_failures: list[Property] = []
+    for report in merged:
+        if report.failed:
+            of_failures.extend(pair for pair in report.user_properties if pair not in of_failures)
+        else:
+            report.user_properties.extend(pair for pair in of_failures if pair not in report.user_properties)
+
+
+def _pass_on_xml_notes(item: pytest.Item, ranks: list[RankReports]) -> None:
+    """Replay calls of `record_testsuite_property` and such in pytest's XML report, if there is one."""
+    xml = xml_report(item.config)
+    for rank in ranks:
+        for report in (*rank.phases.values(), *rank.subtests.values()):
+            for note, name, value in vars(report).pop("xml_notes", ()):
+                if xml is None:
+                    continue
+                if note == "attribute":
+                    xml.node_reporter(item.nodeid).add_attribute(name, value)
+                elif (name, bin_xml_escape(value)) not in xml.global_properties:
+                    xml.add_global_property(name, value)

@@ -6,8 +6,8 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 
@@ -42,20 +42,16 @@ class Problem:
 
     def is_victim(self) -> bool:
         """Whether the rank only suffered from the failure of another."""
-        if self.report is None:
-            return False
-        return any(
-            VICTIM_OF_A_CASE in message
-            or VICTIM_OF_AN_EXAMPLE in message
-            or BROKEN_CONNECTION.search(message)
-            for message in messages(self.report)
+        return self.is_bystander() or any(
+            VICTIM_OF_A_CASE in message or BROKEN_CONNECTION.search(message) for message in self._messages()
         )
 
     def is_bystander(self) -> bool:
         """Whether the rank only learned by a vote that an example had failed on another."""
-        return self.report is not None and any(
-            VICTIM_OF_AN_EXAMPLE in message for message in messages(self.report)
-        )
+        return any(VICTIM_OF_AN_EXAMPLE in message for message in self._messages())
+
+    def _messages(self) -> list[str]:
+        return [] if self.report is None else messages(self.report)
 
     def details(self) -> str:
         """Return the traceback, or stacks and last output where there is no report."""
@@ -68,7 +64,7 @@ class Problem:
         """Return a value that is equal for problems of which one is to be shown."""
         if self.report is None:
             return self.title, self.text, self.output
-        text = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(messages(self.report)))
+        text = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(self._messages()))
         return text, lines(self.report)
 
 
@@ -91,9 +87,9 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
     _add_silence(context, ranks, found)
     _add_disagreement(context, ranks, found)
     _add_stuck(context, ranks, found)
-    if not any(_all(found)):
+    if not any(found.values()):
         _add_unnoticed_mismatch(context, ranks, found)
-    if not any(_all(found)):
+    if not any(found.values()):
         _add_out_of_step(context, ranks, found)
     if _is_expected_failure(ranks, found):
         return {phase: [] for phase in PHASES}
@@ -107,29 +103,17 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
     return found
 
 
-def _all(found: dict[Phase, list[Problem]]) -> Iterable[Problem]:
-    return (problem for problems in found.values() for problem in problems)
-
-
 def _death(context: Context, rank: int, died: Died) -> Problem:
-    why = died.how + _explain_gloo(died.output)
-    base = str(context.config.invocation_params.dir)
+    why = died.how
+    if match := _GLOO_RECEIVED_TOO_MUCH.search(died.output):
+        # The check by which gloo aborts a process that receives more than its buffer holds.
+        sizes = f"gloo received {match[1]} bytes where it expected {match[2]}"
+        why += f" ({sizes}: shapes or dtypes differ between ranks)"
     if died.importing:
         why += f" while importing {_relative(context, died.importing)}"
-    where = user_line(died.output, base)
+    where = user_line(died.output, str(context.item.config.invocation_params.dir))
     title = f"{why}, at {where}" if where else why
     return Problem(rank, died.at, title, output=died.output, crash=_crash(context, where, why))
-
-
-def _explain_gloo(output: str) -> str:
-    """Explain the check by which gloo aborts a process that receives more than its buffer holds."""
-    if match := _GLOO_RECEIVED_TOO_MUCH.search(output):
-        received, expected = match.groups()
-        return (
-            f" (gloo received {received} bytes where it expected {expected}: "
-            "shapes or dtypes differ between ranks)"
-        )
-    return ""
 
 
 def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
@@ -142,7 +126,7 @@ def _crash(context: Context, where: str, message: str) -> ReprFileLocation:
 
 def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """Blame a rank that was killed while it ran if nothing else explains that, or if it had failed before."""
-    explained = any(not problem.is_victim() for problem in _all(found))
+    explained = any(not problem.is_victim() for problem in chain(*found.values()))
     stuck = [rank.fate for rank in ranks if isinstance(rank.fate, Stuck)]
     waits_alone = all(fate.status.state == "votes" for fate in stuck)
     for rank in ranks:
@@ -153,35 +137,28 @@ def _add_stuck(context: Context, ranks: list[RankReports], found: dict[Phase, li
 
 
 def _standstill(context: Context, rank: int, stuck: Stuck) -> Problem:
-    title = f"{_when_ended(context, stuck)}, in {place_of(stuck.status)}"
-    blamed = context.diagnosis is not None and rank in context.diagnosis.blame
-    return Problem(
-        rank,
-        0.0 if blamed else stuck.at,
-        title,
-        text=stuck.status.stacks,
-        output=stuck.output,
-        crash=_crash(context, stuck.status.where, title),
-    )
-
-
-def _when_ended(context: Context, stuck: Stuck) -> str:
+    outcome, status = context.outcome, stuck.status
     if stuck.importing:
-        return (
-            f"did not finish importing {_relative(context, stuck.importing)} within {context.seconds:.0f} s"
-        )
-    if context.timed_out:
-        return f"timed out after {context.timeout:g} s"
-    return f"killed by the harness after {context.seconds:.1f} s"
+        file = _relative(context, stuck.importing)
+        end = f"did not finish importing {file} within {outcome.seconds:.0f} s"
+    elif outcome.timed_out:
+        end = f"timed out after {outcome.timeout:g} s"
+    else:
+        end = f"killed by the harness after {outcome.seconds:.1f} s"
+    title = f"{end}, in {place_of(status)}"
+    blamed = context.diagnosis is not None and rank in context.diagnosis.blame
+    crash = _crash(context, status.where, title)
+    return Problem(rank, 0.0 if blamed else stuck.at, title, None, status.stacks, stuck.output, crash)
 
 
 def _relative(context: Context, path: str) -> str:
-    return path.removeprefix(f"{context.config.invocation_params.dir}/")
+    return path.removeprefix(f"{context.item.config.invocation_params.dir}/")
 
 
 def _add_silence(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
     """Fail a rank that reached the end of an item and sent no report of a phase."""
-    calls = not (context.config.getoption("setuponly", False) or context.config.getoption("setupplan", False))
+    config = context.item.config
+    calls = not (config.getoption("setuponly", False) or config.getoption("setupplan", False))
     for rank in ranks:
         setup = rank.phases.get("setup")
         if not isinstance(rank.fate, Finished) or any(report.failed for report in rank.phases.values()):
@@ -220,11 +197,8 @@ def _different_outcomes(
         report = reports.get(rank.rank)
         if not isinstance(rank.fate, Finished) or (report is not None and report.outcome == most):
             continue
-        if report is None:
-            title = "did not reach it and others did: ranks disagree"
-        else:
-            title = f"{report.outcome} it and others did not: ranks disagree"
-        problems.append(_wrong(context, rank.rank, title))
+        what = f"{report.outcome} it and others did not" if report else "did not reach it and others did"
+        problems.append(_wrong(context, rank.rank, f"{what}: ranks disagree"))
     return problems
 
 
@@ -256,7 +230,7 @@ def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Ph
     """Fail a test that only some ranks left by a skip, or by `pytest.xfail()` without a mark on the test."""
     marked = context.item.get_closest_marker("xfail") is not None
     left = [(rank, way[0]) for rank in ranks if (way := rank.skip() or (not marked and rank.xfail_call()))]
-    if len(left) in (0, len(ranks)) or any(not problem.is_victim() for problem in _all(found)):
+    if len(left) in (0, len(ranks)) or any(not problem.is_victim() for problem in chain(*found.values())):
         return
     rank, phase = left[0]
     report = rank.phases[phase]
@@ -274,5 +248,5 @@ def _is_expected_failure(ranks: list[RankReports], found: dict[Phase, list[Probl
     return expected and all(
         problem.is_victim()
         or (problem.report is not None and problem.report.longreprtext.startswith(_STRICT_XPASS))
-        for problem in _all(found)
+        for problem in chain(*found.values())
     )

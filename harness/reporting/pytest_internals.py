@@ -24,7 +24,7 @@ Link = tuple[ReprTraceback, ReprFileLocation | None, str | None]
 """One exception of a chain, as pytest represents it."""
 
 
-def links(report: pytest.TestReport) -> list[Link]:
+def links(report: pytest.TestReport | pytest.CollectReport) -> list[Link]:
     """Return the chain of exceptions of a failure, empty if pytest has only a text."""
     match report.longrepr:
         case ExceptionChainRepr() as longrepr:
@@ -43,13 +43,16 @@ def messages(report: pytest.TestReport) -> list[str]:
     return messages or [report.longreprtext or "(no message)"]
 
 
-def lines(report: pytest.TestReport) -> tuple[str, ...]:
-    """Return the lines that the traceback goes through, the test's own first."""
-    own = location_of(report, "")
+def places(report: pytest.TestReport | pytest.CollectReport) -> list[ReprFileLocation]:
+    """Return the places that the traceback goes through, the test's own first; empty if pytest shows none."""
     chain = links(report)
-    places = [getattr(entry, "reprfileloc", None) for entry in chain[-1][0].reprentries] if chain else []
-    found = tuple(f"{place.path}:{place.lineno}" for place in places if place is not None)
-    return found or (f"{own.path}:{own.lineno}",)
+    found = [getattr(entry, "reprfileloc", None) for entry in chain[-1][0].reprentries] if chain else []
+    return [place for place in found if place is not None]
+
+
+def lines(report: pytest.TestReport) -> tuple[str, ...]:
+    """Return `places`, or the first line of the test, as `file:line`."""
+    return tuple(f"{at.path}:{at.lineno}" for at in places(report) or [location_of(report, "")])
 
 
 def location_of(report: pytest.TestReport, message: str) -> ReprFileLocation:

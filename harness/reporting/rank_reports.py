@@ -33,6 +33,20 @@ class RankReports:
     fate: Finished | Died | Stuck | None = None
     left_in_flight: str | None = None
 
+    @classmethod
+    def read(cls, config: pytest.Config, outcome: RankOutcome) -> RankReports:
+        """Deserialise the reports of one rank."""
+        ranks = cls(outcome.rank, fate=outcome.fate, left_in_flight=outcome.left_in_flight)
+        counts: Counter[str] = Counter()  # two subtests of a test may have the same name
+        for data in outcome.reports:
+            report = config.hook.pytest_report_from_serializable(config=config, data=data)
+            if type(report) is pytest.TestReport:
+                ranks.phases[report.when] = report
+            else:
+                counts[report.head_line] += 1
+                ranks.subtests[report.head_line, counts[report.head_line]] = report
+        return ranks
+
     def reached(self) -> Phase:
         """Return the phase in which the rank died or was killed."""
         assert isinstance(self.fate, Died | Stuck)
@@ -80,12 +94,8 @@ class RankReports:
 class Context:
     """Facts about an item, other than reports, that its merged reports depend on."""
 
-    config: pytest.Config
     item: pytest.Item
-    timeout: float
-    timed_out: bool
-    seconds: float
-    """Duration of the item, as the controller sees it."""
+    outcome: ItemOutcome
     rerun: Callable[[], str]
     """The command that runs this item again."""
     seed: int
@@ -93,20 +103,6 @@ class Context:
     """The fault between the ranks, if known."""
     example: str = ""
     """The failing example of a property test, where no traceback shows it."""
-
-
-def read_outcome(config: pytest.Config, outcome: RankOutcome) -> RankReports:
-    """Deserialise the reports of one rank."""
-    ranks = RankReports(outcome.rank, fate=outcome.fate, left_in_flight=outcome.left_in_flight)
-    counts: Counter[str] = Counter()  # two subtests of a test may have the same name
-    for data in outcome.reports:
-        report = config.hook.pytest_report_from_serializable(config=config, data=data)
-        if type(report) is pytest.TestReport:
-            ranks.phases[report.when] = report
-        else:
-            counts[report.head_line] += 1
-            ranks.subtests[report.head_line, counts[report.head_line]] = report
-    return ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +115,19 @@ class HypothesisNotes:
     """Options that the command to run the test again needs in addition."""
     statistics: str
 
+    @classmethod
+    def read(cls, outcome: ItemOutcome) -> HypothesisNotes:
+        found: dict[str, str] = {}
+        for report in (report for rank in outcome.ranks for report in rank.reports):
+            for name in (NOTES, SEED, STATISTICS):
+                if name in report:
+                    found.setdefault(name, str(report[name]))
+        rerun = f" --hypothesis-seed={found[SEED]}" if found.get(SEED) else ""
+        return cls(found.get(NOTES, ""), rerun, found.get(STATISTICS, ""))
+
     def add_statistics(self, merged: Sequence[pytest.TestReport]) -> None:
         """Put the statistics where Hypothesis's plugin looks for them, once."""
         for report in merged:
             vars(report).pop(STATISTICS, None)
         if self.statistics and merged:
             vars(merged[-1])[STATISTICS] = self.statistics
-
-
-def read_hypothesis_notes(outcome: ItemOutcome) -> HypothesisNotes:
-    found: dict[str, str] = {}
-    for report in (report for rank in outcome.ranks for report in rank.reports):
-        for name in (NOTES, SEED, STATISTICS):
-            if name in report:
-                found.setdefault(name, str(report[name]))
-    seed = found.get(SEED, "")
-    rerun = f" --hypothesis-seed={seed}" if seed else ""
-    return HypothesisNotes(found.get(NOTES, ""), rerun, found.get(STATISTICS, ""))
