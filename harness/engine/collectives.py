@@ -23,8 +23,7 @@ from harness.engine.mesh import Axis, MeshInfo
 class BufferPool:
     """Lend 1-D buffers whose values are undefined, and keep returned ones until `clear`.
 
-    One group after the other sends its gradients from them and receives those of others in them. A backward
-    has one reduction in flight, so two buffers of the largest group's size serve all of it.
+    Groups send their gradients from them and receive those of others in them.
     """
 
     def __init__(self) -> None:
@@ -116,14 +115,8 @@ def start_exchange(shard: Tensor, axis: Axis) -> Callable[[], tuple[Tensor, ...]
     with record_function(GATHER):
         if _is_gloo_pair(shard, axis):
             other = torch.empty_like(shard)
-            work = _swap(other, shard, axis)
             pair = (shard, other) if axis.rank == 0 else (other, shard)
-
-            def finish() -> tuple[Tensor, ...]:
-                work.wait()
-                return pair
-
-            return finish
+            return _after(_swap(other, shard, axis), lambda: pair)
         arrived = _start_gather(shard.new_empty(axis.size * shard.numel()), shard, axis)
     return lambda: arrived().view(axis.size, -1).unbind()
 
@@ -140,28 +133,17 @@ def start_mean(
     the shard axis exchange pieces and add them in rank order, in fp32 (fp64 for fp64), and so do those of the
     replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
-    with record_function(REDUCE):
-        return _start_mean(full, mesh, dtype, pool, sum_)
-
-
-def start_inside(full: Tensor, mesh: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
-    """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of `full`."""
-    assert mesh.shard is not None
-    with record_function(REDUCE):
-        return _start_reduce_scatter(full, mesh.shard, sum_.divided_by(mesh), full.dtype, pool)
-
-
-def _start_mean(full: Tensor, mesh: MeshInfo, dtype: torch.dtype, pool: BufferPool, sum_: Sum) -> Finish:
     across, divisor = mesh.replicate, sum_.divided_by(mesh)
-    if not full.numel() or mesh.size == 1:
-        return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
-    if mesh.shard is None:
-        assert across is not None
-        reduced = _start_all_reduce(full, across, divisor, pool)
-        return lambda: reduced().to(dtype)
+    with record_function(REDUCE):
+        if not full.numel() or mesh.size == 1:
+            return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
+        if mesh.shard is None:
+            assert across is not None
+            reduced = _start_all_reduce(full, across, divisor, pool)
+            return lambda: reduced().to(dtype)
+        scattered = _start_reduce_scatter(full, mesh.shard, divisor, full.dtype if across else dtype, pool)
     if across is None:
-        return _start_reduce_scatter(full, mesh.shard, divisor, dtype, pool)
-    scattered = _start_reduce_scatter(full, mesh.shard, divisor, full.dtype, pool)
+        return scattered
 
     def finish() -> Tensor:
         with record_function(REDUCE):
@@ -171,6 +153,13 @@ def _start_mean(full: Tensor, mesh: MeshInfo, dtype: torch.dtype, pool: BufferPo
             return _start_all_reduce(shard, across, 1, pool)().to(dtype)
 
     return finish
+
+
+def start_inside(full: Tensor, mesh: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
+    """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of `full`."""
+    assert mesh.shard is not None
+    with record_function(REDUCE):
+        return _start_reduce_scatter(full, mesh.shard, sum_.divided_by(mesh), full.dtype, pool)
 
 
 def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = False) -> Tensor:
@@ -222,10 +211,15 @@ def _start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:
         halves[axis.rank].copy_(shard)
     else:
         work = _all_gather(full, shard, group=axis.group, async_op=True)
+    return _after(work, lambda: full)
 
-    def finish() -> Tensor:
+
+def _after(work: dist.Work, result: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that waits for `work` and returns `result()`."""
+
+    def finish() -> T:
         work.wait()
-        return full
+        return result()
 
     return finish
 
@@ -250,31 +244,20 @@ def _start_reduce_scatter(
 ) -> Finish:
     """Start the sum over `axis`, divided; the result is this rank's piece of it in `dtype`."""
     if axis.backends.get(full.device.type) == "nccl":
-        return _start_native_reduce_scatter(full, axis, divisor, dtype)
+        # nccl sums in the dtype that it sends. Half of the division comes before the sum, so that this
+        # neither overflows nor underflows.
+        before, after = divide_factors(divisor)
+        shard = full.new_empty(full.numel() // axis.size)
+        work = _reduce_scatter(shard, full.div_(before), group=axis.group, async_op=True)
+        return _after(work, lambda: shard.div_(after).to(dtype))
     received = pool.take_like(full)
-    work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)
 
-    def finish() -> Tensor:
-        work.wait()
+    def result() -> Tensor:
         shard = _sum_in_order(received.view(axis.size, -1), divisor, dtype)
         pool.give(received)
         return shard
 
-    return finish
-
-
-def _start_native_reduce_scatter(full: Tensor, axis: Axis, divisor: float, dtype: torch.dtype) -> Finish:
-    # nccl sums in the dtype that it sends. Half of the division comes before the sum, so that this neither
-    # overflows nor underflows.
-    before, after = divide_factors(divisor)
-    shard = full.new_empty(full.numel() // axis.size)
-    work = _reduce_scatter(shard, full.div_(before), group=axis.group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return shard.div_(after).to(dtype)
-
-    return finish
+    return _after(dist.all_to_all_single(received, full, group=axis.group, async_op=True), result)
 
 
 def _start_all_reduce(full: Tensor, axis: Axis, divisor: float, pool: BufferPool) -> Finish:
@@ -293,12 +276,7 @@ def _start_all_reduce(full: Tensor, axis: Axis, divisor: float, pool: BufferPool
         return finish
     before, after = divide_factors(divisor)
     work = dist.all_reduce(full.div_(before), group=axis.group, async_op=True)
-
-    def finish_native() -> Tensor:
-        work.wait()
-        return full.div_(after)
-
-    return finish_native
+    return _after(work, lambda: full.div_(after))
 
 
 def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:

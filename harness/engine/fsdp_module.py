@@ -43,7 +43,7 @@ class FSDPModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a plain module of the original class, as a slice of an `nn.Sequential` should be."""
-        return _bare(cls)(*args, **kwargs)
+        return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(self, super().__call__, args, kwargs)
@@ -53,15 +53,12 @@ class FSDPModule(nn.Module):
 
         With `async_op` only start the all-gather, and return a handle to wait for it.
         """
-        group = self._composed_unit.group
-        if group:
+        if group := self._composed_unit.group:
             group.prefetch()
             group.pin()
-        handle = UnshardHandle(group)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+            if not async_op:
+                group.unshard()
+        return UnshardHandle(group) if async_op else None
 
     def reshard(self) -> None:
         """Reshard parameters; what was changed in unsharded ones is lost."""
@@ -179,11 +176,7 @@ class FSDPModule(nn.Module):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make the method of `module` unshard and reshard as its forward does; other modules stay as they are.
-
-    Raises:
-        ValueError: If there is no such method.
-    """
+    """Make the method of `module` unshard and reshard as its forward does; other modules stay as they are."""
     if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)
@@ -203,13 +196,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def class_of(cls: type[nn.Module], prefix: str) -> type[FSDPModule]:
     """Return the `FSDPModule` that modules of class `cls` become, the same one every time."""
     return type(f"{prefix}{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-
-
-def _bare(cls: type[FSDPModule]) -> type[nn.Module]:
-    """Return the class that modules had before they became `cls`."""
-    bare = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-    assert issubclass(bare, nn.Module)
-    return bare
 
 
 def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:

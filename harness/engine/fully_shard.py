@@ -24,9 +24,9 @@ from harness.engine.api import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from harness.engine.config import Ignored, UnitConfig
+from harness.engine.config import UnitConfig
 from harness.engine.fsdp_module import FSDPModule, adopt, class_of
-from harness.engine.init import build_unit, ignored_parameters
+from harness.engine.init import build_unit, check_type, ignored_parameters
 from harness.engine.mesh import DTensorPlacement, MeshInfo, ProcessGroups, check_neighbours, device_of
 from harness.engine.unit import Unit
 from harness.engine.wrapping import has_forward
@@ -62,19 +62,16 @@ def fully_shard(
     Raises:
         ValueError, TypeError: For what cannot be sharded; the message says what, where, and the remedy.
     """
-    mesh = _mesh(mesh, "fully_shard", most=2)
-    config = replace(
-        _config(module, "fully_shard", mesh, mp_policy, offload_policy),
-        ignored=Ignored(parameters=ignored_parameters("fully_shard", ignored_params)),
-        placement_fn=shard_placement_fn,
-    )
-    reshards = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
-    reshard_to = reshard_after_forward if reshards is None else None
-    if reshard_to is not None:
+    modules, mesh = _listed(module), _mesh(mesh, "fully_shard", most=2)
+    config = _config(modules, "fully_shard", mesh, mp_policy, offload_policy)
+    ignored = ignored_parameters("fully_shard", ignored_params)
+    config = replace(config, ignored=ignored, placement_fn=shard_placement_fn)
+    reshard_to = None
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        reshard_to, reshard_after_forward = reshard_after_forward, True
         check_neighbours(config.mesh, reshard_to)
-    unit = _compose(module, config, "FSDP")
-    unit.options.reshard_to = reshard_to
-    unit.options.reshard_after_forward = reshards if reshard_to is None else True
+    options = _compose(modules, config, "FSDP").options
+    options.reshard_to, options.reshard_after_forward = reshard_to, reshard_after_forward
     return module
 
 
@@ -91,23 +88,26 @@ def replicate(
     As `fully_shard`, but parameters become `DTensor`s with Replicate, nothing is gathered, and the gradients
     of a group are averaged in one all-reduce.
     """
-    mesh = _mesh(mesh, "replicate", most=1)
-    config = replace(
-        _config(module, "replicate", mesh, mp_policy, offload_policy),
-        ignored=Ignored(parameters=ignored_parameters("replicate", ignored_params)),
-    )
-    _compose(module, config, "Replicate")
+    modules, mesh = _listed(module), _mesh(mesh, "replicate", most=1)
+    config = _config(modules, "replicate", mesh, mp_policy, offload_policy)
+    _compose(modules, replace(config, ignored=ignored_parameters("replicate", ignored_params)), "Replicate")
     return module
 
 
+def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    return given if isinstance(given, list) else [given]
+
+
 def _config(
-    given: object, front: str, mesh: DeviceMesh, mp_policy: object, offload_policy: object
+    modules: list[nn.Module],
+    front: str,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
 ) -> UnitConfig:
     """Return the settings of `front` on `mesh`; raise TypeError for other policies, torch's own included."""
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(_of_harness(f"{front}: mp_policy must be a MixedPrecisionPolicy", mp_policy))
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(_of_harness("offload_policy must be an OffloadPolicy", offload_policy))
+    check_type(MixedPrecisionPolicy, f"{front}: mp_policy must be a", mp_policy)
+    check_type(OffloadPolicy, "offload_policy must be an", offload_policy)
     groups: ProcessGroups
     placements: tuple[Placement, ...]
     if front == "replicate":
@@ -119,7 +119,6 @@ def _config(
         strategy, placements, groups = ShardingStrategy.FULL_SHARD, (Shard(0),), mesh.get_group()
     on_cpu = mesh.device_type == "cpu"
     casts = mp_policy.cast_forward_inputs
-    modules = given if isinstance(given, list) else [given]
     return UnitConfig(
         name=f"{front}({', '.join(type(module).__name__ for module in modules)})",
         strategy=strategy,
@@ -137,13 +136,7 @@ def _config(
     )
 
 
-def _of_harness(expected: str, given: object) -> str:
-    found = type(given)
-    return f"{expected} of harness.engine, got {given!r}, a {found.__qualname__} of {found.__module__}."
-
-
-def _compose(given: nn.Module | list[nn.Module], config: UnitConfig, prefix: str) -> Unit:
-    modules = given if isinstance(given, list) else [given]
+def _compose(modules: list[nn.Module], config: UnitConfig, prefix: str) -> Unit:
     _refuse_modules(modules, config.name)
     unit = build_unit(modules, config, lambda module: isinstance(module, FSDPModule))
     for module in modules:

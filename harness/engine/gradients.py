@@ -37,9 +37,16 @@ class Gradients(ABC):
     def unreduced(self) -> bool:
         """Whether this rank has gradients that the other ranks have not received."""
 
-    @abstractmethod
     def visible(self) -> list[Tensor]:
         """Return the gradients that the user sees now."""
+        return list(self._shown().values())
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """Remove the visible gradients from their parameters and return them converted."""
+        converted = {parameter: fn(gradient) for parameter, gradient in self._shown().items()}
+        for parameter in converted:
+            parameter.grad = None
+        return converted
 
     @abstractmethod
     def accumulate(self, full: UnshardedParams) -> None:
@@ -50,12 +57,12 @@ class Gradients(ABC):
         """Forget what `accumulate` added up and the user cannot see."""
 
     @abstractmethod
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        """Remove the visible gradients from their parameters and return them converted."""
-
-    @abstractmethod
     def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Put gradients on their parameters."""
+
+    @abstractmethod
+    def _shown(self) -> dict[nn.Parameter, Tensor]:
+        """Return the visible gradients, this rank's own part of each, by parameter."""
 
     @abstractmethod
     def _add_accumulated(self, flat: Tensor) -> None:
@@ -106,7 +113,9 @@ class Gradients(ABC):
         """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
         layout = self._shard.layout
         flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
-        copy_in([_dense(leaf.grad) for leaf in full.leaves], flat, layout)
+        gradients = [leaf.grad for leaf in full.leaves]
+        dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
+        copy_in(dense, flat, layout)
         for leaf in full.leaves:
             leaf.grad = None
         return flat
@@ -137,8 +146,9 @@ class AccumulatedGradients(Gradients):
         accumulated = self._accumulated is not None and not self._waits
         return accumulated or (self._carried is not None and self.across)
 
-    def visible(self) -> list[Tensor]:
-        return [param.gradient for param in self._shard.params if param.gradient is not None]
+    def _shown(self) -> dict[nn.Parameter, Tensor]:
+        found = ((param.parameter, param.gradient) for param in self._shard.params)
+        return {parameter: gradient for parameter, gradient in found if gradient is not None}
 
     def reduce(self, full: UnshardedParams, pool: BufferPool) -> None:
         if self._waits:
@@ -155,13 +165,6 @@ class AccumulatedGradients(Gradients):
 
     def drop_accumulated(self) -> None:
         self._accumulated = self._carried = None
-
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        shown = {param.parameter: param.gradient for param in self._shard.params}
-        converted = {p: fn(gradient) for p, gradient in shown.items() if gradient is not None}
-        for parameter in converted:
-            parameter.grad = None
-        return converted
 
     def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         for param in self._shard.params:
@@ -183,19 +186,17 @@ class AccumulatedGradients(Gradients):
     @property
     def _waits(self) -> bool:
         """Whether nothing is to be sent: replicas get nothing yet, and inside one there is one shard."""
-        mesh = self._shard.config.mesh
-        return not self.across and mesh.replicate is not None and mesh.shard is None
+        return not self.across and self._shard.config.mesh.replicate is not None and self._shard.whole
 
     @property
     def _stays_inside(self) -> bool:
-        mesh = self._shard.config.mesh
-        return not self.across and mesh.replicate is not None and mesh.shard is not None
+        return not self.across and self._shard.config.mesh.replicate is not None and not self._shard.whole
 
     def _add_shard(self, reduced: Tensor) -> None:
         if self._stays_inside:
             self._carried = reduced if self._carried is None else self._carried.add_(reduced)
-            return
-        self._shard.add_gradients(reduced.to(self._shard.flat.device))
+        else:
+            self._shard.add_gradients(reduced.to(self._shard.flat.device))
 
 
 class VisibleGradients(Gradients):
@@ -215,8 +216,8 @@ class VisibleGradients(Gradients):
     def unreduced(self) -> bool:
         return self._unsynced and bool(self.visible())
 
-    def visible(self) -> list[Tensor]:
-        return [p.grad for p, _ in self._full_spans() if p.grad is not None]
+    def _shown(self) -> dict[nn.Parameter, Tensor]:
+        return {p: p.grad for p, _ in self._spans(full=True) if p.grad is not None}
 
     @torch.no_grad()
     def accumulate(self, full: UnshardedParams) -> None:
@@ -235,22 +236,20 @@ class VisibleGradients(Gradients):
         Inside `no_sync` they are this rank's own.
         """
         shard = self._shard
-        spans = self._full_spans() if self._unsynced else self._shard_spans()
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
         flat = torch.zeros(numel, dtype=dtype, device=shard.device)
-        for parameter, span in spans:
+        for parameter, span in self._spans(full=self._unsynced):
             if parameter.grad is not None:
                 flat[span] = parameter.grad.reshape(-1).to(flat.device)
         full = flat if self._unsynced else shard.gather(flat)
         present = self._present_anywhere()
-        return [view if there else None for view, there in zip(shard.in_full(full), present, strict=True)]
+        return [
+            view if there else None for view, there in zip(shard.layout.views(full), present, strict=True)
+        ]
 
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, Tensor]:
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
         self._synced = {p: fn(gradient) for p, gradient in self._synced.items()}
-        converted = {p: fn(p.grad) for p, _ in self._full_spans() if p.grad is not None}
-        for parameter in converted:
-            parameter.grad = None
-        return converted
+        return super().convert(fn)
 
     def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         for parameter, gradient in gradients.items():
@@ -264,7 +263,7 @@ class VisibleGradients(Gradients):
 
     def _add_shard(self, reduced: Tensor) -> None:
         reduced = reduced.to(self._shard.flat.device)
-        for parameter, span in self._shard_spans():
+        for parameter, span in self._spans(full=False):
             fresh = reduced[span].view_as(parameter)
             if parameter.grad is None:
                 attach_gradient(parameter, fresh)
@@ -272,12 +271,10 @@ class VisibleGradients(Gradients):
                 parameter.grad.add_(fresh)
 
     def _show_full(self, full: Tensor) -> None:
-        spans = list(self._full_spans())
-        self._synced = {p: p.grad for p, _ in spans if p.grad is not None}
-        self._unsynced = True
+        self._synced, self._unsynced = self._shown(), True
         self._shown_version = full._version
         shapes = {param.parameter: param.shape for param in self._shard.params}
-        for parameter, span in spans:
+        for parameter, span in self._spans(full=True):
             gradient = full[span]
             attach_gradient(parameter, gradient.view(shapes.get(parameter, gradient.shape)))
 
@@ -285,39 +282,29 @@ class VisibleGradients(Gradients):
         """Add visible unreduced gradients to `full` and show the reduced ones that wait behind them."""
         if not self._unsynced:
             return
-        for parameter, span in self._full_spans():
+        for parameter, span in self._spans(full=True):
             if self._was_zeroed(parameter.grad):
                 self._synced.pop(parameter, None)
             if parameter.grad is not None:
                 full[span] += parameter.grad.reshape(-1).to(full.device)
             attach_gradient(parameter, self._synced.get(parameter))
-        self._unsynced = False
-        self._synced = {}
+        self._unsynced, self._synced = False, {}
 
     def _was_zeroed(self, shown: Tensor | None) -> bool:
         """Return whether the user zeroed a full gradient, and so means to forget what waits behind it."""
         return shown is None or (shown._version != self._shown_version and not shown.any())
 
-    def _full_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield each visible trainable parameter with where its gradient lies in the full flat tensor."""
+    def _spans(self, full: bool) -> Iterator[tuple[nn.Parameter, slice]]:
+        """Yield each visible trainable parameter with where its gradient lies in the full flat tensor.
+
+        Without `full`: those that this rank holds a part of, with where that lies in its shard.
+        """
         shard, layout = self._shard, self._shard.layout
         if shard.config.use_orig_params:
-            for param, start, numel in zip(shard.params, layout.starts, layout.numels, strict=True):
-                if param.parameter.requires_grad:
-                    yield param.parameter, slice(start, start + numel)
-        elif shard.flat.requires_grad:
-            yield shard.flat, slice(0, layout.numel)
-
-    def _shard_spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield each visible trainable parameter that this rank holds a part of, and where in its shard."""
-        shard = self._shard
-        if shard.config.use_orig_params:
-            for param, span in zip(shard.params, shard.spans, strict=True):
-                if param.parameter.requires_grad and span.stop > span.start:
+            starts = zip(layout.starts, layout.numels, strict=True)
+            spans = [slice(start, start + numel) for start, numel in starts] if full else shard.spans
+            for param, span in zip(shard.params, spans, strict=True):
+                if param.parameter.requires_grad and (full or span.stop > span.start):
                     yield param.parameter, span
         elif shard.flat.requires_grad:
-            yield shard.flat, slice(0, shard.layout.shard_numel)
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
+            yield shard.flat, slice(0, layout.numel if full else layout.shard_numel)

@@ -29,12 +29,7 @@ def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
 
 
 def _info(group: ParamGroup, module: nn.Module, names: Mapping[nn.Module, str]) -> GroupInfo:
-    """Return a snapshot of `group`, read without touching memory that comes and goes.
-
-    Args:
-        module: The module that the unit of `group` is named after.
-        names: The names of all modules of the model.
-    """
+    """Return a snapshot of `group`, named after `module`, without touching memory that comes and goes."""
     shard, layout, dtypes = group.shard, group.shard.layout, group.dtypes
     gradients = group.gradients.visible()
     return GroupInfo(

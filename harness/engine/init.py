@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from harness.engine import collectives
-from harness.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from harness.engine.casting import Buffers
 from harness.engine.config import Ignored, UnitConfig
 from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
@@ -49,7 +47,7 @@ def build_unit(
     _refuse_disagreement(params, config, device)
     _check(params, config)
     if config.sync_module_states:
-        states = [*(param.parameter.data for param in params), *_buffers(owned)]
+        states = [param.parameter.data for param in params] + [buffer for _, buffer in _buffers(owned)]
         collectives.broadcast(states, config.mesh.groups)
     if config.offload:
         config = replace(config, device=device)
@@ -59,7 +57,7 @@ def build_unit(
         shard = LocalShard.of(params, config)
         gradients: Gradients = AccumulatedGradients(shard) if config.dtensor else VisibleGradients(shard)
         group = ParamGroup(shard, gradients, precision)
-    refs = [] if config.dtensor else _buffer_refs(owned)
+    refs = [] if config.dtensor else [ref for ref, _ in _buffers(owned)]
     return Unit(group, Buffers(refs, goes_back=config.full_precision_in_eval), config, precision)
 
 
@@ -152,7 +150,7 @@ def _place(params: Iterable[Param], owned: Owned, config: UnitConfig) -> None:
             )
         if found.type == "cpu" and not config.offload:
             param.parameter.data = param.parameter.data.to(config.device)
-    for buffer in _buffers(owned):
+    for _, buffer in _buffers(owned):
         if not buffer.is_meta and buffer not in config.ignored.parameters:
             buffer.data = buffer.data.to(config.device)
 
@@ -165,31 +163,20 @@ def _compute_device(params: Iterable[Param], config: UnitConfig) -> torch.device
 
 def _own_modules(modules: Sequence[nn.Module], skip: Callable[[nn.Module], bool]) -> Owned:
     """Return `modules` and those below them by name, without those that `skip` picks and all below these."""
-    seen: set[nn.Module] = set()
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or skip(module):
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from walk(joined(name, child_name), child)
-
+    seen = {module for root in modules for module in root.modules() if skip(module)}
     prefixes = [""] if len(modules) == 1 else map(str, range(len(modules)))
-    return [found for name, module in zip(prefixes, modules, strict=True) for found in walk(name, module)]
-
-
-def _buffer_refs(owned: Owned) -> list[ParamRef]:
     return [
-        ParamRef(module, name)
-        for _, module in owned
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        found
+        for prefix, module in zip(prefixes, modules, strict=True)
+        for found in module.named_modules(seen, prefix)
     ]
 
 
-def _buffers(owned: Owned) -> Iterator[Tensor]:
-    return (buffer for _, module in owned for buffer in module._buffers.values() if buffer is not None)
+def _buffers(owned: Owned) -> Iterator[tuple[ParamRef, Tensor]]:
+    for _, module in owned:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield ParamRef(module, name), buffer
 
 
 def _collect(owned: Owned, ignored: Collection[nn.Parameter]) -> tuple[Param, ...]:
@@ -200,7 +187,7 @@ def _collect(owned: Owned, ignored: Collection[nn.Parameter]) -> tuple[Param, ..
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored:
                 continue
-            full_name = f"{module_name}.{name}" if module_name else name
+            full_name = joined(module_name, name)
             if is_lazy(parameter):
                 raise ValueError(f"parameter {full_name!r} has no shape yet; run a forward before wrapping.")
             names.setdefault(parameter, full_name)
@@ -212,25 +199,24 @@ def _check(params: Sequence[Param], config: UnitConfig) -> None:
     """Raise ValueError for parameters that cannot lie in one shard, with their names and the remedy."""
     for param in params:
         _check_one(param, config)
-    _check_uniform(params, config, "dtype", lambda p: p.dtype, "convert the module to one dtype first")
-    _check_uniform(params, config, "device", lambda p: p.device, "move the module to one device first")
+    _check_uniform(params, config, "dtype", "convert the module to one dtype first")
+    _check_uniform(params, config, "device", "move the module to one device first")
     if not config.use_orig_params:
         remedy = "pass use_orig_params=True, or wrap the frozen modules on their own"
-        _check_uniform(params, config, "requires_grad", lambda p: p.requires_grad, remedy)
+        _check_uniform(params, config, "requires_grad", remedy)
 
 
 def _check_one(param: Param, config: UnitConfig) -> None:
     parameter = param.parameter
     where = f"{config.name}: parameter {param.name!r}"
+    remedy = "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
     if type(parameter.data) is not Tensor:
         raise NotImplementedError(
-            f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. "
-            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
+            f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. {remedy}"
         )
     if not parameter.is_floating_point():
         raise ValueError(
-            f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. "
-            "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
+            f"{where} has dtype {parameter.dtype}; only floating-point parameters are sharded. {remedy}"
         )
     if config.dtensor and config.mesh.shard and not param.shape:
         raise ValueError(
@@ -244,17 +230,11 @@ def _check_one(param: Param, config: UnitConfig) -> None:
         )
 
 
-def _check_uniform(
-    params: Sequence[Param],
-    config: UnitConfig,
-    what: str,
-    read: Callable[[nn.Parameter], object],
-    remedy: str,
-) -> None:
-    """Raise ValueError that names one parameter of each kind when `read` differs among `params`."""
+def _check_uniform(params: Sequence[Param], config: UnitConfig, what: str, remedy: str) -> None:
+    """Raise ValueError that names one parameter of each kind when the attribute `what` differs."""
     examples: dict[object, str] = {}
     for param in params:
-        examples.setdefault(read(param.parameter), param.name)
+        examples.setdefault(getattr(param.parameter, what), param.name)
     if len(examples) > 1:
         found = ", ".join(f"{name!r} has {value}" for value, name in examples.items())
         raise ValueError(
@@ -271,28 +251,14 @@ def full_precision_in_eval(argument: object) -> bool:
     return argument
 
 
-_TYPES: Mapping[str, type] = MappingProxyType(
-    {
-        "sharding_strategy": ShardingStrategy,
-        "cpu_offload": CPUOffload,
-        "mixed_precision": MixedPrecision,
-        "backward_prefetch": BackwardPrefetch,
-    }
-)
-
-
-def check_types(param_init_fn: object, **given: object) -> None:
-    """Raise TypeError for an argument of another type; torch's own types are others, too."""
-    for name, value in given.items():
-        expected = _TYPES[name]
-        if value is not None and not isinstance(value, expected):
-            found = type(value)
-            raise TypeError(
-                f"{name}: expected None or a {expected.__name__} of harness.engine, got {value!r}, "
-                f"a {found.__qualname__} of {found.__module__}."
-            )
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn: expected a function that takes a module, got {param_init_fn!r}")
+def check_type(kind: type, expected: str, given: object) -> None:
+    """Raise TypeError, in words that begin with `expected`, for another type; torch's own are others, too."""
+    found = type(given)
+    if not isinstance(given, kind):
+        raise TypeError(
+            f"{expected} {kind.__name__} of harness.engine, got {given!r}, "
+            f"a {found.__qualname__} of {found.__module__}."
+        )
 
 
 def check_module(module: object, wrapper: type[nn.Module]) -> None:
@@ -311,19 +277,10 @@ def check_module(module: object, wrapper: type[nn.Module]) -> None:
         )
 
 
-def warn_if_all_ignored(module: nn.Module, ignored: Collection[nn.Module]) -> None:
-    """Warn when the module to wrap is itself ignored, so that the unit has no parameters."""
-    if module in ignored:
-        warnings.warn(
-            f"FullyShardedDataParallel({type(module).__name__}): the module is itself in ignored_modules, so "
-            "nothing of it is sharded; ignore modules below it, or do not wrap it.",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def resolve_ignored(modules: object, states: object, is_unit: Callable[[nn.Module], bool]) -> Ignored:
-    """Return what the arguments `ignored_modules` and `ignored_states` mean; None is nothing.
+def resolve_ignored(
+    module: nn.Module, modules: object, states: object, is_unit: Callable[[nn.Module], bool]
+) -> Ignored:
+    """Return what `ignored_modules` and `ignored_states` mean; warn if `module`, to be wrapped, is ignored.
 
     Raises:
         ValueError: If both are given or a unit (`is_unit`) is among them.
@@ -344,13 +301,21 @@ def resolve_ignored(modules: object, states: object, is_unit: Callable[[nn.Modul
             f"({type(next(module.children(), None)).__name__}), which shards its parameters already; "
             "ignore what is not wrapped, or do not wrap it."
         )
+    if module in below:
+        warnings.warn(
+            f"FullyShardedDataParallel({type(module).__name__}): the module is itself in ignored_modules, so "
+            "nothing of it is sharded; ignore modules below it, or do not wrap it.",
+            UserWarning,
+            stacklevel=3,
+        )
     parameters = {p for p in given if isinstance(p, nn.Parameter)}
     return Ignored(below, frozenset(parameters.union(p for m in below for p in m.parameters(recurse=False))))
 
 
-def ignored_parameters(front: str, given: object) -> frozenset[nn.Parameter]:
-    """Return the parameters in `ignored_params` of `front`; raise TypeError for anything else."""
-    return frozenset(_listed(f"{front}: ignored_params: expected a set of parameters", given, nn.Parameter))
+def ignored_parameters(front: str, given: object) -> Ignored:
+    """Return what `ignored_params` of `front` names; raise TypeError for anything but parameters."""
+    expected = f"{front}: ignored_params: expected a set of parameters"
+    return Ignored(parameters=frozenset(_listed(expected, given, nn.Parameter)))
 
 
 def _listed(expected: str, given: object, kind: Any) -> list[Any]:

@@ -13,10 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Name the part of one parameter that one shard holds, in elements of the flattened parameter.
-
-    The same elements lie at `shard_start` in that shard. An empty piece has `start == stop`.
-    """
+    """The part of one flattened parameter, in elements, that lies at `shard_start` in one shard."""
 
     start: int
     stop: int
@@ -73,6 +70,11 @@ class Layout(ABC):
     @abstractmethod
     def shard_numel(self) -> int:
         """Elements of one shard, the same for every shard."""
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """Return views of the 1-D `full` (padded numel), one per parameter, in the parameter's shape."""
+        places = zip(self.starts, self.numels, self.shapes, strict=True)
+        return [full[start : start + numel].view(shape) for start, numel, shape in places]
 
     @abstractmethod
     def piece(self, index: int, shard: int) -> Piece:
@@ -187,8 +189,7 @@ def copy_in(values: Sequence[Tensor | None], packed: Tensor, layout: Layout) -> 
     if isinstance(layout, RowLayout):
         _copy_in_rows(values, packed.view(layout.num_shards, -1), layout)
         return
-    for value, start, numel, shape in zip(values, layout.starts, layout.numels, layout.shapes, strict=True):
-        view = packed[start : start + numel].view(shape)
+    for value, view in zip(values, layout.views(packed), strict=True):
         view.zero_() if value is None else view.copy_(value)
     packed[layout.numel :].zero_()
 

@@ -136,23 +136,19 @@ def resolve(strategy: ShardingStrategy, given: object, mesh: DeviceMesh | None) 
 
 
 def _groups_of(mesh: DeviceMesh, strategy: ShardingStrategy) -> object:
-    wanted = 2 if strategy.is_hybrid else 1
+    wanted, axes = (2, " (replicate, shard)") if strategy.is_hybrid else (1, "")
     if mesh.ndim != wanted:
         raise ValueError(
-            f"device_mesh: {strategy.name} needs {wanted} axes"
-            f"{' (replicate, shard)' if wanted == 2 else ''}, got a mesh of {mesh.ndim}."
+            f"device_mesh: {strategy.name} needs {wanted} axes{axes}, got a mesh of {mesh.ndim}."
         )
     return (mesh.get_group(1), mesh.get_group(0)) if wanted == 2 else mesh.get_group()
 
 
 def _checked(strategy: ShardingStrategy, given: object) -> ProcessGroups:
     groups = given if isinstance(given, tuple) else (given,)
-    wanted = 2 if strategy.is_hybrid else 1
+    wanted, needed = (2, "a pair of groups (shard, replicate)") if strategy.is_hybrid else (1, "one group")
     if len(groups) != wanted or isinstance(given, tuple) != strategy.is_hybrid:
-        raise ValueError(
-            f"process_group: {strategy.name} needs "
-            f"{'a pair of groups (shard, replicate)' if wanted == 2 else 'one group'}, got {given!r}."
-        )
+        raise ValueError(f"process_group: {strategy.name} needs {needed}, got {given!r}.")
     for group in groups:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
@@ -164,15 +160,26 @@ def _checked(strategy: ShardingStrategy, given: object) -> ProcessGroups:
 
 
 def _by_host() -> ProcessGroups:
-    """Make groups that shard inside each host and replicate across hosts; a collective of all ranks."""
-    size, per_host = dist.get_world_size(), _ranks_per_host()
+    """Make groups that shard inside each host and replicate across hosts; a collective of all ranks.
+
+    A host has as many ranks as torchrun's variable says, else as many as it has accelerators.
+    """
+    by_torchrun = os.environ.get("LOCAL_WORLD_SIZE")
+    size = dist.get_world_size()
+    per_host = int(by_torchrun) if by_torchrun else torch.accelerator.device_count()
+    if per_host < 1:
+        raise ValueError(
+            "hybrid sharding: how many ranks a host has is unknown; set LOCAL_WORLD_SIZE, or pass "
+            "process_group=(shard, replicate) or a 2-D device_mesh."
+        )
     if size % per_host:
         raise ValueError(
             f"hybrid sharding: {size} ranks do not fill hosts of {per_host}; "
             "pass process_group=(shard, replicate)."
         )
     hosts = torch.arange(size).view(-1, per_host)
-    return _mine(hosts.tolist()), _mine(hosts.T.tolist())
+    groups = [dist.new_subgroups_by_enumeration(ranks.tolist())[0] for ranks in (hosts, hosts.T)]  # type: ignore[no-untyped-call]
+    return groups[0], groups[1]
 
 
 def check_neighbours(mesh: MeshInfo, count: int) -> None:
@@ -189,24 +196,6 @@ def neighbours(mesh: MeshInfo, count: int) -> tuple[int, ...]:
     """Return the `count` consecutive ranks of the shard axis that this rank is one of."""
     first = mesh.index // count * count
     return tuple(dist.get_process_group_ranks(mesh.process_group)[first : first + count])
-
-
-def _ranks_per_host() -> int:
-    """Return how many ranks a host has: by torchrun's variable, else as many as there are accelerators."""
-    by_torchrun = os.environ.get("LOCAL_WORLD_SIZE")
-    count = int(by_torchrun) if by_torchrun else torch.accelerator.device_count()
-    if count < 1:
-        raise ValueError(
-            "hybrid sharding: how many ranks a host has is unknown; set LOCAL_WORLD_SIZE, or pass "
-            "process_group=(shard, replicate) or a 2-D device_mesh."
-        )
-    return count
-
-
-def _mine(ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    mine: dist.ProcessGroup
-    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in ranks])  # type: ignore[no-untyped-call]
-    return mine
 
 
 def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
@@ -264,7 +253,7 @@ def device_of(tensors: Iterable[Tensor], groups: ProcessGroups) -> torch.device:
 
 @dataclass(frozen=True)
 class DTensorPlacement:
-    """How the `DTensor`s of one group are placed on a device mesh."""
+    """The place of the `DTensor`s of one group on a device mesh."""
 
     mesh: DeviceMesh
     placements: Sequence[Placement]

@@ -82,7 +82,7 @@ def _gathered(view: OptimizerView, local: Mapping[str, State]) -> dict[str, Stat
             for original, piece in slices.items():
                 if piece is not None:
                     original.slice_of(flat).copy_(piece.values)
-            gathered = shard.in_full(shard.gather(flat))
+            gathered = shard.layout.views(shard.gather(flat))
             values = [full for original, full in zip(originals, gathered, strict=True) if original in slices]
             if view.kind is StateDictType.SHARDED_STATE_DICT:
                 values = [*as_dtensors(values, shard)]

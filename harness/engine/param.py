@@ -244,7 +244,7 @@ class LocalShard:
     def show_original(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
         """Register full original parameters that lie in `full`, with `gradients` if given."""
         self.hide()
-        for i, (param, view) in enumerate(zip(self.params, self.in_full(full), strict=True)):
+        for i, (param, view) in enumerate(zip(self.params, self.layout.views(full), strict=True)):
             original = nn.Parameter(view, requires_grad=self.is_trainable(param))
             attach_gradient(original, gradients[i] if gradients else None)
             param.put(original)
@@ -281,14 +281,6 @@ class LocalShard:
         if axis is None:
             return shard.clone()
         return collectives.start_gather(shard.new_empty(self.layout.padded_numel), shard, axis)()
-
-    def in_full(self, full: Tensor) -> list[Tensor]:
-        """Return views of the 1-D `full` (padded numel), one per parameter, in the parameter's shape."""
-        layout = self.layout
-        return [
-            full[start : start + numel].view(shape)
-            for start, numel, shape in zip(layout.starts, layout.numels, layout.shapes, strict=True)
-        ]
 
     def replace(self, flat: Tensor) -> None:
         """Hold `flat`, of the same shape, in place of the current values."""

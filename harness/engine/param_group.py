@@ -1,11 +1,5 @@
 """A group: parameters that are sharded, unsharded and reduced together. Runs on ranks.
 
-    SHARDED --unshard--> UNSHARDED --reshard--> SHARDED                 in a forward, in a backward
-    SHARDED --prefetch--> PREFETCHED --unshard--> UNSHARDED             ahead of either
-    UNSHARDED --retain--> RETAINED --unshard--> UNSHARDED               from a forward to its backward
-    UNSHARDED --reshard_to--> SHARDED_POST_FORWARD --unshard--> ...     likewise
-    SHARDED --summon--> SUMMONED --end_summon--> SHARDED                between steps, for the user
-
 The group does not decide when to act; `engine.unit` does. It has unsharded parameters in one kind of
 `Dtypes` at a time: to unshard in others gives them up. Autograd ends with one forward before it comes to
 another of the same unit, so that a backward of two forwards in different dtypes unshards for one after the
@@ -14,8 +8,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,24 +22,27 @@ from harness.engine.param import LocalShard, invalidate
 from harness.engine.torch_internals import outside_transforms
 from harness.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan, lay_out
 
-TRANSITIONS: Mapping[tuple[GroupState, str], GroupState] = MappingProxyType(
-    {
-        (GroupState.SHARDED, "prefetch"): GroupState.PREFETCHED,
-        (GroupState.SHARDED, "unshard"): GroupState.UNSHARDED,
-        (GroupState.SHARDED, "summon"): GroupState.SUMMONED,
-        (GroupState.PREFETCHED, "unshard"): GroupState.UNSHARDED,
-        (GroupState.PREFETCHED, "reshard"): GroupState.SHARDED,
-        (GroupState.UNSHARDED, "retain"): GroupState.RETAINED,
-        (GroupState.UNSHARDED, "reshard_to"): GroupState.SHARDED_POST_FORWARD,
-        (GroupState.UNSHARDED, "reshard"): GroupState.SHARDED,
-        (GroupState.RETAINED, "unshard"): GroupState.UNSHARDED,
-        (GroupState.RETAINED, "reshard"): GroupState.SHARDED,
-        (GroupState.SHARDED_POST_FORWARD, "prefetch"): GroupState.PREFETCHED,
-        (GroupState.SHARDED_POST_FORWARD, "unshard"): GroupState.UNSHARDED,
-        (GroupState.SHARDED_POST_FORWARD, "reshard"): GroupState.SHARDED,
-        (GroupState.SUMMONED, "end_summon"): GroupState.SHARDED,
-    }
-)
+TRANSITIONS: Mapping[tuple[GroupState, str], GroupState] = {
+    # in a forward, in a backward
+    (GroupState.SHARDED, "unshard"): GroupState.UNSHARDED,
+    (GroupState.UNSHARDED, "reshard"): GroupState.SHARDED,
+    # ahead of either
+    (GroupState.SHARDED, "prefetch"): GroupState.PREFETCHED,
+    (GroupState.PREFETCHED, "unshard"): GroupState.UNSHARDED,
+    (GroupState.PREFETCHED, "reshard"): GroupState.SHARDED,
+    # from a forward to its backward
+    (GroupState.UNSHARDED, "retain"): GroupState.RETAINED,
+    (GroupState.RETAINED, "unshard"): GroupState.UNSHARDED,
+    (GroupState.RETAINED, "reshard"): GroupState.SHARDED,
+    # likewise
+    (GroupState.UNSHARDED, "reshard_to"): GroupState.SHARDED_POST_FORWARD,
+    (GroupState.SHARDED_POST_FORWARD, "prefetch"): GroupState.PREFETCHED,
+    (GroupState.SHARDED_POST_FORWARD, "unshard"): GroupState.UNSHARDED,
+    (GroupState.SHARDED_POST_FORWARD, "reshard"): GroupState.SHARDED,
+    # between steps, for the user
+    (GroupState.SHARDED, "summon"): GroupState.SUMMONED,
+    (GroupState.SUMMONED, "end_summon"): GroupState.SHARDED,
+}
 """The state after each verb, a method of `ParamGroup`; where a pair is not listed, the verb does nothing."""
 
 
@@ -55,6 +51,7 @@ class ParamGroup:
 
     Attributes:
         full: The unsharded parameters that were made last, with or without memory.
+        variants: Those in all dtypes that were ever needed; each is used again in its dtypes.
     """
 
     def __init__(self, shard: LocalShard, gradients: Gradients, precision: Precision) -> None:
@@ -64,7 +61,7 @@ class ParamGroup:
         self.config = shard.config
         self.state = GroupState.SHARDED
         self.full: UnshardedParams | None = None
-        self._variants: dict[Dtypes, UnshardedParams] = {}
+        self.variants: dict[Dtypes, UnshardedParams] = {}
         # Waits for the all-gather on its way; a tuple is what has to be copied out.
         self._arrive: Callable[[], Tensor | tuple[Tensor, ...]] | None = None
         # `shard.versions` when unsharded parameters were pinned.
@@ -85,13 +82,9 @@ class ParamGroup:
         return self.full.leaves if self.full else ()
 
     @property
-    def variants(self) -> tuple[UnshardedParams, ...]:
-        """The unsharded parameters in all dtypes that were ever needed; each is used again in its dtypes."""
-        return tuple(self._variants.values())
-
-    @property
     def unsharded_bytes(self) -> int:
-        return sum(full.nbytes for full in self.variants) + (self._part[0].nbytes if self._part else 0)
+        full = sum(full.nbytes for full in self.variants.values())
+        return full + (self._part[0].nbytes if self._part else 0)
 
     @property
     def low_precision_bytes(self) -> int:
@@ -135,7 +128,9 @@ class ParamGroup:
         """Show modules their shards again and give the memory of unsharded parameters back."""
         if (after := self._after("reshard")) and self.full:
             with outside_transforms():
-                self._drop_all_gather()
+                if self._arrive:  # wait as the other ranks do, and use nothing of it
+                    self._arrive()
+                    self._forget_all_gather()
                 self._part = None
                 self.full.free()
                 self.shard.show()
@@ -161,15 +156,12 @@ class ParamGroup:
         """Make unsharded parameters, there or on their way, outlast `reset` until the shard changes."""
         self._pinned = self.shard.versions
 
-    @property
-    def is_pinned(self) -> bool:
-        return self._pinned is not None
-
-    def invalidate(self) -> None:
-        """Give pinned parameters up: the shard has changed."""
-        if self.is_pinned and self.state is not GroupState.UNSHARDED:
-            self.reshard()
-        self._pinned = None
+    def invalidate(self, stepped: Collection[Tensor]) -> None:
+        """Give pinned parameters up if any of `stepped` is one: the shard has changed."""
+        if self._pinned is not None and any(param.parameter in stepped for param in self.shard.params):
+            if self.state is not GroupState.UNSHARDED:
+                self.reshard()
+            self._pinned = None
 
     def drop_prefetched(self) -> None:
         """Give up what was prefetched and then not needed."""
@@ -181,13 +173,12 @@ class ParamGroup:
         with outside_transforms():
             if self._pinned is None or self._pinned != self.shard.versions:
                 self.reshard()
-            if self.gradients.started:
-                self.gradients.drop_started()
+            self.gradients.drop_started()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget gradients that a backward computed and did not reduce, and pending ones."""
-        for full in self._variants.values():
+        for full in self.variants.values():
             full.forget_pending()
             for leaf in full.leaves:
                 leaf.grad = None
@@ -228,7 +219,7 @@ class ParamGroup:
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` (a cast or a move) to the shard and its gradients, as `nn.Module.to` would."""
         converted = self.gradients.convert(fn)
-        self.full, self._variants = None, {}
+        self.full, self.variants = None, {}
         self.shard.replace(fn(self.shard.flat.data))
         self.gradients.restore(converted)
 
@@ -237,29 +228,28 @@ class ParamGroup:
         shard, flat = self.shard, self.shard.flat.data
         device = shard.device
         borrowed = shard.whole and (dtypes.compute, device) == (flat.dtype, flat.device)
-        full = self._variants.get(dtypes)
+        full = self.variants.get(dtypes)
         unchanged = full is not None and (full.borrowed, full.buffer.device) == (borrowed, device)
         if full and unchanged and (not borrowed or full.buffer.data_ptr() == flat.data_ptr()):
             return full
-        with torch.inference_mode(False):  # see lay_out
-            empty = torch.empty(shard.layout.padded_numel, dtype=dtypes.compute, device=device)
-            buffer = flat if borrowed else empty
+        buffer = flat
+        if not borrowed:
+            with torch.inference_mode(False):  # see lay_out
+                buffer = torch.empty(shard.layout.padded_numel, dtype=dtypes.compute, device=device)
         registers = self.config.dtensor is not None
         leaves = lay_out(buffer, shard.layout, map(shard.is_trainable, shard.params) if registers else None)
         if registers:
             invalidate(leaves, f"unsharded parameters of {self.config.name}")
         full = UnshardedParams(buffer, leaves, dtypes, borrowed, self.config.poison)
-        self._variants[dtypes] = full
+        self.variants[dtypes] = full
         full.free()
         return full
 
     def _after(self, verb: str) -> GroupState | None:
-        """Return the state that `verb` leads to; None where it has nothing to do."""
         return TRANSITIONS.get((self.state, verb))
 
     @torch.no_grad()
     def _start_all_gather(self, dtypes: Dtypes) -> None:
-        """Begin to bring shards together; `_finish_all_gather` waits until unsharded parameters are there."""
         shard = self.shard
         shard.reclaim()
         flat = shard.flat.data
@@ -300,17 +290,10 @@ class ParamGroup:
                 copy_out(shards, self.full.buffer, self.shard.layout)
             self._forget_all_gather()
 
-    def _drop_all_gather(self) -> None:
-        """Wait for an all-gather that is on its way, as the other ranks do, and use nothing of it."""
-        if self._arrive:
-            self._arrive()
-            self._forget_all_gather()
-
     def _forget_all_gather(self) -> None:
         self._arrive = self._part = None
-        if self._sent is None:
-            return
-        if self.config.poison:
-            fill_with_nan(self._sent)
-        # Its memory and not the tensor: a thread of the backend may hold that a moment longer than needed.
-        self._sent.untyped_storage().resize_(0)
+        if self._sent is not None:
+            if self.config.poison:
+                fill_with_nan(self._sent)
+            # Its memory and not the tensor: a thread of the backend may hold that longer than needed.
+            self._sent.untyped_storage().resize_(0)

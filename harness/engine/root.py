@@ -1,4 +1,4 @@
-"""What the units below one root share: the step under way, prefetches, the one reduction in flight. On ranks.
+"""The state that the units below one root share: the step under way, prefetches, a reduction. Runs on ranks.
 
 `engine.unit` has the units, which call in here; the end of a backward is seen here.
 """
@@ -71,14 +71,13 @@ class Prefetcher:
 
     def _advance(self, group: ParamGroup, chosen: Sequence[ParamGroup], guess: bool) -> None:
         """Go past `group`, and prefetch `chosen`, or the next group if `group` was expected at all."""
-        expected = False
-        for position in range(self._position, len(self._expected)):
-            if self._expected[position][0] is group:
-                self._position, expected = position + 1, True
-                break
+        ahead = (i for i in range(self._position, len(self._expected)) if self._expected[i][0] is group)
+        expected = next(ahead, None)
+        if expected is not None:
+            self._position = expected + 1
         for other in chosen:
             other.prefetch()
-        if guess and expected and not chosen:
+        if guess and expected is not None and not chosen:
             self._prefetch_next()
 
     def _prefetch_next(self) -> None:
@@ -142,9 +141,8 @@ class RootState:
     def invalidate(self, stepped: Collection[Tensor]) -> None:
         """Give up pinned parameters of groups that hold any of `stepped`."""
         for unit in self.units:
-            group = unit.group
-            if group and group.is_pinned and any(p.parameter in stepped for p in group.shard.params):
-                group.invalidate()
+            if unit.group:
+                unit.group.invalidate(stepped)
 
     def neighbours(self, group: ParamGroup, count: int) -> Axis:
         """Return the axis of the `count` ranks that keep the parameters of `group` between them."""
@@ -171,7 +169,9 @@ class RootState:
     def enter_backward(self) -> None:
         """Make sure that the end of this backward is seen, once, in the outermost backward."""
         self.backward = current_backward()
-        self._drop_reduction()
+        if self._reducing:  # by a backward that raised
+            self._reducing.gradients.drop_started()
+            self._reducing = None
         self.prefetcher.begin_backward()
         for unit in self.units:
             if unit.buffers.refs:
@@ -194,12 +194,6 @@ class RootState:
             self.backward = -1
             for unit in self.units:
                 unit.abort_backward()
-
-    def _drop_reduction(self) -> None:
-        """Forget the reduction that a backward that raised had begun."""
-        if self._reducing:
-            self._reducing.gradients.drop_started()
-            self._reducing = None
 
     def _settle(self) -> None:
         if self._reducing:

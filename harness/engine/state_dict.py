@@ -167,7 +167,7 @@ class UnitState:
         if self.is_local:
             group.shard.reclaim()
             return _replaced_parameters(group.shard, None)
-        views = group.shard.in_full(group.gather_original())
+        views = group.shard.layout.views(group.gather_original())
         if not self._is_destination():
             return _replaced_parameters(group.shard, None)
         if self.settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:

@@ -14,26 +14,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
-__all__ = [
-    "BATCH_NORM",
-    "current_backward",
-    "dtensor_spec",
-    "local_tensor",
-    "module_versions",
-    "new_state_dict",
-    "num_gradient_hooks",
-    "outside_transforms",
-    "pytree",
-    "queue_after_backward",
-    "set_local_tensor",
-    "unscale_and_check",
-    "will_run",
-]
-
-# pytree: `tree_is_leaf`, `tree_flatten(is_leaf=)`, `tree_unflatten` and `tree_map`. If it moves:
-# torch.utils.pytree, or optree, which has the same functions.
+# `tree_is_leaf`, `tree_flatten(is_leaf=)`, `tree_unflatten` and `tree_map`. If it moves: torch.utils.pytree,
+# or optree, which has the same functions.
+pytree = _pytree
 
 # The base class of BatchNorm1d to 3d, of SyncBatchNorm and of the lazy ones; torch's own FSDP uses it for the
 # same purpose. If it moves: the class that BatchNorm1d and SyncBatchNorm have in common below nn.Module.

@@ -143,7 +143,7 @@ class Unit:
         group = self.group
         if not group:
             return
-        for full in group.variants:
+        for full in group.variants.values():
             full.forget_pending()
             if any(leaf.grad is not None for leaf in full.leaves):
                 self.root_state.reduce(group, full, self.options.sync)
@@ -258,7 +258,7 @@ class Unit:
         self._enter_backward()
         group = self.group
         if group and full:
-            if full not in group.variants:
+            if full not in group.variants.values():
                 raise RuntimeError(
                     f"{self.config.name}: the module was converted or moved between forward and "
                     "backward; do it between steps."

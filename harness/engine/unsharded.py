@@ -149,12 +149,9 @@ def lay_out(buffer: Tensor, layout: Layout, trainable: Iterable[bool] | None) ->
     """
     # Tensors made in inference mode could never be saved for a later backward.
     with torch.inference_mode(False), torch.no_grad():
-        leaves = tuple(
-            # `.data` gives each leaf a version counter of its own: filling the buffer for backward must not
-            # look like an in-place change of what autograd saved in forward.
-            buffer[start : start + numel].view(shape).data
-            for start, numel, shape in zip(layout.starts, layout.numels, layout.shapes, strict=True)
-        )
+        # `.data` gives each leaf a version counter of its own: filling the buffer for backward must not look
+        # like an in-place change of what autograd saved in forward.
+        leaves = tuple(view.data for view in layout.views(buffer))
     if trainable is None:
         return leaves
     return tuple(nn.Parameter(leaf, wanted) for leaf, wanted in zip(leaves, trainable, strict=True))

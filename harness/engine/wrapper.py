@@ -78,20 +78,22 @@ class FullyShardedDataParallel(WrapperState):
         full_precision_in_eval: bool | None = None,
     ) -> None:
         super().__init__()
-        init.check_types(
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            mixed_precision=mixed_precision,
-            backward_prefetch=backward_prefetch,
-            param_init_fn=param_init_fn,
-        )
+        for name, kind, given in (
+            ("sharding_strategy", ShardingStrategy, sharding_strategy),
+            ("cpu_offload", CPUOffload, cpu_offload),
+            ("mixed_precision", MixedPrecision, mixed_precision),
+            ("backward_prefetch", BackwardPrefetch, backward_prefetch),
+        ):
+            if given is not None:
+                init.check_type(kind, f"{name}: expected None or a", given)
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(f"param_init_fn: expected a function that takes a module, got {param_init_fn!r}")
         init.check_module(module, FullyShardedDataParallel)
         policy = None if auto_wrap_policy is None else as_policy(auto_wrap_policy)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         groups = mesh.resolve(strategy, process_group, device_mesh)
         units = dict(_wrappers(module))
-        alone = init.resolve_ignored(ignored_modules, ignored_states, _is_wrapper)
-        init.warn_if_all_ignored(module, alone.modules)
+        alone = init.resolve_ignored(module, ignored_modules, ignored_states, _is_wrapper)
         config = UnitConfig(
             name=f"FullyShardedDataParallel({type(module).__name__})",
             strategy=strategy,
@@ -111,12 +113,10 @@ class FullyShardedDataParallel(WrapperState):
             auto_wrap = AutoWrap(policy, config.ignored.states, config.mixed_precision, _below(config))
             auto_wrap.wrap_below(module, units)
         self._unit = init.build_unit([module], config, _is_wrapper)
-        self._ignored = config.ignored
+        self._ignored: Ignored = config.ignored
         self.add_module(_INNER, module)
         self._join(use_orig_params)
         self._register_state_hooks()
-
-    _ignored: Ignored
 
     def _join(self, use_orig_params: bool) -> None:
         """Show the flat parameter if the originals are not, and be the root of all units below."""
