@@ -20,7 +20,6 @@ from harness.rank.pytest_internals import is_interactive, open_debugger
 if TYPE_CHECKING:
     from harness.rank.process import Rank
 
-
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
 
@@ -54,7 +53,8 @@ class RankDebugger:
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if self._state != "quits" and _is_unexpected(call, report):
+        is_of_peer = call.excinfo is not None and isinstance(call.excinfo.value, PeerFailed)
+        if self._state != "quits" and not is_of_peer and is_interactive(call, report):
             self._open(item, call, report)
         return report
 
@@ -128,10 +128,3 @@ def _restore_ctrl_c() -> None:
     """Remove the handler by which Ctrl-C enters pdb again after its command `c`."""
     if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), bdb.Bdb):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _is_unexpected(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:
-    """Whether something was raised that was not expected, and not because of another rank alone."""
-    if call.excinfo is None or isinstance(call.excinfo.value, PeerFailed):
-        return False
-    return is_interactive(call, report)

@@ -35,10 +35,20 @@ class Forks:
         """
         if os.getpid() == self._pid:
             return
+        match error:
+            case None:
+                how, status = "reached the end of its code there and was ended", 0
+            case SystemExit(code=code):
+                how = f"exited with {code!r}"
+                status = code if isinstance(code, int) else int(code is not None)
+            case _:
+                what = "".join(traceback.format_exception_only(error)).strip()
+                innermost = traceback.extract_tb(error.__traceback__)[-1]
+                how = f"raised {what} at {innermost.filename}:{innermost.lineno} and was ended"
+                status = 1
         with suppress(OSError):
-            how = _describe_end(error)
             os.write(2, f"rank {self._rank}: process {os.getpid()}, forked by the test, {how}\n".encode())
-        os._exit(_exit_code(error))
+        os._exit(status)
 
     def guard(self) -> Generator[None, object, object]:
         """Run what a hook wraps; end a child that comes out of it."""
@@ -49,21 +59,3 @@ class Forks:
             raise
         self.end_child()
         return result
-
-
-def _describe_end(error: BaseException | None) -> str:
-    match error:
-        case None:
-            return "reached the end of its code there and was ended"
-        case SystemExit():
-            return f"exited with {error.code!r}"
-        case _:
-            what = "".join(traceback.format_exception_only(error)).strip()
-            innermost = traceback.extract_tb(error.__traceback__)[-1]
-            return f"raised {what} at {innermost.filename}:{innermost.lineno} and was ended"
-
-
-def _exit_code(error: BaseException | None) -> int:
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return int(error is not None)

@@ -84,7 +84,9 @@ def capture_into(directory: str) -> None:
     def start_in_file(self: Any) -> None:
         if self.targetfd in STREAMS:
             paths[self] = f"{directory}/{next(numbers):09}.{STREAMS[self.targetfd]}"
-            _put_under(self.tmpfile.fileno(), paths[self])
+            named = os.open(paths[self], os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.dup2(named, self.tmpfile.fileno(), inheritable=False)
+            os.close(named)
         start(self)
 
     def done_with_file(self: Any) -> None:
@@ -94,17 +96,3 @@ def capture_into(directory: str) -> None:
 
     FD_CAPTURE.start = start_in_file
     FD_CAPTURE.done = done_with_file
-
-
-def _put_under(descriptor: int, path: str) -> None:
-    """Make an open descriptor refer to the new file `path`."""
-    named = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.dup2(named, descriptor, inheritable=False)
-    os.close(named)
-
-
-def tee_where_captured_in_memory(config: pytest.Config) -> None:
-    """Under --capture=sys, write what Python prints to the rank's log as well: memory ends with the rank."""
-    options = config.known_args_namespace
-    if options.capture == "sys":
-        options.capture = "tee-sys"

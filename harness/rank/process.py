@@ -26,8 +26,6 @@ from harness.protocol import (
     Interrupt,
     Probe,
     RankSpec,
-    RankStatus,
-    Ready,
     RunItem,
     StartFailed,
     ToRank,
@@ -59,9 +57,6 @@ class Rank:
 
     Two threads use the wire: the main one runs tests and sends their reports; a second one receives, so that
     the rank can send its status, or end with its controller, while a test runs.
-
-    Args:
-        lease: the rank's share in what its world has leased of the machine.
     """
 
     def __init__(self, spec: RankSpec, wire: Connection, lease: LeaseShare | None) -> None:
@@ -75,7 +70,7 @@ class Rank:
         self._sending = threading.Lock()
         self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
         self._activity = Activity()
-        self._status = StatusReader(self._activity, self.group, spec.session.cwd)
+        self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
@@ -117,10 +112,6 @@ class Rank:
             os.close(self._phases)
         self.group.detach()
 
-    def ready(self) -> None:
-        """Report that the rank is ready for items."""
-        self.send(Ready())
-
     def post(self, message: FromRank) -> None:
         """Send a message with the next one that cannot wait: each write wakes the controller."""
         self.forks.end_child()
@@ -160,19 +151,16 @@ class Rank:
         """
         self._activity.state = "votes"
         self.send(Voted(vote))
-        answer = self._early_order(abort_after) or self.next_order()
+        answer = None
+        if abort_after is not None:
+            try:
+                answer = self._inbox.get(timeout=abort_after)
+            except queue.Empty:
+                self.abort()
+        answer = answer or self.next_order()
         self._activity.state = "runs"
         assert isinstance(answer, Agreed)
         return answer.votes
-
-    def _early_order(self, within: float | None) -> RunItem | Agreed | Close | None:
-        """Return the controller's order within so many seconds; abort the group if there is none."""
-        if within is None:
-            return None
-        with contextlib.suppress(queue.Empty):
-            return self._inbox.get(timeout=within)
-        self.abort()
-        return None
 
     def groups(self) -> GroupState:
         """Return the state of the process groups."""
@@ -192,10 +180,6 @@ class Rank:
         """Send the end of the item."""
         self._activity.state, self._activity.case = "idle", ""
         self.send(message)
-
-    def collectives(self) -> RankStatus:
-        """Return the collectives that this rank has begun in this test."""
-        return self._status.collectives()
 
     def abort(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
@@ -232,7 +216,7 @@ class Rank:
                 return
             match message:
                 case Probe(full):
-                    self.send(self._status.answer(full))
+                    self.send(self.status.answer(full))
                 case AbortGroup(case):
                     with self._aborting:
                         if case == self._abortable:

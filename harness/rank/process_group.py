@@ -30,7 +30,7 @@ class DefaultGroup:
         self._spec = spec
         self._generation = 0
         self._of_rank: list[dist.ProcessGroup] = []
-        self.device = _device(spec)
+        self.device = torch.device("cpu") if spec.gpu is None else torch.device("cuda", spec.gpu)
         self.is_aborted = False
         """Whether the group that was joined last has been aborted."""
         self.joined = 0
@@ -41,7 +41,9 @@ class DefaultGroup:
         key, rank = self._spec.key, self._spec.rank
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.environ.update(WORLD_SIZE=str(key.size), LOCAL_WORLD_SIZE=str(key.size))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        interfaces = [name for _, name in socket.if_nameindex()]
+        loopback = next((name for name in ("lo", "lo0") if name in interfaces), interfaces[0])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
         if key.backend == "nccl":
@@ -110,17 +112,6 @@ class DefaultGroup:
             dist.destroy_process_group()
 
 
-def _device(spec: RankSpec) -> torch.device:
-    if spec.gpu is None:
-        return torch.device("cpu")
-    return torch.device("cuda", spec.gpu)
-
-
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), names[0])
-
-
 def _gloo_connections() -> Iterator[int]:
     """Yield the descriptor of every connection that gloo has open in this process.
 
@@ -132,16 +123,9 @@ def _gloo_connections() -> Iterator[int]:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode) or fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 continue
             with socket.socket(fileno=os.dup(fd)) as copy:
-                is_theirs = copy.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(copy)
-        except OSError:  # closed meanwhile: the directory's own descriptor is
+                copy.getpeername()
+                is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+        except OSError:  # not connected, or closed meanwhile: the directory's own descriptor is
             continue
-        if is_theirs:
+        if is_tcp:
             yield fd
-
-
-def _is_connected(connection: socket.socket) -> bool:
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return connection.type == socket.SOCK_STREAM

@@ -34,6 +34,11 @@ escape_for_xml = bin_xml_escape
 serialise_report = pytest_report_to_serializable
 """pytest's own implementation of the hook, which knows `TestReport` and `CollectReport`."""
 
+is_of_user = filter_traceback
+"""Whether pytest shows an entry of a traceback: it is not pytest's own, nor pluggy's."""
+is_interactive = check_interactive_exception
+"""Whether pytest would debug what a call has raised: no skip and no expected failure."""
+
 
 def tear_down_except_for(item: pytest.Item) -> None:
     """Tear down the fixtures and collectors that are set up and that the item does not need.
@@ -52,16 +57,6 @@ def waiting_conftests(session: pytest.Session) -> dict[Path, object]:
     """Return the conftests that wait for the collection of their directory, since pytest 9.1."""
     waiting: dict[Path, object] = getattr(session._fixturemanager, "_pending_conftests", {})
     return waiting
-
-
-def is_of_user(entry: Any) -> bool:
-    """Whether pytest shows the entry of a traceback: it is not pytest's own, nor pluggy's."""
-    return filter_traceback(entry)
-
-
-def is_interactive(call: pytest.CallInfo[Any], report: pytest.TestReport) -> bool:
-    """Whether pytest would debug what was raised: no skip and no expected failure."""
-    return check_interactive_exception(call, report)
 
 
 def open_debugger(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:

@@ -39,7 +39,9 @@ class RankReporter:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
-        self._xml.attach(config)
+        # In the place of the report; pytest removes both when the session ends.
+        config.stash[XML_REPORT] = self._xml
+        config.pluginmanager.register(self._xml, "harness-xml-notes")
 
     def begin(self, item: pytest.Item) -> None:
         """Expect the reports of this item."""
@@ -72,9 +74,11 @@ class RankReporter:
             data["xml_notes"] = notes
         if _raised(report):
             ends_phase = type(report) is pytest.TestReport and report.when != "teardown"
-            self._rank.send(Reported(sanitise(data), self._rank.collectives() if ends_phase else None))
+            self._rank.send(Reported(sanitise(data), self._rank.status.collectives() if ends_phase else None))
         else:  # posted reports are lost if the process dies: no loss, unless there is something to show
-            (self._rank.send if _printed(report) else self._rank.post)(Reported(sanitise(data)))
+            has_output = any(title.endswith(report.when) for title, _ in report.sections)
+            send = self._rank.send if has_output and report.when != "teardown" else self._rank.post
+            send(Reported(sanitise(data)))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
         """Return pytest's serialised form of a report, or of a failure with the reason why there is none."""
@@ -107,11 +111,6 @@ def _raised(report: pytest.TestReport) -> bool:
     return report.failed or (report.skipped and hasattr(report, "wasxfail") and not is_xfail_call(report))
 
 
-def _printed(report: pytest.TestReport) -> bool:
-    """Whether the phase has captured output, and another phase will follow."""
-    return report.when != "teardown" and any(title.endswith(report.when) for title, _ in report.sections)
-
-
 def failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     """Return the report of a phase that failed outside of pytest."""
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
@@ -123,17 +122,11 @@ class XmlNotes:
     It takes what the fixtures `record_testsuite_property` and `record_xml_attribute` record.
     """
 
-    family = (
-        "xunit1"  # under any other one pytest's fixtures warn, on every rank, that it has no place for them
-    )
+    # Under any other one pytest's fixtures warn, on every rank, that it has no place for what they record.
+    family = "xunit1"
 
     def __init__(self) -> None:
         self._notes: list[tuple[str, str, str]] = []
-
-    def attach(self, config: pytest.Config) -> None:
-        """Take the place of the report in a session; pytest removes both when the session ends."""
-        config.stash[XML_REPORT] = self
-        config.pluginmanager.register(self, "harness-xml-notes")
 
     def take(self) -> list[tuple[str, str, str]]:
         """Return what was recorded since the last time: "property" or "attribute", name, value."""
@@ -168,25 +161,17 @@ def sanitise(value: Any) -> Any:
     if kind in _AS_THEY_ARE:
         return value
     if isinstance(value, dict):
-        return _sanitise_dict(value)
-    if isinstance(value, list | tuple):
-        return _sanitise_list(value)
-    return truncate(str(value))
-
-
-def _sanitise_dict(value: dict[Any, Any]) -> dict[str, Any]:
-    found = {str(name): sanitise(item) for name, item in value.items()}
-    if found.keys() == _CRASH:
-        found["message"] = truncate(str(found["message"]), MAX_MESSAGE)
-    return found
-
-
-def _sanitise_list(value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+        found = {str(name): sanitise(item) for name, item in value.items()}
+        if found.keys() == _CRASH:
+            found["message"] = truncate(str(found["message"]), MAX_MESSAGE)
+        return found
     if isinstance(value, tuple):
         return tuple(map(sanitise, value))
-    if value and all(type(item) is str for item in value):
-        return truncate_lines([truncate(line, MAX_MESSAGE) for line in value])
-    return list(map(sanitise, value))
+    if isinstance(value, list):
+        if value and all(type(item) is str for item in value):
+            return truncate_lines([truncate(line, MAX_MESSAGE) for line in value])
+        return list(map(sanitise, value))
+    return truncate(str(value))
 
 
 _NOT_OF_USER = (str(Path(__file__).parent), "<frozen")

@@ -15,11 +15,10 @@ import numpy
 import pytest
 import torch
 
-from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, RunItem, Search
+from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, Ready, RunItem, Search
 from harness.rank import debugger
 from harness.rank.coverage import RankCoverage
 from harness.rank.item import ItemGuards
-from harness.rank.output import tee_where_captured_in_memory
 from harness.rank.pytest_internals import waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState
@@ -34,28 +33,15 @@ __tracebackhide__ = True  # the frames of hooks are no news in a test's tracebac
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
 # early, distributing, writing reports. An option of a plugin that is missing is left out.
 _CONTROLLER_OPTIONS: dict[str, Any] = {
-    "keyword": "",
-    "markexpr": "",
-    "deselect": None,
     "maxfail": 0,
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "stepwise_skip": False,
-    "cacheclear": False,
-    "cacheshow": None,
-    "setupshow": False,
-    "durations": None,
-    "xmlpath": None,
-    "pastebin": None,
-    "debug": None,
-    "log_file": os.devnull,
-    "numprocesses": None,
-    "maxprocesses": None,
     "dist": "no",
-    "distload": False,
     "tx": [],
+    "log_file": os.devnull,
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "cacheclear"), False),
+    **dict.fromkeys(("setupshow", "distload"), False),
+    **dict.fromkeys(("deselect", "cacheshow", "durations", "xmlpath", "pastebin", "debug"), None),
+    **dict.fromkeys(("numprocesses", "maxprocesses"), None),
 }
 
 
@@ -87,7 +73,11 @@ class RankSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
-        tee_where_captured_in_memory(early_config)
+        options = early_config.known_args_namespace
+        if (
+            options.capture == "sys"
+        ):  # in memory, which ends with the rank: what is printed goes to its log too
+            options.capture = "tee-sys"
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -100,7 +90,9 @@ class RankSession:
         if self._spec.session.measures:
             config.pluginmanager.register(RankCoverage(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
-        _block_reruns(config)
+        if config.pluginmanager.hasplugin("rerunfailures"):  # a rank that ran an item again would do so alone
+            config.pluginmanager.set_blocked("rerunfailures")
+            config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; does nothing on ranks")
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
         return (yield)
@@ -118,7 +110,7 @@ class RankSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
         self._state.start()
-        self.rank.ready()
+        self.rank.send(Ready())
         while True:
             match self.rank.next_order():
                 case RunItem() as order:
@@ -130,7 +122,7 @@ class RankSession:
         self._state.end_groups()
         item, next_item = self._collect(session, order)
         if item is None:
-            self._reporter.send(_missing(order, self._collection.error_of(order.path)))
+            self._reporter.send(_missing(order, self._collection.errors[order.path]))
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
@@ -139,17 +131,17 @@ class RankSession:
             with self._properties_in_step(order.search):
                 self._run_protocol(item, next_item)
         checks = self._config.getoption("check_collectives")
-        doing = replace(self.rank.collectives(), state="idle") if checks else None
+        doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = torch.distributed.is_initialized() and self._state.is_restored
         self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Return the item and its next one. What a file changes when it is imported stands from then on."""
         wanted = [(order.nodeid, order.path), *([order.next_item] if order.next_item else [])]
-        news = not all(self._collection.knows(path) for _, path in wanted)
-        before = RankState.capture() if news else None
-        if news:
-            self.rank.send(Collecting(next(p for _, p in wanted if not self._collection.knows(p))))
+        new = next((path for _, path in wanted if path not in self._collection.errors), None)
+        before = RankState.capture() if new else None
+        if new:
+            self.rank.send(Collecting(new))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None:
             self._state.adopt(before)
@@ -178,13 +170,6 @@ class RankSession:
             self._properties = Properties(self.rank)
             self._config.pluginmanager.register(self._properties)
         return self._properties.of_item(search)
-
-
-def _block_reruns(config: pytest.Config) -> None:
-    """Block pytest-rerunfailures: a rank that ran an item again would do so alone."""
-    if config.pluginmanager.hasplugin("rerunfailures"):
-        config.pluginmanager.set_blocked("rerunfailures")
-        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; does nothing on ranks")
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
@@ -223,35 +208,29 @@ class RankCollection:
 
     For pytest every file is a collection of its own, with its own directories; fixtures and set-up that
     belong to a directory would be bound to those of the first file. So directories are kept here.
+
+    Attributes:
+        errors: By file that was tried, why it could not be collected; empty where it could.
     """
 
     def __init__(self) -> None:
         self._items: dict[str, pytest.Item] = {}
-        self._errors: dict[str, str] = {}
-        """By file that was tried, why it could not be collected; empty where it could."""
+        self.errors: dict[str, str] = {}
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
     def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
         """Return the item, or None if the file has no such item on this rank."""
-        if path not in self._errors:
-            self._errors[path] = ""
+        if path not in self.errors:
+            self.errors[path] = ""
             try:
                 items = session.perform_collect([path])
             except BaseException as error:
                 # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
                 # may be the file of the next item: this one must not suffer from it.
-                self._errors[path] = self._errors[path] or describe_raised(error)
+                self.errors[path] = self.errors[path] or describe_raised(error)
             else:
                 self._items.update({str(item.nodeid): item for item in items})
         return self._items.get(nodeid)
-
-    def knows(self, path: str) -> bool:
-        """Whether the file has been collected, or tried."""
-        return path in self._errors
-
-    def error_of(self, path: str) -> str:
-        """Return why pytest could not collect a file."""
-        return self._errors.get(path, "")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collect_directory(
@@ -261,14 +240,14 @@ class RankCollection:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep the reason why a file has fewer items than elsewhere: it, or a conftest, may be broken."""
-        path = next(reversed(self._errors), None)
-        if path is None or self._errors[path]:
+        path = next(reversed(self.errors), None)
+        if path is None or self.errors[path]:
             return
         if report.failed:
-            self._errors[path] = report.longreprtext
+            self.errors[path] = report.longreprtext
         elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self._errors[path] = f"this rank skipped {path} at import and others did not ({reason})"
+            self.errors[path] = f"this rank skipped {path} at import and others did not ({reason})"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
