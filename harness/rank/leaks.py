@@ -1,17 +1,31 @@
-"""The guard of open resources: finds what a test has left open, and ends the processes among it."""
+"""The open resources of a rank (child processes, threads, files and sockets, shared memory) and their guard.
+
+The guard finds what a test has left open, and ends the processes among it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
+import multiprocessing
+import operator
+import os
+import socket
+import stat
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import shared_memory
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from harness.exceptions import RankLeakWarning
-from harness.process_tree import POLL_EVERY, adopt_orphans, end
-from harness.rank.open_resources import OpenResources, reap
+from harness.process_tree import POLL_EVERY, adopt_orphans, children_of, end, is_running, with_descendants
+from harness.rank.multiprocessing_internals import is_resource_sharer, reap_popens, service_processes
+from harness.tracebacks import is_installed
 
 Policy = Literal["warn", "error", "off"]
 
@@ -19,6 +33,19 @@ SETTLE_WITHIN = 0.1
 """Seconds that something gets to end which a test has stopped but not waited for."""
 TERMINATE_WITHIN = 0.2
 """Seconds between SIGTERM and SIGKILL for a process that was left."""
+_SEGMENTS = "/dev/shm"
+_MAX_COMMAND = 120
+"""Characters of a command line that are shown."""
+# What torch starts once in a process and keeps to its end, by a piece of the command line.
+_TORCH_PROCESSES = (
+    "torch/_inductor/compile_worker",  # compiles kernels for all that is compiled later
+    "torch_shm_manager",  # unlinks shared tensors when their last user is gone
+)
+# Threads that serve a process to its end, by the name of the thread or of its class.
+_INFRASTRUCTURE = {
+    "InductorSubproc",  # reads what torch's compile worker answers
+    "TMonitor",  # tqdm's, one for all progress bars
+}
 
 
 class LeakGuard:
@@ -47,17 +74,18 @@ class LeakGuard:
 
     def after(self, raised: bool) -> Sequence[str]:
         left = self.capture() - self.baseline
-        if left and raised:
-            left = left.without_what_variables_hold()
+        if raised:  # a traceback keeps what a failed test had in its variables: all but processes
+            left = OpenResources(left.children)
         if not left or not (left := self._settle(left)):
             return ()
         lines = left.describe()
-        self._end_processes()
+        end(self._new_children, TERMINATE_WITHIN)  # and whatever becomes a child of this rank as they end
+        self._new_children()  # the last of them may have ended after it was waited for in vain
         return lines
 
     def _settle(self, left: OpenResources) -> OpenResources:
         """Return what stays after a collection of garbage and a moment for what is about to end."""
-        reap(left.children)
+        _reap(left.children)
         left = left.of_tests(self._segments)
         if left.threads or left.files or left.segments:
             gc.collect()
@@ -66,20 +94,14 @@ class LeakGuard:
         # Files, too: the thread that answers the controller opens and closes some meanwhile.
         while (left.children or left.threads or left.files) and time.monotonic() < until:
             time.sleep(POLL_EVERY)
-            reap(left.children)
+            _reap(left.children)
             left = (left & self.capture()).of_tests(self._segments)
         return left
 
-    def _end_processes(self) -> None:
-        """End new children, and whatever becomes a child of this rank as they end."""
-
-        def left() -> set[int]:
-            new = OpenResources.capture_children() - self.baseline
-            reap(new.children)
-            return set(new.of_tests(self._segments).children)
-
-        end(left, TERMINATE_WITHIN)
-        left()  # the last of them may have ended after it was waited for in vain
+    def _new_children(self) -> set[int]:
+        new = OpenResources.capture_children() - self.baseline
+        _reap(new.children)
+        return set(new.of_tests(self._segments).children)
 
 
 def _record_segments(names: set[str]) -> None:
@@ -93,3 +115,190 @@ def _record_segments(names: set[str]) -> None:
             names.add(self.name)
 
     shared_memory.SharedMemory.__init__ = recorded  # type: ignore[method-assign]
+
+
+class OpenResources(NamedTuple):
+    """The open resources of a process at one moment."""
+
+    children: frozenset[int] = frozenset()
+    threads: frozenset[threading.Thread] = frozenset()
+    files: frozenset[str] = frozenset()
+    """Numbers of descriptors, as the system writes them."""
+    segments: frozenset[str] = frozenset()
+    """Names in /dev/shm, of all processes."""
+
+    @classmethod
+    def capture(cls) -> OpenResources:
+        return cls(_children(), frozenset(threading.enumerate()), _files(), _listing(_SEGMENTS))
+
+    @classmethod
+    def capture_children(cls) -> OpenResources:
+        """Look for processes only."""
+        return cls(_children())
+
+    def __sub__(self, other: OpenResources) -> OpenResources:
+        return OpenResources(*map(operator.sub, self, other))
+
+    def __and__(self, other: OpenResources) -> OpenResources:
+        return OpenResources(*map(operator.and_, self, other))
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def with_changes(self, before: OpenResources, after: OpenResources) -> OpenResources:
+        """Return these with what was opened between two moments, and without what was closed."""
+        return OpenResources(*map(operator.or_, self - (before - after), after - before))
+
+    def of_tests(self, made: set[str]) -> OpenResources:
+        """Leave out what has ended, what Python and torch keep to the end of the process, what others made.
+
+        Args:
+            made: names of the segments that this process has made.
+        """
+        return OpenResources(
+            frozenset(pid for pid in self.children if is_running(pid) and not _is_of_torch(pid)),
+            frozenset(thread for thread in self.threads if thread.is_alive() and not _is_service(thread)),
+            frozenset(fd for fd in self.files if _name_of_file(fd)),
+            frozenset(name for name in self.segments if _is_ours(name, made)),
+        )
+
+    def describe(self) -> list[str]:
+        """Name each of them; processes with all that are below them."""
+        children = sorted(with_descendants(set(self.children)))
+        threads = sorted(self.threads, key=lambda thread: thread.name)
+        files = sorted(self.files, key=int)
+        # Pipes lead to the processes, where any were left.
+        files = [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
+        return [
+            *(f"process {pid} ({_command_of(pid)}), which was ended" for pid in children),
+            *(f"thread {thread.name!r} (runs {_target_of(thread)})" for thread in threads),
+            *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in files),
+            *(f"shared memory {_SEGMENTS}/{name}" for name in sorted(self.segments)),
+        ]
+
+
+# Processes
+
+
+def _children() -> frozenset[int]:
+    """Return the children of this process, and those of the server that multiprocessing forks some from."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none: the usual case costs one system call
+        return frozenset()
+    found = children_of(os.getpid())
+    servers = {pid for pid, _ in service_processes() if pid is not None}
+    forked = (children_of(pid) for pid in servers & found)
+    return frozenset(found.union(*forked) - servers)
+
+
+def _reap(pids: frozenset[int]) -> None:
+    """Wait for those of the children that have ended; first by the modules that keep lists of them."""
+    if not pids:
+        return
+    multiprocessing.active_children()
+    reap_popens()
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _is_of_torch(pid: int) -> bool:
+    return any(word in _command_of(pid) for word in _TORCH_PROCESSES)
+
+
+def _command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "gone"
+    if words == Path("/proc/self/cmdline").read_bytes():
+        names = {child.pid: f"multiprocessing's {child.name}" for child in multiprocessing.active_children()}
+        return names.get(pid, "a fork of this rank")
+    text = words.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return text if len(text) < _MAX_COMMAND else f"{text[:_MAX_COMMAND]}…"
+
+
+# Threads
+
+
+def _is_service(thread: threading.Thread) -> bool:
+    """Whether a thread is of no test: a native one that has run some Python, or one that serves all tests."""
+    return (
+        isinstance(thread, threading._DummyThread)
+        or is_resource_sharer(thread)
+        or not _INFRASTRUCTURE.isdisjoint((thread.name, type(thread).__name__))
+    )
+
+
+def _target_of(thread: threading.Thread) -> str:
+    """Name the function that a thread runs, and its innermost line that is the user's, if there is one."""
+    target = getattr(thread, "_target", None)  # deleted when it has run
+    name = getattr(target, "__qualname__", type(thread).__qualname__)
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return name if frame is None else f"{name}, now at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# Files and sockets
+
+
+def _files() -> frozenset[str]:
+    """Return the open descriptors, except for the one that listing them takes."""
+    try:
+        found = os.listdir("/proc/self/fd")
+        mine = os.open("/proc/self/fd", os.O_RDONLY)  # the lowest free number, as that of the listing was
+    except OSError:
+        return frozenset()
+    os.close(mine)
+    return frozenset(found) - {str(mine)}
+
+
+def _name_of_file(number: str) -> str:
+    """Name what a descriptor stands for; empty if it is closed, or belongs to Python, torch or a driver."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{number}")
+        mode, flags = os.fstat(int(number)).st_mode, fcntl.fcntl(int(number), fcntl.F_GETFD)
+    except OSError:
+        return ""
+    if any(str(pipe) == number for _, pipe in service_processes()):
+        return ""
+    # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are in the state.
+    native = not (stat.S_ISREG(mode) or flags & fcntl.FD_CLOEXEC)
+    device = path.startswith("/dev/") and not path.startswith(_SEGMENTS)
+    if native or device or path.startswith("anon_inode:"):
+        return ""
+    name = _name_of_socket(int(number)) if stat.S_ISSOCK(mode) else f"file {path}"
+    # Of multiprocessing: sockets and memory that serve a process to its end.
+    return "" if "/pymp-" in name or "/pym-" in name else name
+
+
+def _name_of_socket(number: int) -> str:
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+        try:
+            peer = f" to {_address(copy.getpeername())}"
+        except OSError:
+            peer = ""
+        return f"socket {copy.family.name} {_address(copy.getsockname())}{peer}"
+    return "socket"
+
+
+def _address(address: Any) -> str:
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address) or "unnamed"
+
+
+# Shared memory
+
+
+def _listing(path: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(path))
+    except OSError:
+        return frozenset()
+
+
+def _is_ours(segment: str, made: set[str]) -> bool:
+    """Whether this process has made a segment; torch writes the number of the process into the name."""
+    ours = segment in made or segment.startswith(f"torch_{os.getpid()}_")
+    return ours and os.path.exists(f"{_SEGMENTS}/{segment}")

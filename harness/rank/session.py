@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
+import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,7 +19,6 @@ import torch
 
 from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, Ready, RunItem, Search
 from harness.rank import debugger
-from harness.rank.coverage import RankCoverage
 from harness.rank.item import ItemGuards
 from harness.rank.pytest_internals import waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
@@ -74,9 +75,7 @@ class RankSession:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
         options = early_config.known_args_namespace
-        if (
-            options.capture == "sys"
-        ):  # in memory, which ends with the rank: what is printed goes to its log too
+        if options.capture == "sys":  # into memory, which ends with the rank: write to its log as well
             options.capture = "tee-sys"
         return (yield)
 
@@ -256,3 +255,36 @@ class RankCollection:
         kept = dict(waiting)
         yield
         waiting.update(kept)
+
+
+SAVE_EVERY = 1.0
+"""Seconds. A rank that is killed loses what it has measured since; saving takes longer than a small test."""
+# Of no use in a rank: other processes run what this one does not, and the server imports some of it first.
+_DISABLED_WARNINGS = ["already-imported", "module-not-imported", "module-not-measured", "no-data-collected"]
+
+
+class RankCoverage:
+    """Measures this process as pytest-cov would, with the same options, into its own file."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        options = config.option
+        coverage: Any = importlib.import_module("coverage")
+        self._coverage = coverage.Coverage(
+            source=None if True in options.cov_source else options.cov_source,  # a plain `--cov`
+            branch=options.cov_branch,
+            config_file=options.cov_config,
+            data_suffix=True,
+        )
+        disabled = self._coverage.get_option("run:disable_warnings")
+        self._coverage.set_option("run:disable_warnings", [*disabled, *_DISABLED_WARNINGS])
+        self._coverage.start()
+        self._saved = time.monotonic()
+
+    def pytest_runtest_logfinish(self) -> None:
+        if time.monotonic() > self._saved + SAVE_EVERY:
+            self._coverage.save()
+            self._saved = time.monotonic()
+
+    def pytest_unconfigure(self) -> None:
+        self._coverage.stop()
+        self._coverage.save()

@@ -24,7 +24,6 @@ from harness.rank.torch_internals import group_members, recorded_collectives
 from harness.tracebacks import Stack, is_installed, parse
 
 WIRE_THREAD = "lockstep-wire"
-_DEFAULT_DESCRIPTION = "default_pg"
 _OUR_PROPERTIES = str(Path(harness.properties.__file__).parent)
 
 
@@ -63,19 +62,14 @@ class StatusReader:
             full: whether to return the status in any case.
         """
         try:
-            return self._answer(full)
+            before, self._progress = self._progress, progress()
+            if not full and self._activity.state != "runs":
+                return self.collectives()
+            if full or (before == self._progress and not self._others_run_users_code()):
+                return self._describe()
+            return Progress()
         except Exception:  # of what torch does not document; the thread that answers is needed on
             return RankStatus(traceback.format_exc(), "an unknown place", state=self._activity.state)
-
-    def _answer(self, full: bool) -> RankStatus | Progress:
-        before, self._progress = self._progress, progress()
-        if full:
-            return self._describe()
-        if self._activity.state != "runs":
-            return self.collectives()
-        if before == self._progress and not self._others_run_users_code():
-            return self._describe()
-        return Progress()
 
     def collectives(self) -> RankStatus:
         """Return the collectives that this rank has begun in this test, and no more."""
@@ -105,9 +99,8 @@ class StatusReader:
     def _others_run_users_code(self) -> bool:
         """Whether a thread other than the main one and this one runs user code: it may free the main one."""
         apart = (self._main, threading.get_ident())
-        return any(
-            _runs_users_code(stack) for ident, stack in self._stacks.take().items() if ident not in apart
-        )
+        stacks = [stack for ident, stack in self._stacks.take().items() if ident not in apart]
+        return any(not is_installed(place.file) for stack in stacks for place in stack)
 
 
 def progress() -> object:
@@ -127,10 +120,6 @@ def _is_sleeping() -> bool:
     with contextlib.suppress(OSError):
         return "nanosleep" in Path("/proc/self/wchan").read_text()
     return False
-
-
-def _runs_users_code(stack: Stack) -> bool:
-    return any(not is_installed(place.file) for place in stack)
 
 
 def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
@@ -190,7 +179,10 @@ def issued_since(begun: int, joined: int) -> tuple[tuple[Issued, ...], dict[str,
     before |= {
         _name(entry): entry["collective_seq_id"] for entry in entries if entry["time_created_ns"] < begun
     }
-    members = _members()
+    default = dist.group.WORLD
+    members = {
+        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
+    }
     return tuple(_issued(entry, members) for entry in news if not entry["is_p2p"]), before
 
 
@@ -210,14 +202,7 @@ def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issue
 
 def _name(entry: dict[str, Any]) -> str:
     name, description = entry["process_group"]
-    return DEFAULT_GROUP if description == _DEFAULT_DESCRIPTION else str(name)
-
-
-def _members() -> dict[str, tuple[int, ...]]:
-    default = dist.group.WORLD
-    return {
-        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
-    }
+    return DEFAULT_GROUP if description == "default_pg" else str(name)
 
 
 class Stacks:

@@ -17,12 +17,10 @@ __all__ = ["Collective", "CollectivesLog"]
 T = TypeVar("T")
 
 # The name of an operation in torch.distributed, by its name in the dispatcher. Operations that are not listed
-# (the functional ones) have torch's spelling already, except for a trailing `_` or `_out`.
+# have torch's spelling already, except for a trailing `_`, or `_out` of a functional one.
 _SPELLING = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather_into_tensor",
     "allgather_coalesced_": "all_gather_coalesced",
@@ -32,17 +30,11 @@ _SPELLING = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
-    "scatter_": "scatter",
-    "gather_": "gather",
-    "barrier": "barrier",
-    "monitored_barrier_": "monitored_barrier",
-    "send": "send",
     "isend": "send",
-    "recv_": "recv",
     "recv_any_source_": "recv",
     "irecv": "recv",
 }
-_OPS = frozenset(_SPELLING.values())
+_OPS = {*_SPELLING.values(), "broadcast", "reduce", "scatter", "gather", "barrier", "monitored_barrier"}
 # They start nothing: waiting, bookkeeping of autograd, a check of values.
 _NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
@@ -129,30 +121,33 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             names = (argument.name for argument in func._schema.arguments)
             self._record(name, dict(zip(names, args, strict=False)) | (kwargs or {}))
         elif func.namespace == "profiler":
-            self._follow_label(func.overloadpacket.__name__, args)
+            name = func.overloadpacket.__name__
+            if name.startswith("_record_function_enter"):
+                self._labels.append(args[0])
+            elif name.startswith("_record_function_exit") and self._labels:
+                self._labels.pop()
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, arguments: Mapping[str, Any]) -> None:
         op = _SPELLING.get(name, name.rstrip("_").removesuffix("_out"))
-        inputs = [] if op == "recv" else list(_input_tensors(arguments))
+        # A collective reads its argument `input...`, else `tensors`.
+        read = [value for key, value in arguments.items() if key.startswith("input") and "split" not in key]
+        tensors = named_tensors(read[0] if read else arguments.get("tensors"))
+        inputs = [] if op == "recv" else list(tensors.values())
+        if (size := arguments.get("group_size")) is None:
+            size = group_of(arguments.get("process_group", arguments.get("group_name"))).size()
         self._entries.append(
             Collective(
                 op=op,
                 dtypes=tuple(t.dtype for t in inputs),
                 shapes=tuple(tuple(t.shape) for t in inputs),
                 nbytes=sum(t.numel() * t.element_size() for t in inputs),
-                group_size=_group_size(arguments),
+                group_size=int(size),
                 index=len(self._entries),
                 in_backward=in_backward(),
                 label=self._labels[-1] if self._labels else "",
             )
         )
-
-    def _follow_label(self, name: str, args: tuple[Any, ...]) -> None:
-        if name.startswith("_record_function_enter"):
-            self._labels.append(args[0])
-        elif name.startswith("_record_function_exit") and self._labels:
-            self._labels.pop()
 
     @property
     def entries(self) -> tuple[Collective, ...]:
@@ -198,18 +193,6 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     # pytest shows the repr of what an assert compared.
     __repr__ = __str__
-
-
-def _input_tensors(arguments: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a collective reads: its argument `input...`, else `tensors`."""
-    named = [value for name, value in arguments.items() if name.startswith("input") and "split" not in name]
-    yield from named_tensors(named[0] if named else arguments.get("tensors")).values()
-
-
-def _group_size(arguments: Mapping[str, Any]) -> int:
-    if "group_size" in arguments:
-        return int(arguments["group_size"])
-    return int(group_of(arguments.get("process_group", arguments.get("group_name"))).size())
 
 
 def _only(values: Collection[T], what: str) -> T:

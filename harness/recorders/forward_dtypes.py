@@ -38,7 +38,10 @@ class ForwardCall:
     in_backward: bool
 
     def __str__(self) -> str:
-        parts = (f"{kind}: {_listed(getattr(self, kind))}" for kind in ("inputs", "parameters", "buffers"))
+        parts = []
+        for kind in ("inputs", "parameters", "buffers"):
+            names = ", ".join(f"{name} {short(dtype)}" for name, dtype in getattr(self, kind).items())
+            parts.append(f"{kind}: {names or 'none'}")
         return f"{self.index:>4}  {self.module or '(model)':<24} {'; '.join(parts)}"
 
 
@@ -186,7 +189,3 @@ class _RecordedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copied module must compute with its own parameters; this object would use the original's.
         return deepcopy(self.forward, memo)
-
-
-def _listed(dtypes: Mapping[str, torch.dtype]) -> str:
-    return ", ".join(f"{name} {short(dtype)}" for name, dtype in dtypes.items()) or "none"

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from harness.rank import leaks
-from harness.rank.leaks import LeakGuard
-from harness.rank.open_resources import OpenResources
+from harness.rank.leaks import LeakGuard, OpenResources
 from suites.selftest.project import PROJECTS, copy_project, line_of, wait_for
 
 SAMPLES = PROJECTS / "leaking"
@@ -238,5 +237,4 @@ def test_a_file_that_another_thread_closes_soon_is_no_leak(
     monkeypatch.setattr(leaks, "time", clock)
     watch = LeakGuard.__new__(LeakGuard)
     watch._policy, watch._segments = "warn", set()
-    nothing = frozenset[Any]()
-    assert not watch._settle(OpenResources(nothing, nothing, frozenset({str(file)}), nothing))
+    assert not watch._settle(OpenResources(files=frozenset({str(file)})))
