@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -32,7 +34,6 @@ from harness.protocol import (
     Vote,
     Voted,
 )
-from harness.rank.forks import Forks
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
 from harness.rank.reporter import describe_raised
@@ -230,3 +231,54 @@ class Rank:
                     self._inbox.put(message)
                 case Agreed() | Close():
                     self._inbox.put(message)
+
+
+class Forks:
+    """Ends forked children of this process, copies of the rank that must not go on as the rank.
+
+    A child ends where its test would: where it comes back to the rank's own code. The children of
+    multiprocessing never come back here; they only leave the rank's connections to the rank.
+
+    Args:
+        rank: its number, for the text.
+        detach: called in each child as it is made, before anything of the test; gives up what belongs to the
+            rank alone.
+    """
+
+    def __init__(self, rank: int, detach: Callable[[], None]) -> None:
+        self._rank = rank
+        self._pid = os.getpid()
+        os.register_at_fork(after_in_child=detach)
+
+    def end_child(self, error: BaseException | None = None) -> None:
+        """Return in the rank; in a forked child, write to standard error how it ended, and end it.
+
+        Its exit code is 0 if it came to the end of what it ran, 1 if that raised, or what it gave `sys.exit`.
+        """
+        if os.getpid() == self._pid:
+            return
+        match error:
+            case None:
+                how, status = "reached the end of its code there and was ended", 0
+            case SystemExit(code=code):
+                how = f"exited with {code!r}"
+                status = code if isinstance(code, int) else int(code is not None)
+            case _:
+                what = "".join(traceback.format_exception_only(error)).strip()
+                innermost = traceback.extract_tb(error.__traceback__)[-1]
+                how = f"raised {what} at {innermost.filename}:{innermost.lineno} and was ended"
+                status = 1
+        with contextlib.suppress(OSError):
+            os.write(2, f"rank {self._rank}: process {os.getpid()}, forked by the test, {how}\n".encode())
+        os._exit(status)
+
+    def guard(self) -> Generator[None, object, object]:
+        """Run what a hook wraps; end a child that comes out of it."""
+        __tracebackhide__ = True
+        try:
+            result = yield
+        except BaseException as error:
+            self.end_child(error)
+            raise
+        self.end_child()
+        return result

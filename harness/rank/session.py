@@ -70,8 +70,6 @@ class RankSession:
         self._reporter = RankReporter(rank, self._guards)
         self._properties: Properties | None = None
 
-    # The session
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
         options = early_config.known_args_namespace

@@ -140,24 +140,19 @@ class InterpreterState(Snapshot):
         sys.path[:] = [*self.sys_path, *filter(_is_vendored, sys.path)]
         os.umask(int(self.umask, 8))
         for name, limits in self.resource_limits.items():
-            _restore_limit(_LIMITS[name], limits)
+            soft, hard = resource.getrlimit(_LIMITS[name])
+            if (soft, hard) != limits:
+                try:
+                    resource.setrlimit(_LIMITS[name], limits)
+                except (ValueError, OSError):  # only root may raise a hard limit
+                    with contextlib.suppress(ValueError, OSError):
+                        resource.setrlimit(_LIMITS[name], (hard, hard))
         locale.setlocale(locale.LC_ALL, self.locale)
 
 
 def _is_vendored(path: str) -> bool:
     """Whether setuptools added the path when it was imported, to import the rest of itself from there."""
     return path.endswith("_vendor")
-
-
-def _restore_limit(limit: int, limits: tuple[int, int]) -> None:
-    soft, hard = resource.getrlimit(limit)
-    if (soft, hard) == limits:
-        return
-    try:
-        resource.setrlimit(limit, limits)
-    except (ValueError, OSError):  # only root may raise a hard limit
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(limit, (hard, hard))
 
 
 class CrashReports:
@@ -205,6 +200,10 @@ class RankState(Snapshot):
 
     @classmethod
     def capture(cls) -> RankState:
+        # Twice a test; `os.environ.copy()` takes 20 times as long.
+        environ: dict[bytes, bytes] = dict(os.environ._data)  # type: ignore[attr-defined]
+        for name in _NOT_STATE:
+            environ.pop(name, None)
         return cls(
             default_dtype=torch.get_default_dtype(),
             default_device=torch.get_default_device(),
@@ -216,12 +215,7 @@ class RankState(Snapshot):
             cudnn_flags=(torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
             num_threads=torch.get_num_threads(),
             cwd=_cwd(),
-            # Taken twice a test; `os.environ.copy()` takes 20 times as long.
-            environ={
-                name: value
-                for name, value in os.environ._data.items()  # type: ignore[attr-defined]
-                if name not in _NOT_STATE
-            },
+            environ=environ,
             process_groups=frozenset(_groups()),
             interpreter=InterpreterState.capture(),
         )

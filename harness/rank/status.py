@@ -79,12 +79,13 @@ class StatusReader:
     def _describe(self) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""
         stacks = self._stacks.take()
+        main = _frames(stacks.pop(self._main, ()))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        main = _frames(stacks.get(self._main, ()))
-        texts = [f"MainThread:\n{_format(main)}"]
+        threads: list[tuple[object, list[traceback.FrameSummary]]] = [("MainThread", main)]
         for ident, stack in stacks.items():
-            if ident != self._main and names.get(ident) != WIRE_THREAD:
-                texts.append(f"{names.get(ident, ident)}:\n{_format(_frames(stack))}")
+            if names.get(ident) != WIRE_THREAD:
+                threads.append((names.get(ident, ident), _frames(stack)))
+        texts = (f"{name}:\n{''.join(traceback.format_list(frames))}" for name, frames in threads)
         status = self.collectives()
         where, call = _user_line(main)
         is_reporting = status.state == "runs" and main and _is_of_pytest(main[0].filename)
@@ -109,17 +110,13 @@ def progress() -> object:
     Not from its frames: those of a thread that runs cannot be walked through safely. No two values are equal
     in `time.sleep`, which ends without help, and where the system has no such figures.
     """
+    waits_in = ""
+    with contextlib.suppress(OSError):  # not every kernel shows it
+        waits_in = Path("/proc/self/wchan").read_text()
     with contextlib.suppress(OSError):
-        if not _is_sleeping():
+        if "nanosleep" not in waits_in:
             return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text()
     return object()
-
-
-def _is_sleeping() -> bool:
-    """Whether the main thread is in `time.sleep`, as far as the kernel shows it."""
-    with contextlib.suppress(OSError):
-        return "nanosleep" in Path("/proc/self/wchan").read_text()
-    return False
 
 
 def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
@@ -133,10 +130,6 @@ def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
     below = [frame for frame in stack[last_of_pytest + 1 :] if not _is_of_property_tests(frame.filename)]
     calls_user = any(not is_installed(frame.filename) for frame in below)
     return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
-
-
-def _format(frames: list[traceback.FrameSummary]) -> str:
-    return "".join(traceback.format_list(frames))
 
 
 def _is_of_property_tests(filename: str) -> bool:

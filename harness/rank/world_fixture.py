@@ -147,8 +147,7 @@ def _is_same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if not (left.is_floating_point() or left.is_complex()):
         return torch.equal(left, right)
-    both_nan = left.isnan() & right.isnan()
-    same = (
-        (left == right) & (left.signbit() == right.signbit()) if left.is_floating_point() else left == right
-    )
-    return bool((both_nan | same).all())
+    same = left == right
+    if left.is_floating_point():  # 0.0 is not -0.0
+        same &= left.signbit() == right.signbit()
+    return bool((same | (left.isnan() & right.isnan())).all())
