@@ -124,7 +124,7 @@ class Front:
         return self.engine.capabilities
 
     def shard(self, bare, **spec):
-        """Shard a bare model. Its units are those that it names; ``mesh`` has the axes (replicate, shard)."""
+        """Shard a bare model. Its units are those that it names; `mesh` has the axes (replicate, shard)."""
         from harness.conformance import ShardSpec
 
         spec = {"units": getattr(bare, "units", ()), "device": self.device, **self.settings, **spec}
@@ -176,7 +176,7 @@ class ComposableFront(Front):
         return self(bare, **settings)
 
     def precision(self, *args, **kwargs):
-        """Return the setting that is called ``mp_policy``."""
+        """Return the setting that is called `mp_policy`."""
         return {"mp_policy": self.engine.composable.MixedPrecisionPolicy(*args, **kwargs)}
 
     @property
@@ -242,7 +242,7 @@ def front(fronts, request):
 
 @pytest.fixture(params=["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "fully_shard"])
 def hybrid_front(world, engine, request):
-    """Each way to shard inside a replica and to average across, on the ``mesh`` that `shard` is given."""
+    """Each way to shard inside a replica and to average across, on the `mesh` that `shard` is given."""
     name = request.param
     if name == "fully_shard":
         return ComposableFront(name, engine, world.device)

@@ -33,7 +33,7 @@ class Switched(nn.Sequential):
 
 @pytest.fixture
 def backward(world):
-    """Give every weight the gradient ``value``, in the mean of half and one and a half of it."""
+    """Give every weight the gradient `value`, in the mean of half and one and a half of it."""
 
     def backward(front, model, value, *more, sync=True):
         gradient = torch.tensor(value * (0.5 + world.rank), device=world.device)

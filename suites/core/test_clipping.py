@@ -38,7 +38,7 @@ class Parts(nn.ModuleDict):
 
 @pytest.fixture
 def backward(world):
-    """Give each weight the gradient ``mean``, in the mean over ranks that see different ones."""
+    """Give each weight the gradient `mean`, in the mean over ranks that see different ones."""
 
     def backward(model, mean):
         spread = world.rank - (world.size - 1) / 2

@@ -72,7 +72,7 @@ def shard_bytes(world, front, model, dtype, names):
 
 
 def full_bytes(world, front, model, dtype, names, whole):
-    """Return the dtype and size of each group: ``whole``, or padded so that every rank has as much."""
+    """Return the dtype and size of each group: `whole`, or padded so that every rank has as much."""
     numel = full_numel(world, front, model)
     sizes = (numel[name] if whole else padded(world, numel[name]) for name in names)
     return [(dtype, size * dtype.itemsize) for size in sizes]
@@ -126,7 +126,7 @@ def check_reductions(world, front, collectives):
 def test_a_step_gathers_and_reduces_by_strategy(
     front, batch, check_gathers, check_reductions, offload, precision
 ):
-    """What goes over the wire is cast before, not after (pytorch#154975)."""
+    """Tensors are cast before they are sent, not after (pytorch#154975)."""
     model = front.shard(NestedWrappedModule(), precision=precision, offload=offload)
     for _ in range(2):
         model(batch()).float().sum().backward()

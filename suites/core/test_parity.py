@@ -73,9 +73,9 @@ def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that ``bare`` learns, sharded, what its reference ``learned`` in the same ``training``.
+    """The claim that `bare` learns, sharded, what its reference `learned` in the same `training`.
 
-    ``backward``: of the sharded model; ``alone``: units of each rank's own.
+    `backward`: of the sharded model; `alone`: units of each rank's own.
     """
 
     bare: nn.Module
@@ -131,7 +131,7 @@ def large_steps(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def assert_each_case(run_subtests, world, engine, batches, strategy, offload):
     """Hold a model to its reference in every case of the item; the reference is trained once.
 
-    ``training``: what differs from two steps with the loss of the nested models.
+    `training`: what differs from two steps with the loss of the nested models.
     """
     settings = {
         "device_init_mode": ["before", "after", "never"] if offload else ["before", "after"],

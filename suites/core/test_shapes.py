@@ -109,7 +109,7 @@ class FrozenTwice(nn.Sequential):
 
 
 class Thawing(nn.Sequential):
-    """A layer that is frozen in every other step: a unit, or with ``units=()`` a part of one."""
+    """A layer that is frozen in every other step: a unit, or with `units=()` a part of one."""
 
     def __init__(self, units=("1",)):
         super().__init__(*(nn.Linear(8, 8) for _ in range(3)))
@@ -159,7 +159,7 @@ class Nothing(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Layers that are computed a second time in backward: a unit, or with ``units=()`` a part of one."""
+    """Layers that are computed a second time in backward: a unit, or with `units=()` a part of one."""
 
     def __init__(self, use_reentrant, units=("inner",), times=2):
         super().__init__()

@@ -19,7 +19,7 @@ AFTER_FORWARD = {"FULL_SHARD": "SHARDED", "SHARD_GRAD_OP": "RETAINED", "NO_SHARD
 
 
 class Watched(NestedWrappedModule):
-    """The nested model; it records what ``look`` returns as each layer begins, in forward and in backward."""
+    """The nested model; it records what `look` returns as each layer begins, in forward and in backward."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def all_in(state):
 
 
 def gathered(rest, *names):
-    """Return the states when groups of these names are gathered; ``rest`` has those of the others."""
+    """Return the states when groups of these names are gathered; `rest` has those of the others."""
     return rest | dict.fromkeys(names, "UNSHARDED")
 
 

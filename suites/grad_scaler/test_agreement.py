@@ -28,7 +28,7 @@ class Two(nn.Sequential):
 
 
 def known(world, bad, holder):
-    """Return a gradient of two elements for each rank's shard, with ``bad`` in the shard of ``holder``."""
+    """Return a gradient of two elements for each rank's shard, with `bad` in the shard of `holder`."""
     gradient = torch.ones(2 * world.size)
     gradient[2 * holder] = bad
     return gradient

@@ -106,7 +106,7 @@ class TestShardGradScaler:
 
 
 def ddp(world, bare, precision):
-    """Return ``bare`` under DDP; where ``precision`` is fp16, so are forward, backward and the wire."""
+    """Return `bare` under DDP; where `precision` is fp16, so are forward, backward and the wire."""
     model = DistributedDataParallel(InHalf(bare) if precision == IN_HALF else bare)
     if precision == IN_HALF:
         model.register_comm_hook(None, fp16_compress_hook)

@@ -80,7 +80,7 @@ class Pair(NamedTuple):
 
 
 class Passing(nn.Module):
-    """A module that passes what it is given to ``below``, and keeps it."""
+    """A module that passes what it is given to `below`, and keeps it."""
 
     def __init__(self, below):
         super().__init__()

@@ -46,7 +46,7 @@ MODELS = (LinearMixedPrecision, NestedLinearMixedPrecision)
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """What `Precision` comes to for parameters of one original dtype, and buffers of fp64."""
+    """The dtypes that `Precision` gives for parameters of one original dtype, and buffers of fp64."""
 
     original: torch.dtype
     param: torch.dtype
@@ -70,7 +70,7 @@ class Dtypes:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """What layers and groups showed as the layer ``name`` began its forward or its backward."""
+    """The state of layers and groups as the layer `name` began its forward or its backward."""
 
     name: str
     weights: dict[str, torch.dtype]
@@ -78,7 +78,7 @@ class Moment:
 
 
 class Subject:
-    """A sharded model under the check; the modules of ``bare`` become its own."""
+    """A sharded model under the check; the modules of `bare` become its own."""
 
     def __init__(self, world, engine, bare, spec, dtypes):
         self.world, self.engine, self.spec, self.dtypes = world, engine, spec, dtypes
@@ -160,7 +160,7 @@ class Subject:
         assert {low for state, low in seen if state == "PREFETCHED"} == ({shard} if is_ahead else set())
 
     def check_groups(self, groups, gathered, rest):
-        """Check that of ``groups`` those of these names are gathered, and the others as ``rest`` says."""
+        """Check that of `groups` those of these names are gathered, and the others as `rest` says."""
         dtypes = self.dtypes
         assert [group.name for group in groups] == ["", *self.spec.units]
         for group in groups:
@@ -213,7 +213,7 @@ class Subject:
 
 
 def check_end_to_end(world, engine, run_subtests, precision, original, settings, **spec):
-    """Hold both models to the check in each case of ``settings``, and to what they learn unsharded."""
+    """Hold both models to the check in each case of `settings`, and to what they learn unsharded."""
     dtypes = Dtypes.of(precision, original)
     batches = per_rank_batches(LinearMixedPrecision.batch, world.seed, world.rank)
     training = Training(

@@ -86,7 +86,7 @@ def batch(batches):
 
 
 def run(bare, x, dtype):
-    """Return what the unsharded ``bare`` gives when parameters, buffers and input are in ``dtype``."""
+    """Return what the unsharded `bare` gives when parameters, buffers and input are in `dtype`."""
     state = {**dict(bare.named_parameters()), **dict(bare.named_buffers())}
     return functional_call(bare, {name: tensor.to(dtype) for name, tensor in state.items()}, x.to(dtype))
 
@@ -96,7 +96,7 @@ def loss(output):
 
 
 def mean_gradients(world, bare, output, reduced):
-    """Return the mean over ranks of the gradients of ``output``, in fp32 but rounded to ``reduced``."""
+    """Return the mean over ranks of the gradients of `output`, in fp32 but rounded to `reduced`."""
     names, parameters = zip(*bare.named_parameters(), strict=True)
     own = torch.autograd.grad(loss(output), parameters, retain_graph=True)
     first, second = world.gather([gradient.cpu() for gradient in own])

@@ -26,7 +26,7 @@ IN_FP16 = {"param_dtype": F16, "reduce_dtype": F16, "buffer_dtype": F16}
 
 
 def check_norms(engine, bare, spec, training, others):
-    """Check that norms in fp32 and ``others`` become the units of ``bare``, and that it learns with them."""
+    """Check that norms in fp32 and `others` become the units of `bare`, and that it learns with them."""
     classes = spec.precision.full_precision_classes or (_BatchNorm,)
     norms = [name for name, module in bare.named_modules() if isinstance(module, classes)]
     learned = train(unsharded_with_casts(copy.deepcopy(bare), F16, None, None, classes), training)

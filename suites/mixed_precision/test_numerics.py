@@ -30,7 +30,7 @@ def full_gradients(front, model):
 
 
 def witnesses(size, dtype):
-    """Return the gradients of all ranks, one row for each, in fp32 and not yet rounded to ``dtype``."""
+    """Return the gradients of all ranks, one row for each, in fp32 and not yet rounded to `dtype`."""
     limits, others = torch.finfo(dtype), size - 1
     columns = [
         [1.0] + [limits.eps / 4] * others,  # small terms vanish one by one, not together

@@ -31,7 +31,7 @@ def loss_of(model, batch):
 
 @pytest.fixture
 def check_learning(engine, shard, batches):
-    """Hold ``bare`` to what it learns unsharded; return the sharded model, a log of dtypes, saved dtypes."""
+    """Hold `bare` to what it learns unsharded; return the sharded model, a log of dtypes, saved dtypes."""
 
     def check(bare, strategy, precision, tolerance, **spec):
         training = Training(batches(LinearMixedPrecision.batch), loss_of, tolerance=tolerance)

@@ -56,7 +56,7 @@ class Autocast(Inner):
 
 
 class Recomputed(nn.Module):
-    """A layer, and ``inner``, which backward computes a second time; not if ``use_reentrant`` is None."""
+    """A layer, and `inner`, which backward computes a second time; not if `use_reentrant` is None."""
 
     def __init__(self, use_reentrant, inner=Inner):
         super().__init__()

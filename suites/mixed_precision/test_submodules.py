@@ -80,7 +80,7 @@ class Run:
         return {call.module: call.inputs["0"] for call in self.log}
 
     def assert_values(self, half):
-        """Hold output and gradients to an unsharded model's with casts at each layer, to fp16 at ``half``."""
+        """Hold output and gradients to an unsharded model's with casts at each layer, to fp16 at `half`."""
         for name, layer in self.reference.named_children():
             layer.to(F16 if name in half else F32).casts = True
         output = self.reference(self.x)

@@ -33,9 +33,9 @@ OPTIONS = {
 class Life(RuleBasedStateMachine):
     """A sharded model and the same one unsharded, whose gradients are averaged by hand.
 
-    ``pending``: losses of both whose backward has not come. ``unsynced``: gradients of the bare model that
-    only this rank knows. ``is_synced``: whether gradients may have the shape of shards, zeros too.
-    ``is_clean``: whether nothing can be left of a forward whose backward will not come.
+    `pending`: losses of both whose backward has not come. `unsynced`: gradients of the bare model that
+    only this rank knows. `is_synced`: whether gradients may have the shape of shards, zeros too.
+    `is_clean`: whether nothing can be left of a forward whose backward will not come.
     """
 
     def __init__(self, world, engine, offered):

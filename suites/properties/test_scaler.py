@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 class Rule:
-    """What a scale does: it grows after clean steps in a row, backs off after others, and stays finite."""
+    """The rule of a scale: it grows after clean steps in a row, backs off after others, and stays finite."""
 
     def __init__(self, init_scale=2.0, growth_interval=2, growth_factor=2.0, backoff_factor=0.5):
         self.scale, self.interval = init_scale, growth_interval

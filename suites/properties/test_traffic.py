@@ -29,8 +29,8 @@ PRECISIONS = st.sampled_from(list(DTYPES))
 class Course:
     """The events of the groups of a tree in a run of the bare model.
 
-    ``calls``: the groups in the order in which their units are called, each with whether what it returns
-    takes part in backward. ``learning``: those that are not frozen.
+    `calls`: the groups in the order in which their units are called, each with whether what it returns
+    takes part in backward. `learning`: those that are not frozen.
     """
 
     def __init__(self, tree):

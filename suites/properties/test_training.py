@@ -84,7 +84,7 @@ class Reference:
 
 
 def fitting(world, engine, options):
-    """Return ``options``, hybrid strategies on four ranks only, and precisions in place of their names."""
+    """Return `options`, hybrid strategies on four ranks only, and precisions in place of their names."""
     if "HYBRID" in options.get("strategy", "") and (world.size != 4 or not offers(engine, Capability.HYBRID)):
         del options["strategy"]
     if "precision" in options:
@@ -123,7 +123,7 @@ def zeros_for_none(gradients, like):
 def test_losses_gradients_and_parameters_are_the_unsharded_ones(
     world, engine, offered, tree, options, no_sync
 ):
-    """``no_sync``: for each microbatch of a step whether it keeps its gradients to itself."""
+    """`no_sync`: for each microbatch of a step whether it keeps its gradients to itself."""
     tree, options = offered(tree, options)
     options = fitting(world, engine, options)
     if tree.has_mixed_groups():

@@ -13,7 +13,7 @@ EVERY_WEIGHT = [f"{index}.weight" for index in range(4)]
 
 
 def backward(model, world, value, *more):
-    """Give every weight the gradient ``value``, in the mean of half and one and a half of it."""
+    """Give every weight the gradient `value`, in the mean of half and one and a half of it."""
     gradient = torch.tensor(value * (0.5 + world.rank), device=world.device)
     model(gradient, *more).backward()
 

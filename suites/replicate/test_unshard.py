@@ -71,7 +71,7 @@ def test_a_handle_need_not_be_waited_for(world, front):
 
 
 def test_by_hand_a_step_between_is_seen(world, front):
-    """What was gathered before the optimizer's step must not be computed with after it."""
+    """Parameters unsharded before the optimizer's step must not be computed with after it."""
     model, full = nested(world, front)
     model.unshard()
     model.reshard()
