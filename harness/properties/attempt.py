@@ -34,6 +34,9 @@ MAX_VALUE = 80
 """Characters of a drawn value that a message shows."""
 _KILL = "kill"
 
+Body = Callable[[ConjectureData], object]
+Runner = Callable[[ConjectureData, Body], object]
+
 
 class Attempt:
     """One execution of an example.
@@ -49,7 +52,7 @@ class Attempt:
         self.result: object = None
         self.recorder = Recorder(data, running, guard)
 
-    def run(self, function: Callable[[ConjectureData], object]) -> None:
+    def run(self, runner: Runner, function: Body) -> None:
         """Draw, run the body, keep its result or exception.
 
         Raises:
@@ -57,7 +60,7 @@ class Attempt:
         """
         __tracebackhide__ = True
         try:
-            self.result = function(self.data)
+            self.result = runner(self.data, function)
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
         except BaseException as error:
@@ -99,8 +102,8 @@ class Attempt:
     def take_over(self, kept: bytes) -> None:
         """Replace the draws of this example by those that another rank has kept, up to where it stopped."""
         self.recorder.events, structure = pickle.loads(kept)
+        self.recorder.conclusion = None
         restore_structure(self.data, structure)
-        self.recorder.reopen()
 
     def share(self, results: Sequence[ExampleResult]) -> None:
         """Take the draw times of the slowest rank, which health checks read, and the best of all targets."""
@@ -124,7 +127,7 @@ class Recorder(DataObserver):
         self._check = guard.check if guard.is_expected else None
         self._observer = data.observer
         self.events: list[Any] = []
-        self._conclusion: tuple[Any, ...] | None = None
+        self.conclusion: tuple[Any, ...] | None = None
         data.observer = self
 
     def draw_integer(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
@@ -152,7 +155,7 @@ class Recorder(DataObserver):
         self.events.append((_KILL, None, {}, False, 0))
 
     def conclude_test(self, status: Status, interesting_origin: Any) -> None:
-        self._conclusion = (status, interesting_origin)
+        self.conclusion = (status, interesting_origin)
 
     def digest(self) -> bytes:
         """Return a digest of the values drawn, of their bounds, and of the structure of the example."""
@@ -162,12 +165,15 @@ class Recorder(DataObserver):
 
     def describe(self) -> list[Drawn]:
         """Return the draws in words."""
-        names = [name.removeprefix("generate:") for name in self._data.draw_times]
-        return [_describe(event, names) for event in self.events if event[0] != _KILL]
-
-    def reopen(self) -> None:
-        """Forget that the example has ended."""
-        self._conclusion = None
+        names = dict(enumerate(name.removeprefix("generate:") for name in self._data.draw_times))
+        drawn = []
+        for kind, value, constraints, _, place in self.events:
+            low, high = constraints.get("min_value"), constraints.get("max_value")
+            bounds = f" of {low} to {high}" if kind == "integer" and None not in (low, high) else ""
+            if kind != _KILL:
+                words = f"{truncate(repr(value), MAX_VALUE)} ({kind}{bounds})"
+                drawn.append(Drawn(words, names.get(place, "")))
+        return drawn
 
     def hand_over(self) -> None:
         """Replay the draws to the engine's observer, which may raise that the test is flaky."""
@@ -178,18 +184,10 @@ class Recorder(DataObserver):
             else:
                 draw = getattr(self._observer, f"draw_{kind}")
                 draw(value, constraints=constraints, was_forced=was_forced)
-        if self._conclusion is not None:
-            self._observer.conclude_test(*self._conclusion)
+        if self.conclusion is not None:
+            self._observer.conclude_test(*self.conclusion)
 
 
 def _bounds(constraints: dict[str, Any]) -> Iterable[Any]:
     """Return the numbers among a draw's constraints: its alphabet or its weights are long to write."""
     return (value for value in constraints.values() if value is None or isinstance(value, int | float))
-
-
-def _describe(event: Any, names: list[str]) -> Drawn:
-    kind, value, constraints, _, place = event
-    low, high = constraints.get("min_value"), constraints.get("max_value")
-    bounds = f" of {low} to {high}" if kind == "integer" and low is not None and high is not None else ""
-    where = names[place] if place < len(names) else ""
-    return Drawn(f"{truncate(repr(value), MAX_VALUE)} ({kind}{bounds})", where)

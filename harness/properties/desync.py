@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.properties.messages import EXAMPLE, LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
+from harness.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
 from harness.protocol import Vote
 
 END = "the end of a property"
@@ -49,12 +49,9 @@ def describe_settings(case: str, facts: Sequence[Mapping[str, str]]) -> str:
 
 def describe_outcomes(votes: Sequence[Vote]) -> str:
     """Say how an example ended on each rank, as some did not accept it."""
-    words = "; ".join(f"rank {rank} {_outcome_word(vote)}" for rank, vote in enumerate(votes))
+    reasons = [f" ({vote.reason})" if vote.reason else "" for vote in votes]
+    words = "; ".join(f"rank {rank} {vote.outcome} it{reasons[rank]}" for rank, vote in enumerate(votes))
     return f"ranks disagree in {votes[0].case}: {words}.{_DECIDE}"
-
-
-def _outcome_word(vote: Vote) -> str:
-    return f"{vote.outcome} it ({vote.reason})" if vote.reason else f"{vote.outcome} it"
 
 
 def describe_draws(case: str, drawn: Sequence[Sequence[Drawn]]) -> str:
@@ -73,12 +70,3 @@ def _draw_word(draws: Sequence[Drawn], number: int) -> str:
         return "nothing more"
     draw = draws[number]
     return f"{draw.value} for {draw.where}" if draw.where else draw.value
-
-
-def describe_victim(culprits: Sequence[int]) -> str:
-    """Return the message of a rank that found nothing wrong with an example that failed elsewhere."""
-    return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(map(str, culprits))}"
-
-
-def example_case(number: int) -> str:
-    return f"{EXAMPLE}{number}"

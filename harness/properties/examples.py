@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from harness.exceptions import PeerFailed
 from harness.properties import desync
-from harness.properties.attempt import Attempt
+from harness.properties.attempt import Attempt, Body, Runner
 from harness.properties.crashed import CrashGuard
 from harness.properties.desync import LeftAlone, OutOfStep
 from harness.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
-from harness.properties.messages import ExampleResult, RankInStep, RunningExampleFile
+from harness.properties.messages import (
+    EXAMPLE,
+    VICTIM_OF_AN_EXAMPLE,
+    ExampleResult,
+    RankInStep,
+    RunningExampleFile,
+)
 from harness.protocol import Search, Vote
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
@@ -28,21 +32,14 @@ MAX_HUNG = 20.0
 """Seconds that examples in which no rank could continue may take in all, before the search ends."""
 
 
-Body = Callable[[ConjectureData], object]
-Runner = Callable[[ConjectureData, Body], object]
-
-
 class LockstepClock:
     """A clock that moves only with votes, which carry the time of rank 0. It stands in for `time`."""
 
     def __init__(self) -> None:
-        self._now = 0.0
-
-    def advance(self, now: float) -> None:
-        self._now = now
+        self.now = 0.0
 
     def monotonic(self) -> float:
-        return self._now
+        return self.now
 
     perf_counter = monotonic
 
@@ -72,7 +69,7 @@ class Examples:
         self._began = time.monotonic()
         self._continues = search.continues
         self._hung = 0.0
-        self.clock.advance(0.0)
+        self.clock.now = 0.0
         self.crash_guard.begin_item(search.crashed)
         seed_engines(search.entropy)
 
@@ -94,11 +91,11 @@ class Examples:
         __tracebackhide__ = True
         self._count += 1
         self._total += 1
-        case = desync.example_case(self._total)
+        case = f"{EXAMPLE}{self._total}"
         attempt = Attempt(data, self.running, self.crash_guard)
         self._rank.begin_case(case)
         self.running.begin(self._run, self._count)
-        attempt.run(functools.partial(_call, runner, function))
+        attempt.run(runner, function)
         votes, results = self._vote(attempt, case)
         self.running.end()
         if any(vote.outcome == "failed" for vote in votes):
@@ -116,23 +113,18 @@ class Examples:
         vote = attempt.vote(case, time.monotonic() - self._began)
         votes = self._agree(vote, ABORT_AFTER if vote.outcome == "failed" else None)
         results = [ExampleResult.unpack(each.more) for each in votes]
-        before = self.clock.monotonic()
-        self.clock.advance(results[0].seconds)
+        before, self.clock.now = self.clock.now, results[0].seconds
         failures = [result for result in results if result.origin is not None]
         if failures and all(result.lost_connection for result in failures):
-            self._hung += self.clock.monotonic() - before
+            self._hung += self.clock.now - before
         return votes, results
 
     def _agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
-        """Vote.
-
-        Raises:
-            LeftAlone: another rank has ended the test.
-            OutOfStep: another rank is elsewhere in it.
-        """
+        """Vote. Raise `LeftAlone` if another rank has ended the test, `OutOfStep` if it is elsewhere."""
         __tracebackhide__ = True
         votes = self._rank.agree(vote, abort_after)
-        if any(other.outcome == "ended" for other in votes) or _ends_early(vote, votes):
+        # Only an error outside of examples makes a rank end its property before the others do.
+        if any(other.outcome == "ended" or vote.case != other.case == desync.END for other in votes):
             raise LeftAlone(desync.describe_places(votes))
         if any(other.case != vote.case for other in votes):
             raise OutOfStep(desync.describe_places(votes))
@@ -148,8 +140,13 @@ class Examples:
         __tracebackhide__ = True
         states = self.exchange(f"the end of {case}", self._rank.groups())
         if any(state.is_aborted for state in states) or len(set(states)) > 1:
-            with _untraced():
+            # Out of sight of Hypothesis's explain phase, which lists lines that only failing examples run.
+            tracer = sys.gettrace()
+            sys.settrace(None)
+            try:
                 self._rank.repair()
+            finally:
+                sys.settrace(tracer)
 
     def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], results: list[ExampleResult]) -> None:
         """Raise this rank's failure of an example that failed on at least one rank."""
@@ -164,7 +161,7 @@ class Examples:
         attempt.share(results)
         error = attempt.error if votes[self.rank].outcome == "failed" else None
         if error is None:
-            error = PeerFailed(desync.describe_victim(culprits or failed))
+            error = PeerFailed(f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(map(str, culprits or failed))}")
         if (origin := results[first].origin) is not None:
             set_origin(error, origin)
         attempt.recorder.hand_over()
@@ -208,24 +205,3 @@ class Examples:
         __tracebackhide__ = True
         with contextlib.suppress(OutOfStep):
             self._agree(Vote(desync.END, "ended it", renews_deadline=True))
-
-
-def _call(runner: Runner, function: Body, data: ConjectureData) -> object:
-    __tracebackhide__ = True
-    return runner(data, function)
-
-
-@contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    """Hide lines from Hypothesis's explain phase, which lists lines that only failing examples run."""
-    tracer = sys.gettrace()
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(tracer)
-
-
-def _ends_early(mine: Vote, votes: Sequence[Vote]) -> bool:
-    """Whether another rank has ended the property, which only an error outside of examples makes it do."""
-    return mine.case != desync.END and any(vote.case == desync.END for vote in votes)

@@ -112,8 +112,8 @@ class _Execution(internals.PropertyExecution):
             raise
         except BaseException as error:
             self._end()
-            if (victim := _only_victim(error)) is not None:
-                raise victim from None
+            if isinstance(error, BaseExceptionGroup) and error.split(PeerFailed)[1] is None:
+                raise error.exceptions[0] from None  # a group of failures of other ranks only: one says it
             raise
         else:
             self._end()
@@ -130,14 +130,6 @@ class _Execution(internals.PropertyExecution):
     def _write(self) -> None:
         if self._database is not None:
             self._database.write()
-
-
-def _only_victim(error: BaseException) -> PeerFailed | None:
-    """Return the failure of another rank if a group of exceptions holds no other kind."""
-    if not isinstance(error, BaseExceptionGroup):
-        return None
-    found = [each for each in error.exceptions if isinstance(each, PeerFailed)]
-    return found[0] if len(found) == len(error.exceptions) else None
 
 
 class SharedConstants:

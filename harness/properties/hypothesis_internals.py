@@ -23,13 +23,7 @@ from hypothesis.strategies._internal.core import DataObject
 
 from harness.properties.messages import Origin
 
-__all__ = [
-    "ConjectureData",
-    "DataObserver",
-    "Status",
-    "choices_to_bytes",
-    "get_trimmed_traceback",
-]
+__all__ = ["ConjectureData", "DataObserver", "Status", "choices_to_bytes", "get_trimmed_traceback"]
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
@@ -169,12 +163,8 @@ def respect_set_origins() -> None:
 # Constants of imported modules
 
 _CONSTANT_KINDS = ("integers", "floats", "bytes", "strings")
-_read_constants = providers._get_local_constants
-
-
-def read_constants() -> Any:
-    """Return the constants that Hypothesis finds in the modules imported now."""
-    return _read_constants()
+read_constants: Callable[[], Any] = providers._get_local_constants
+"""Returns the constants that Hypothesis finds in the modules imported at the time of the call."""
 
 
 def constants_by_kind(constants: Any) -> dict[str, list[Any]]:
@@ -199,7 +189,7 @@ def forget_constants() -> None:
 
 def release_constants() -> None:
     """Make Hypothesis read constants itself again."""
-    providers._get_local_constants = _read_constants
+    providers._get_local_constants = read_constants
 
 
 # Moments at which the body of a test goes on

@@ -160,9 +160,7 @@ def read_running_example(path: str) -> RunningExample | None:
             content = file.read()
     except OSError:
         return None
-    if len(content) < _HEADER.size:
+    if len(content) < _HEADER.size or not content[0]:
         return None
-    is_active, is_in_body, run, number, length = _HEADER.unpack_from(content)
-    if not is_active:
-        return None
+    _, is_in_body, run, number, length = _HEADER.unpack_from(content)
     return RunningExample(run, number, content[_HEADER.size : _HEADER.size + length], bool(is_in_body))

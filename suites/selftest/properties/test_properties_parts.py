@@ -175,7 +175,7 @@ def test_an_attempt_keeps_drawn_numbers_and_no_drawn_objects(tmp_path: Path) -> 
     data = ConjectureData.for_choices([1, 4])
     boxes = st.sampled_from([Box(), Box()])
     attempt = Attempt(data, running, CrashGuard(running))
-    attempt.run(lambda data: (data.draw(boxes), data.draw(st.integers(0, 9))))
+    attempt.run(lambda data, _: (data.draw(boxes), data.draw(st.integers(0, 9))), print)
     data.freeze()
     values = [span.recorded_value for span in data.spans]
     assert attempt.error is None
