@@ -79,7 +79,7 @@ class RunSubtests:
             fn: the claim; every generator is seeded again before each call.
 
         Raises:
-            ValueError: a setting has no values, or is given in `kwargs` too; no case would be run.
+            ValueError: there are no settings, or one has no values or is given in `kwargs` too.
         """
         __tracebackhide__ = True
         _check(settings, kwargs)
@@ -183,6 +183,8 @@ def _word(vote: Vote) -> str:
 
 def _check(settings: Mapping[str, Sequence[Any]], kwargs: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
+    if not settings:
+        raise ValueError("run_subtests: no settings, so there is no case to name; call the function itself")
     for name, values in settings.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise ValueError(f"run_subtests: setting {name!r} is {values!r}; it must be a list of values")

@@ -106,6 +106,7 @@ def test_a_selection_runs_only_the_cases_it_names(subtests: pytest.Subtests) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({}, "no settings"),
         ({"a": []}, "'a' has no values"),
         ({"a": "text"}, "must be a list"),
         ({"c": [1]}, "both a setting and a keyword"),
