@@ -105,12 +105,10 @@ class MixedPrecisionPolicy:
     Buffers keep their dtype, and gradients get the dtype of their parameters.
 
     Attributes:
-        param_dtype: Dtype of unsharded parameters and of their all-gather; None keeps the original dtype.
-        reduce_dtype: Dtype in which gradients are accumulated and reduced; None means `param_dtype`, then the
-            original dtype.
+        param_dtype: As in `MixedPrecision`.
+        reduce_dtype: As in `MixedPrecision`; gradients are also accumulated in it.
         output_dtype: Dtype of floating-point results of the modules; None leaves them.
-        cast_forward_inputs: Cast floating-point arguments to `param_dtype`, inside containers and dataclasses
-            too.
+        cast_forward_inputs: Cast floating-point arguments to `param_dtype`, also inside dataclasses.
     """
 
     param_dtype: torch.dtype | None = None
@@ -139,10 +137,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards, gradients and therefore the optimizer's step on CPU.
-
-    `pin_memory` is accepted because torch has it, and changes nothing: shards are in pageable memory.
-    """
+    """Keep shards, gradients and so the optimizer's step on CPU. torch's `pin_memory` has no effect here."""
 
     pin_memory: bool = True
 
@@ -155,16 +150,13 @@ class GroupInfo:
         name: The unit's name within the model, "" for the model itself.
         parameters: Names as in the unsharded model; tied parameters once.
         original_dtype: Dtype of the parameters outside forward and backward.
-        flat_dtype: Dtype of the flat local shard.
         gradient_dtype: Dtype of the gradients held now, None without any.
         post_backward_hooks: Hooks that wait for the gradient of each unsharded parameter; empty before the
             first all-gather.
         local_numel: Elements of the local shard, `padding` included.
         full_numel: Elements of all shards together, `padding` included.
-        local_bytes: Bytes of the local shard.
         gathered_bytes: Bytes of the unsharded parameters; 0 when they are freed.
-        low_precision_bytes: Bytes of the cast copy of the local shard that an all-gather sends; 0 when the
-            all-gather is done, and without a cast or an all-gather.
+        low_precision_bytes: Bytes of the cast copy of the local shard while an all-gather sends it, or 0.
     """
 
     name: str
@@ -219,10 +211,9 @@ class StateDictConfig:
 
 @dataclass(frozen=True)
 class FullStateDictConfig(StateDictConfig):
-    """Options of FULL_STATE_DICT.
+    """Options of FULL_STATE_DICT. `rank0_only`: other ranks take part, and get only what is outside of units.
 
-    `rank0_only`: ranks other than 0 take part and get only what is outside of units; to load the dict, all
-    ranks need it.
+    To load the dict, all ranks need it.
     """
 
     rank0_only: bool = False
@@ -247,10 +238,7 @@ class OptimStateDictConfig:
 
 @dataclass(frozen=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Options of FULL_STATE_DICT.
-
-    `rank0_only`: ranks other than 0 take part and get an empty dict; loading reads rank 0's alone.
-    """
+    """Options of FULL_STATE_DICT. `rank0_only`: others get an empty dict; loading reads rank 0's alone."""
 
     rank0_only: bool = False
 
@@ -276,11 +264,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 @dataclass(frozen=True)
 class StateDictSettings:
-    """The type of state dict, and its configs for the model and the optimizer.
-
-    Raises:
-        TypeError: For a config of another type.
-    """
+    """The type of state dict, and its configs; raises TypeError for a config of another type."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig

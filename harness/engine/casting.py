@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return the tensors in `tree`, in the order that `map_tensors` visits them."""
-    found: list[Tensor] = []
-
-    def append(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(append, tree)
-    return found
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [tensor for part in _take_apart(tree)[0].values() for tensor in tensors(part)]
 
 
 def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
@@ -80,23 +75,20 @@ def _copy_with(put: Callable[[Any, Any, Any], object], value: Any, parts: Parts)
     return copied
 
 
+@dataclasses.dataclass(eq=False)
 class Buffers:
     """The buffers of one unit, cast for computation.
 
-    Args:
-        refs: The buffers.
+    Attributes:
         goes_back: Keep the values before a cast as well: a buffer that did not change while it was cast goes
             back to every bit it had, and not to rounded values.
-
-    Attributes:
         dtypes: The dtypes of cast buffers before the cast, in which `state_dict` saves them.
     """
 
-    def __init__(self, refs: Iterable[ParamRef], goes_back: bool) -> None:
-        self.dtypes: dict[ParamRef, torch.dtype] = {}
-        self.refs = tuple(refs)
-        self._goes_back = goes_back
-        self._values: dict[ParamRef, Tensor] = {}
+    refs: Sequence[ParamRef]
+    goes_back: bool
+    dtypes: dict[ParamRef, torch.dtype] = dataclasses.field(default_factory=dict)
+    _values: dict[ParamRef, Tensor] = dataclasses.field(default_factory=dict)
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         """Cast floating-point buffers to `dtype`, or back for None, and move all buffers to `device`."""
@@ -117,13 +109,11 @@ class Buffers:
     def _cast(self, ref: ParamRef, buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
         if dtype and buffer.dtype != dtype:
             self.dtypes[ref] = buffer.dtype
-            if self._goes_back:
+            if self.goes_back:
                 self._values[ref] = buffer
             return buffer.to(dtype)
-        # Without earlier casts, the usual case in a step, there is nothing to restore.
-        return buffer if dtype or not self.dtypes else self._restore(ref, buffer)
-
-    def _restore(self, ref: ParamRef, buffer: Tensor) -> Tensor:
+        if dtype or not self.dtypes:  # without earlier casts, the usual case in a step, nothing to restore
+            return buffer
         value = self._values.pop(ref, None)
         if value is not None and torch.equal(value.to(buffer.device, buffer.dtype), buffer):
             buffer = value.to(buffer.device)  # the module may have been moved since

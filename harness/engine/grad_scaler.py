@@ -133,7 +133,13 @@ class ShardedGradScaler(GradScaler):
             if dtype is torch.float16:  # the check is before the product, which may overflow
                 unscale_and_check(gradients, flag, torch.ones_like(factor))
             found_inf += flag.to(found_inf.device)
-        everyones = collectives.total(found_inf, self._groups or _default_group())
+        groups = self._groups or ((dist.group.WORLD,) if dist.group.WORLD else ())
+        if not groups:
+            raise RuntimeError(
+                "ShardedGradScaler: no process group to agree over; call torch.distributed.init_process_group"
+                " first, pass process_group, or use torch.amp.GradScaler on a single process."
+            )
+        everyones = collectives.total(found_inf, groups)
         return {found_inf.device: everyones.clamp_(max=1.0)}
 
 
@@ -178,15 +184,6 @@ def _as_groups(process_group: object) -> tuple[dist.ProcessGroup, ...]:
     return groups
 
 
-def _default_group() -> tuple[dist.ProcessGroup, ...]:
-    if dist.group.WORLD is None:
-        raise RuntimeError(
-            "ShardedGradScaler: no process group to agree over; call torch.distributed.init_process_group "
-            "first, pass process_group, or use torch.amp.GradScaler on a single process."
-        )
-    return (dist.group.WORLD,)
-
-
 def clip_gradients(
     units: Iterable[Unit], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor:
@@ -200,22 +197,21 @@ def clip_gradients(
         raise RuntimeError(
             "clip_grad_norm_: gradients from no_sync are not reduced yet; run a synced backward first."
         )
-    local = [p.grad for p in parameters if p.grad is not None]
-    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}  # by shard axis: replicas hold the same
+    # By shard axis, as replicas hold the same; None is for what is not sharded.
+    held: defaultdict[dist.ProcessGroup | None, list[Tensor]] = defaultdict(list)
+    held[None] += [p.grad for p in parameters if p.grad is not None]
     for group in groups:
         axis = group.config.mesh.shard
-        held = local if axis is None else sharded.setdefault(axis.group, [])
-        held += group.gradients.visible()
+        held[axis.group if axis else None] += group.gradients.visible()
     device = groups[0].shard.device if groups else torch.device("cpu")
     largest = norm_type == float("inf")
-    sums = [_power_sum(local, norm_type, device)]
-    sums += [
-        collectives.total(_power_sum(gradients, norm_type, device), [axis], largest)
-        for axis, gradients in sharded.items()
+    sums = [
+        collectives.total(_power_sum(gradients, norm_type, device), [over] if over else [], largest)
+        for over, gradients in held.items()
     ]
     norm = torch.stack(sums).amax() if largest else torch.stack(sums).sum() ** (1 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in [*local, *chain.from_iterable(sharded.values())]:
+    for gradient in chain.from_iterable(held.values()):
         gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))
     return norm
 

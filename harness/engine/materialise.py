@@ -1,8 +1,10 @@
 """Storage and initial values for modules on the meta device, before their unit shards them. Runs on ranks."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,7 @@ ParamInit = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Materialiser:
-    """Initialises the modules of one unit that hold something on the meta device.
-
-    It calls `param_init_fn` with each of them, or else gives them storage on `device` and calls their
-    `reset_parameters`.
-    """
+    """Initialises modules of `unit` by `param_init_fn`, or on `device` by their `reset_parameters`."""
 
     unit: str
     device: torch.device
@@ -32,25 +30,32 @@ class Materialiser:
         Children come before parents, as their constructors ran in this order. Tied tensors stay tied and get
         the values of the first one. Parameters in `ignored` stay as they are.
 
-        Raises:
-            ValueError: If a module cannot be initialised, or only by changing others.
+        Raises ValueError if a module cannot be initialised, or only by changing others.
         """
         on_meta = {module: list(self._on_meta(module)) for module in modules}
-        tied = _tied(ref for refs in on_meta.values() for ref in refs)
+        ties: defaultdict[Tensor, list[ParamRef]] = defaultdict(list)
+        for ref in chain.from_iterable(on_meta.values()):
+            ties[_tensor(ref)].append(ref)
         for module in children_first(modules):
             if on_meta[module]:
-                self._make_one(module, _label(modules[module], module))
-        for first, *rest in tied:
+                name, kind = modules[module], type(module).__name__
+                self._make_one(module, f"module {name!r} ({kind})" if name else kind)
+        for first, *rest in ties.values():
             for ref in rest:
                 _replace(ref, _tensor(first))
 
     def _make_one(self, module: nn.Module, label: str) -> None:
-        with _restored(self._refs_off_meta(module)):
-            if self.param_init_fn:
-                with self._refuse_recursion(module, label):
-                    self.param_init_fn(module)
-            else:
-                self._reset(module, label)
+        # A `reset_parameters` may set what is not on meta, such as an ignored parameter with values already.
+        on_meta = set(self._on_meta(module))
+        kept = [(ref, _tensor(ref), _tensor(ref).data) for ref in _refs(module) if ref not in on_meta]
+        if self.param_init_fn:
+            with self._refuse_recursion(module, label):
+                self.param_init_fn(module)
+        else:
+            self._reset(module, label)
+        for ref, tensor, data in kept:
+            tensor.data = data
+            _replace(ref, tensor)
         for ref in self._on_meta(module):
             raise ValueError(
                 f"{self.unit}: param_init_fn left {ref.name!r} of {label} on the meta device; it must give "
@@ -74,10 +79,6 @@ class Materialiser:
             if tensor.is_meta and tensor not in self.ignored:
                 yield ref
 
-    def _refs_off_meta(self, module: nn.Module) -> list[ParamRef]:
-        on_meta = set(self._on_meta(module))
-        return [ref for ref in _refs(module) if ref not in on_meta]
-
     @contextmanager
     def _refuse_recursion(self, module: nn.Module, label: str) -> Iterator[None]:
         """Raise ValueError if a tensor below `module` that is initialised has lost its storage."""
@@ -98,19 +99,6 @@ class Materialiser:
                 )
 
 
-@contextmanager
-def _restored(refs: Iterable[ParamRef]) -> Iterator[None]:
-    """Restore the tensors of `refs`, and their storage, at the end of the context.
-
-    A `reset_parameters` may set what is not on meta, such as an ignored parameter that has values already.
-    """
-    before = [(ref, _tensor(ref), _tensor(ref).data) for ref in refs]
-    yield
-    for ref, tensor, data in before:
-        tensor.data = data
-        _replace(ref, tensor)
-
-
 def _refs(module: nn.Module) -> Iterator[ParamRef]:
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
@@ -126,18 +114,6 @@ def _tensor(ref: ParamRef) -> Tensor:
 def _replace(ref: ParamRef, tensor: Tensor) -> None:
     # `ParamRef.put` would move it to the end of the parameters, whose order must be the same on all ranks.
     setattr(ref.module, ref.name, tensor)
-
-
-def _tied(refs: Iterable[ParamRef]) -> list[list[ParamRef]]:
-    """Return the refs of each tensor that has several."""
-    found: dict[Tensor, list[ParamRef]] = {}
-    for ref in refs:
-        found.setdefault(_tensor(ref), []).append(ref)
-    return [refs for refs in found.values() if len(refs) > 1]
-
-
-def _label(name: str, module: nn.Module) -> str:
-    return f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
 
 
 def children_first(modules: Iterable[nn.Module]) -> list[nn.Module]:

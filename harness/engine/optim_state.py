@@ -1,17 +1,26 @@
 """The state of a sharded optimizer under original parameter names, saved and loaded. Runs on ranks."""
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from harness.engine import collectives
-from harness.engine.api import StateDictType
-from harness.engine.optim_params import FlatSlice, OptimizerView, OptimParam, OriginalParam, State
-from harness.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor
+from harness.engine.api import StateDictSettings, StateDictType
+from harness.engine.layout import Piece
+from harness.engine.param import FLAT, LocalShard, clean_name, joined
+from harness.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor, signature
+from harness.engine.unit import Unit
+
+State = dict[str, Any]
+"""The state that an optimizer keeps for one parameter: tensors and other values by their names."""
 
 SHARDS = "lockstep_shards"
 """The key of the signatures of all shards in a local state dict."""
@@ -21,10 +30,175 @@ _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 @dataclass(frozen=True)
+class OriginalParam:
+    """A parameter of the unsharded model, and the slice of it that this rank holds."""
+
+    name: str
+    shape: torch.Size
+    piece: Piece
+
+    def slice_of(self, shard: Tensor) -> Tensor:
+        """Return a view of this rank's slice (1-D) in a tensor with the layout of the group's shard."""
+        return shard[self.piece.shard_start : self.piece.shard_stop]
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """This rank's slice (1-D) of a state tensor that is sharded as its original parameter is."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class _ShardedTensor:
     """Stands for a sharded tensor in the state that ranks report to each other."""
 
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class OptimParam:
+    """A parameter that an optimizer may have, and the originals in it."""
+
+    name: str
+    parameter: nn.Parameter
+    originals: tuple[OriginalParam, ...]
+    shard: LocalShard | None  # that it is part of; None: it is in no unit, and not sharded
+
+    @property
+    def is_flat(self) -> bool:
+        return self.shard is not None and self.parameter is self.shard.flat
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether the parameter has another shape than the original one."""
+        return self.shard is not None and (self.is_flat or not self.shard.whole)
+
+    def split(self, state: State) -> dict[str, State]:
+        """Return the state of each original parameter, with a `FlatSlice` of what is sharded."""
+        states = {original.name: dict(state) for original in self.originals}
+        for name, value in state.items():
+            if self._is_sharded(value):
+                for original in self.originals:
+                    values = original.slice_of(value) if self.is_flat else value.reshape(-1)
+                    states[original.name][name] = FlatSlice(values)
+            elif self.is_reshaped and isinstance(value, Tensor) and value.dim():
+                raise NotImplementedError(
+                    f"optim_state_dict: {name!r} of {self.name!r} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(self.parameter.shape)}; it is not known how to shard it. "
+                    "Use LOCAL_STATE_DICT."
+                )
+        return states
+
+    def join(self, states: Mapping[str, State]) -> State | None:
+        """Return the optimizer's state from the result of `split`; None if this rank keeps none."""
+        held = [(o, states[o.name]) for o in self.originals if o.name in states]
+        if not self.is_flat:
+            # A rank that holds nothing of a parameter never steps it, and keeps nothing for it.
+            held = [(o, state) for o, state in held if len(o.piece) or not self.is_reshaped]
+        names = dict.fromkeys(name for _, state in held for name in state)
+        joined = {n: self._join_one(n, [(o, state[n]) for o, state in held if n in state]) for n in names}
+        return joined if held else None
+
+    def _is_sharded(self, value: object) -> bool:
+        """Return whether `value` has one element for each element of a sharded parameter."""
+        if self.shard is None or not isinstance(value, Tensor):
+            return False
+        return value.dim() > 0 and value.shape == self.parameter.shape
+
+    def _join_one(self, name: str, values: Sequence[tuple[OriginalParam, Any]]) -> Any:
+        (first, value), *others = values
+        if isinstance(value, FlatSlice):
+            if not self.is_flat:
+                return value.values.view_as(self.parameter)
+            # A part without state gets zeros, as if it never had a gradient.
+            flat = value.values.new_zeros(self.parameter.numel())
+            for original, part in values:
+                original.slice_of(flat).copy_(part.values)
+            return flat
+        for original, other in others:
+            tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
+            if not (torch.equal(value, other) if tensors else type(value) is type(other) and value == other):
+                raise ValueError(
+                    f"optim_state_dict_to_load: {name!r} is {value!r} for {first.name!r} and {other!r} for "
+                    f"{original.name!r}, but {self.name!r} holds both and has one; pass use_orig_params=True."
+                )
+        return value
+
+
+@dataclass(frozen=True)
+class OptimizerView:
+    """An optimizer, and all parameters of a model that it may have.
+
+    Attributes:
+        shards: The shards of all groups, each with its original parameters in order.
+        world: The groups whose common first rank is rank 0 of rank0_only.
+    """
+
+    optimizer: torch.optim.Optimizer
+    params: Mapping[Tensor, OptimParam]
+    shards: tuple[tuple[LocalShard, tuple[OriginalParam, ...]], ...]
+    settings: StateDictSettings
+    world: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def is_destination(self) -> bool:
+        """Whether this rank keeps the state that is saved."""
+        return not self.settings.optim_rank0_only or all(dist.get_rank(group) == 0 for group in self.world)
+
+    @cached_property
+    def groups(self) -> list[list[OptimParam]]:
+        """The optimizer's parameters, group by group; ValueError if one is not the model's."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in self.params:
+                    raise ValueError(
+                        f"param group {number} of the optimizer has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not one of the model's. Make the optimizer from "
+                        "the wrapped model's parameters(); with use_orig_params=False, after wrapping."
+                    )
+        return [[self.params[parameter] for parameter in g["params"]] for g in self.optimizer.param_groups]
+
+    def names(self, params: Iterable[OptimParam]) -> list[str]:
+        """Return the names that a state dict of this kind has for `params`."""
+        if self.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            return [param.name for param in params]
+        return [original.name for param in params for original in param.originals]
+
+    def signatures(self) -> dict[str, str]:
+        """Return the signatures of all shards by their first parameter."""
+        return {originals[0].name: signature(shard) for shard, originals in self.shards}
+
+
+def view_of(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    units: Sequence[tuple[str, Unit]],
+    settings: StateDictSettings,
+    group: dist.ProcessGroup | None,
+) -> OptimizerView:
+    """Return the view of `optimizer` and `model`, whose units are given with their names."""
+    params: dict[Tensor, OptimParam] = {}
+    shards = []
+    for prefix, shard in [(name, unit.group.shard) for name, unit in units if unit.group]:
+        originals = tuple(
+            OriginalParam(joined(prefix, param.name), param.shape, piece)
+            for param, piece in zip(shard.params, shard.pieces, strict=True)
+        )
+        shards.append((shard, originals))
+        if shard.config.use_orig_params:
+            for param, original in zip(shard.params, originals, strict=True):
+                params[param.parameter] = OptimParam(original.name, param.parameter, (original,), shard)
+        else:
+            params[shard.flat] = OptimParam(joined(prefix, FLAT), shard.flat, originals, shard)
+    for name, parameter in model.named_parameters():
+        if parameter not in params:
+            whole = OriginalParam(clean_name(name), parameter.shape, Piece(0, parameter.numel(), 0))
+            params[parameter] = OptimParam(whole.name, parameter, (whole,), None)
+    default = dist.group.WORLD
+    assert default is not None
+    outermost = shards[0][0].config.mesh.groups if shards else (default,)
+    return OptimizerView(optimizer, params, tuple(shards), settings, (group,) if group else outermost)
 
 
 @torch.no_grad()
@@ -34,21 +208,17 @@ def save(view: OptimizerView, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     A collective; it gathers one state tensor per parameter of one group at a time. Tensors are in new memory,
     and on CPU if they are 0-dim or the config says so.
     """
-    held = {
-        param.name: (param, state_dict["state"][number])
-        for own, group in zip(view.groups, state_dict["param_groups"], strict=True)
-        for param, number in zip(own, group["params"], strict=True)
-        if number in state_dict["state"]
-    }
-    groups = [
-        _options_of(group) | {"params": view.names(own)}
-        for own, group in zip(view.groups, state_dict["param_groups"], strict=True)
-    ]
-    if view.kind is StateDictType.LOCAL_STATE_DICT:
-        state = {name: _copied(view, state) for name, (_, state) in held.items()}
+    held: list[tuple[OptimParam, State]] = []
+    groups = []
+    for own, group in zip(view.groups, state_dict["param_groups"], strict=True):
+        groups.append(_options_of(group) | {"params": view.names(own)})
+        numbers = zip(own, group["params"], strict=True)
+        held += [(param, state_dict["state"][n]) for param, n in numbers if n in state_dict["state"]]
+    if view.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        state = {param.name: _copied(view, state) for param, state in held}
         return {"state": state, "param_groups": groups, SHARDS: view.signatures()}
     local: dict[str, State] = {}
-    for param, state in held.values():
+    for param, state in held:
         local |= param.split(state)
     state = _gathered(view, local)
     if not view.is_destination:
@@ -84,7 +254,7 @@ def _gathered(view: OptimizerView, local: Mapping[str, State]) -> dict[str, Stat
                     original.slice_of(flat).copy_(piece.values)
             gathered = shard.layout.views(shard.gather(flat))
             values = [full for original, full in zip(originals, gathered, strict=True) if original in slices]
-            if view.kind is StateDictType.SHARDED_STATE_DICT:
+            if view.settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
                 values = [*as_dtensors(values, shard)]
             for original, value in zip(slices, values, strict=True) if view.is_destination else ():
                 result[original.name][key] = _offloaded(view, value)
@@ -92,27 +262,27 @@ def _gathered(view: OptimizerView, local: Mapping[str, State]) -> dict[str, Stat
 
 
 def _reported(view: OptimizerView, local: Mapping[str, State]) -> dict[str, State]:
-    """Return the state of all original parameters with `_ShardedTensor` for what is sharded.
-
-    The ranks gather it, as each one knows the state of the parameters alone of which it holds a part.
-    """
+    """Return what all ranks hold of the original parameters, with `_ShardedTensor` for what is sharded."""
     worlds = {o.name: shard.config.mesh.process_group for shard, originals in view.shards for o in originals}
-    reported_here = {o.name for _, originals in view.shards for o in originals if o.is_reported_here}
+    # The rank with the first element reports. No rank does for a parameter without elements: only a flat
+    # parameter has state of one, and the contents of a checkpoint should not depend on that.
+    own = {o.name for _, originals in view.shards for o in originals if o.piece.start == 0 and len(o.piece)}
     result = {name: state for name, state in local.items() if name not in worlds}
     for world in dict.fromkeys(worlds.values()):
-        names = [name for name in local if worlds.get(name) is world and name in reported_here]
-        for part in collectives.gather_objects({name: _report(local[name]) for name in names}, world):
+        report = {
+            name: {key: _reported_value(value) for key, value in state.items()}
+            for name, state in local.items()
+            if worlds.get(name) is world and name in own
+        }
+        for part in collectives.gather_objects(report, world):
             result |= part
     return result
 
 
-def _report(state: State) -> State:
-    def report(value: Any) -> Any:
-        if isinstance(value, FlatSlice):
-            return _ShardedTensor(value.values.dtype)
-        return value.cpu() if isinstance(value, Tensor) else value
-
-    return {key: report(value) for key, value in state.items()}
+def _reported_value(value: Any) -> Any:
+    if isinstance(value, FlatSlice):
+        return _ShardedTensor(value.values.dtype)
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _copied(view: OptimizerView, state: State) -> State:
@@ -144,32 +314,31 @@ def load(view: OptimizerView, state_dict: Mapping[str, Any], named: bool) -> dic
     groups = list(_options(view, given["param_groups"]))
     params = [param for own in view.groups for param in own]
     states: Mapping[str, State | None]
-    if view.kind is StateDictType.LOCAL_STATE_DICT:
-        states = _local(view, given, params)
+    if view.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        if given.get(SHARDS) != view.signatures():
+            raise ValueError(
+                f"optim_state_dict_to_load: this rank holds {view.signatures()}, and was given "
+                f"{given.get(SHARDS)}. {SAME_SHARD}"
+            )
+        own = {param.name for param in params}
+        states = {name: copy.deepcopy(state) for name, state in given["state"].items() if name in own}
     else:
         slices = _slices(view, given["state"], state_dict.get("state", {}), params)
         states = {param.name: param.join(slices) for param in params}
     keys = {param.name: param.name if named else number for number, param in enumerate(params)}
-    for own, group in zip(view.groups, groups, strict=True):
-        group["params"] = [keys[param.name] for param in own]
-    return {
-        "state": {keys[name]: state for name, state in states.items() if state is not None},
-        "param_groups": groups,
-    }
+    for members, group in zip(view.groups, groups, strict=True):
+        group["params"] = [keys[param.name] for param in members]
+    kept = {keys[name]: state for name, state in states.items() if state is not None}
+    return {"state": kept, "param_groups": groups}
 
 
 def _without_elements(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` with its tensors on the meta device, except 0-dim ones.
-
-    This is what all ranks need before rank 0 broadcasts one tensor after the other.
-    """
-
-    def bare(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
-
-    state = state_dict.get("state", {})
-    bares = {name: {key: bare(value) for key, value in one.items()} for name, one in state.items()}
-    return {**state_dict, "state": bares} if state_dict else {}
+    """Return `state_dict` with its tensors, except 0-dim ones, on meta; rank 0 broadcasts them one by one."""
+    state = {
+        name: {k: v.to("meta") if isinstance(v, Tensor) and v.dim() else v for k, v in one.items()}
+        for name, one in state_dict.get("state", {}).items()
+    }
+    return {**state_dict, "state": state} if state_dict else {}
 
 
 def _options(view: OptimizerView, saved: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -195,26 +364,10 @@ def _options(view: OptimizerView, saved: Sequence[Mapping[str, Any]]) -> Iterato
         yield options | {k: list(v) for k, v in group.items() if k == "param_names"}
 
 
-def _local(view: OptimizerView, given: Mapping[str, Any], params: Sequence[OptimParam]) -> dict[str, State]:
-    if given.get(SHARDS) != view.signatures():
-        raise ValueError(
-            f"optim_state_dict_to_load: this rank holds {view.signatures()}, and was given "
-            f"{given.get(SHARDS)}. {SAME_SHARD}"
-        )
-    own = {param.name for param in params}
-    return {name: copy.deepcopy(state) for name, state in given["state"].items() if name in own}
-
-
 def _slices(
-    view: OptimizerView,
-    given: Mapping[str, State],
-    source: Mapping[str, State],
-    params: Sequence[OptimParam],
+    view: OptimizerView, given: Mapping[str, State], source: Mapping[str, State], params: Sequence[OptimParam]
 ) -> dict[str, State]:
-    """Return this rank's part of each original parameter's state.
-
-    `given` may be on the meta device; `source` is then rank 0's state with its elements.
-    """
+    """Return this rank's part of each original parameter's state; `source` has what is on meta in `given`."""
     scalars = _scalar_keys(given, params)
     slices: dict[str, State] = {}
     for param in params:
@@ -232,10 +385,7 @@ def _slices(
 
 
 def _scalar_keys(given: Mapping[str, State], params: Sequence[OptimParam]) -> set[str]:
-    """Return the keys of state with one number per parameter.
-
-    The shapes of state tell, except where all parameters are 0-dim.
-    """
+    """Return the keys of state with one number per parameter: shapes show it, unless all are 0-dim."""
     shapes = {original.name: original.shape for param in params for original in param.originals}
     seen = [
         (key, value.dim() == 0)
@@ -250,20 +400,17 @@ def _scalar_keys(given: Mapping[str, State], params: Sequence[OptimParam]) -> se
 def _broadcast(view: OptimizerView, param: OptimParam, value: Tensor, elements: Tensor | None) -> Tensor:
     """Return rank 0's `elements` of `value`, which is on the meta device, on all ranks."""
     device = param.shard.device if param.shard else param.parameter.device
-    elements = torch.empty(value.shape, dtype=value.dtype) if elements is None else elements
-    buffer = elements.to(device)
+    buffer = (torch.empty(value.shape, dtype=value.dtype) if elements is None else elements).to(device)
     collectives.broadcast([buffer], view.world)
     return buffer
 
 
 def _part(param: OptimParam, original: OriginalParam, full: Tensor, key: str, scalar: bool) -> Any:
     """Return what this rank keeps of `full`, in new memory."""
-    if param.shard is None or scalar:
-        return full.clone()
-    if full.shape == original.shape:
+    if param.shard is not None and full.shape == original.shape and not scalar:
         values = full.reshape(-1)[original.piece.start : original.piece.stop]
         return FlatSlice(values.to(device=param.parameter.device, copy=True))
-    if not param.is_reshaped:
+    if scalar or not param.is_reshaped:
         return full.clone()
     raise ValueError(
         f"optim_state_dict_to_load: {key!r} of {original.name!r} has shape {tuple(full.shape)}, the "

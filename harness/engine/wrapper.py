@@ -25,7 +25,7 @@ from harness.engine.param import ParamRef, clean_name
 from harness.engine.root import RootState
 from harness.engine.state_dict import Summon, refuse_when_busy, summoned
 from harness.engine.wrapper_state import WrapperState
-from harness.engine.wrapping import AutoWrap, MakeUnit, WrapFunction, WrapPolicy, as_policy
+from harness.engine.wrapping import MakeUnit, WrapFunction, WrapPolicy, as_policy, wrap_below
 
 
 class FullyShardedDataParallel(WrapperState):
@@ -110,8 +110,7 @@ class FullyShardedDataParallel(WrapperState):
             sync_module_states=sync_module_states,
         )
         if policy is not None:
-            auto_wrap = AutoWrap(policy, config.ignored.states, config.mixed_precision, _below(config))
-            auto_wrap.wrap_below(module, units)
+            wrap_below(module, units, policy, config, _below(config))
         self._unit = init.build_unit([module], config, _is_wrapper)
         self._ignored: Ignored = config.ignored
         self.add_module(_INNER, module)
@@ -123,13 +122,6 @@ class FullyShardedDataParallel(WrapperState):
         if self._unit.group and not use_orig_params:
             self._unit.group.shard.register_flat(ParamRef(self, _FLAT))
         optimizer_hooks.watch(RootState([wrapper._unit for _, wrapper in _wrappers(self)]))
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        inner = self._modules[_INNER]
-        assert inner is not None
-        return inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._unit.run(self.module, self.module, args, kwargs)

@@ -1,23 +1,34 @@
 """Saving and loading state of the wrapper and its optimizer, with PyTorch's public names. Runs on ranks."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from harness.engine import optim_state
+from harness.engine import collectives, optim_state
 from harness.engine.api import (
+    GroupState,
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from harness.engine.optim_params import OptimizerView, view_of
-from harness.engine.param import INNER, clean_name, joined
-from harness.engine.state_dict import UnitState, refuse_when_busy
+from harness.engine.optim_state import OptimizerView, view_of
+from harness.engine.param import FLAT, INNER, ParamRef, clean_name, joined
+from harness.engine.state_dict import (
+    SAME_SHARD,
+    SIGNATURE,
+    as_dtensors,
+    full_tensor,
+    padded_with_own_shard,
+    refuse_when_busy,
+    replaced_parameters,
+    signature,
+)
 from harness.engine.torch_internals import module_versions, new_state_dict
 from harness.engine.unit import Unit
 
@@ -28,6 +39,18 @@ class WrapperState(nn.Module):
     _unit: Unit
     _state_settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
 
+    @property
+    def _is_local(self) -> bool:
+        return self._state_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        inner = self._modules[INNER]
+        assert inner is not None
+        return inner
+
+    @torch.no_grad()
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -35,28 +58,51 @@ class WrapperState(nn.Module):
 
         By default every rank gets everything, unsharded and named as in the unsharded model. See
         `StateDictType` for the other types, and for what they cost.
+
+        Raises RuntimeError inside forward and backward, and in `summon_full_params` but for full state.
         """
-        return self._state.save(destination, prefix, keep_vars)
+        # Summoned parameters are what full state consists of.
+        is_full = self._state_settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        if self._unit.root_state.busy or not is_full:
+            refuse_when_busy([self._unit], "state_dict")
+        result = new_state_dict() if destination is None else destination
+        found = result if self._is_destination() else new_state_dict()
+        with self._parameters_to_save():
+            self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
+        if self._is_local and self._unit.group:
+            shard = self._unit.group.shard
+            found[prefix + FLAT] = shard.flat if keep_vars else shard.flat.detach()
+            module_versions(found).setdefault(prefix[:-1], {})[SIGNATURE] = signature(shard)
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            for name in module._buffers:
+                if dtype := self._unit.buffers.dtypes.get(ParamRef(module, name)):
+                    key = prefix + joined(clean_name(path), name)
+                    if key in found:
+                        found[key] = found[key].to(dtype)
+        if self._state_settings.state_dict_config.offload_to_cpu:
+            for name, value in found.items():
+                if name.startswith(prefix) and isinstance(value, Tensor):
+                    found[name] = value.cpu()
+        return result
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what `state_dict` returned, of the type that is set, or full tensors. Every rank calls it.
+        """Load full tensors, or what `state_dict` returned for the type that is set. Every rank calls it.
 
-        Full and sharded state loads from any wrapping and world size.
+        Full and sharded state loads from any wrapping and world size. Returns missing and unexpected names.
 
-        Returns:
-            The missing and unexpected names.
-
-        Raises:
-            RuntimeError: For missing and unexpected names if `strict`, and for local state of another shard.
+        Raises RuntimeError for missing and unexpected names if `strict`, and local state of another shard.
         """
-        refuse_when_busy((wrapper._unit for _, wrapper in _wrappers(self)), "load_state_dict")
+        wrappers = [wrapper for _, wrapper in _wrappers(self)]
+        refuse_when_busy((wrapper._unit for wrapper in wrappers), "load_state_dict")
+        versions = module_versions(state_dict)
+        versions_here = {name: versions.get(clean_name(name), {}) for name in _registered_names(self)}
         try:
-            found = super().load_state_dict(self._with_versions(state_dict), strict, assign)
+            found = super().load_state_dict(new_state_dict(state_dict, versions_here), strict, assign)
         except BaseException as error:
-            for _, wrapper in _wrappers(self):
-                wrapper._state.abandon_load()
+            for wrapper in wrappers:
+                wrapper._abandon_load()
             if isinstance(error, RuntimeError):
                 raise RuntimeError(str(error).replace(f"{INNER}.", "")) from None
             raise
@@ -72,9 +118,7 @@ class WrapperState(nn.Module):
     ) -> StateDictSettings:
         """Set the type of state dict for all units of `module`; return what the outermost one had.
 
-        Raises:
-            TypeError: For a config of another type.
-            ValueError: If there is no unit.
+        Raises TypeError for a config of another type, and ValueError if there is no unit.
         """
         previous = WrapperState.get_state_dict_type(module)
         settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -123,8 +167,7 @@ class WrapperState(nn.Module):
             optim_state_dict: The state dict of `optim`. None: its current one.
             group: The group whose rank 0 gets the result with rank0_only. None: the outermost unit's.
 
-        Raises:
-            ValueError: If `optim` has other parameters than `model`.
+        Raises ValueError if `optim` has other parameters than `model`.
         """
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optim_state.save(_view(model, optim, group), given)
@@ -148,37 +191,117 @@ class WrapperState(nn.Module):
             load_directly: Load the result into `optim`, too.
             group: The group of that rank 0. None: the outermost unit's.
 
-        Raises:
-            ValueError: If the state does not fit `optim`.
+        Raises ValueError if the state does not fit `optim`.
         """
         loaded = optim_state.load(_view(model, optim, group), optim_state_dict, is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded
 
-    @property
-    def _state(self) -> UnitState:
-        return UnitState(self._unit, self, self._state_settings)
-
-    def _with_versions(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of `state_dict` with its version numbers under the names that modules have here."""
-        versions = module_versions(state_dict)
-        return new_state_dict(
-            state_dict, {name: versions.get(clean_name(name), {}) for name in _registered_names(self)}
-        )
-
     def _register_state_hooks(self) -> None:
         # By hooks, as a plain module around this one loads it without calling its `load_state_dict`.
         self.register_load_state_dict_pre_hook(type(self)._before_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(type(self)._after_load)  # type: ignore[no-untyped-call]
 
-    def _before_load(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: Any
-    ) -> None:
-        self._state.before_load(state_dict, prefix, metadata, errors=lists[-1])
+    def _before_load(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: Any) -> None:
+        """Give `state` the names of the wrapped module, and its parameters memory to load into."""
+        refuse_when_busy([self._unit], "load_state_dict")
+        self._refuse_rank0_only(state, prefix)
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"{prefix}{INNER}.{name[len(prefix) :]}"] = state.pop(name)
+        group = self._unit.group
+        if not self._is_local:
+            self._unshard_dtensors(state, f"{prefix}{INNER}.")
+            if group:
+                group.summon(padded_with_own_shard(group), None)
+        elif group:
+            # The wrapper loads the flat shard itself, under the name that it has in the state.
+            value = state.pop(f"{prefix}{INNER}.{FLAT}", None)
+            shard = group.shard
+            saved, here = metadata.get(SIGNATURE, signature(shard)), signature(shard)
+            if value is None or value.shape != shard.flat.shape or saved != here:
+                given = "nothing" if value is None else f"{saved}, {value.numel()} elements"
+                lists[-1].append(
+                    f"{prefix}{FLAT}: this rank holds {here}, {shard.flat.numel()} elements, and was given "
+                    f"{given}. {SAME_SHARD}"
+                )
+                value = shard.flat.detach()  # stays as it is
+            state[prefix + FLAT] = value
+            group.reshard()
+            shard.reclaim()
+            shard.hide()
+            ParamRef(self, FLAT).put(shard.flat)
 
     def _after_load(self, _: object) -> None:
-        self._state.after_load()
+        """Write the loaded parameters to the shard, and make modules see it again."""
+        group = self._unit.group
+        if group and self._is_local:
+            loaded = ParamRef(self, FLAT).read()
+            if isinstance(loaded, Tensor) and loaded is not group.shard.flat:  # replaced by assign=True
+                group.shard.flat.data.copy_(loaded.detach())
+            ParamRef(self, FLAT).clear()
+            group.shard.show()
+        elif group:
+            group.end_summon(writeback=True)
+
+    def _abandon_load(self) -> None:
+        """Make modules see their shards again after an exception."""
+        if group := self._unit.group:
+            if group.state is GroupState.SUMMONED:
+                group.end_summon(writeback=False)
+            elif self._is_local:
+                ParamRef(self, FLAT).clear()
+                group.shard.show()
+
+    def _is_destination(self) -> bool:
+        """Return whether this rank keeps the state."""
+        if not self._state_settings.rank0_only:
+            return True
+        # A unit without parameters of its own has no axes; it follows the units around it.
+        groups = [unit.group for unit in (self._unit, *self._unit.root_state.units) if unit.group]
+        return groups[0].config.mesh.is_first if groups else dist.get_rank() == 0
+
+    def _parameters_to_save(self) -> AbstractContextManager[None]:
+        """Return a context in which modules see what they are to save in place of their parameters."""
+        group = self._unit.group
+        if not group or group.state is GroupState.SUMMONED:
+            return nullcontext()
+        if self._is_local:
+            group.shard.reclaim()
+            return replaced_parameters(group.shard, None)
+        views = group.shard.layout.views(group.gather_original())
+        if not self._is_destination():
+            return replaced_parameters(group.shard, None)
+        if self._state_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return replaced_parameters(group.shard, as_dtensors(views, group.shard))
+        if self._state_settings.state_dict_config.offload_to_cpu:
+            # Here, not at the end of `state_dict`: device memory then holds one unsharded group at a time.
+            views = [view.cpu() for view in views]
+        return replaced_parameters(group.shard, views)
+
+    def _refuse_rank0_only(self, state: dict[str, Any], prefix: str) -> None:
+        """Raise RuntimeError on all ranks if some of them, but not all, have nothing to load."""
+        group = self._unit.group
+        if not self._state_settings.rank0_only or not group:
+            return
+        lacking = not any(name.startswith(prefix) for name in state)
+        mesh = group.config.mesh
+        count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), mesh.groups)
+        if 0 < count < mesh.size:
+            raise RuntimeError(
+                "load_state_dict: with rank0_only some ranks were given nothing to load. Loading needs the "
+                "full state dict on every rank; torch.load(..., mmap=True) reads it without a copy. Or load "
+                "on rank 0 before wrapping, and wrap with sync_module_states=True."
+            )
+
+    def _unshard_dtensors(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace `DTensor`s by full tensors, except for those that units below will load."""
+        modules = self.module.named_modules(remove_duplicate=False)
+        below = tuple(f"{name}." for name, module in modules if INNER in module._modules)
+        for name, value in state.items():
+            own = name.startswith(prefix) and not name.removeprefix(prefix).startswith(below)
+            if own and isinstance(value, DTensor):
+                state[name] = full_tensor(value, name.replace(f"{INNER}.", ""))
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, WrapperState]]:

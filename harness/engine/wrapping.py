@@ -1,6 +1,7 @@
 """Submodules that become units of their own: chosen by a policy, or marked with `wrap`. Runs on ranks."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from harness.engine.api import MixedPrecision
+from harness.engine.config import UnitConfig
 from harness.engine.materialise import children_first
 
 Overrides = Mapping[str, Any]
@@ -86,12 +88,11 @@ class FunctionPolicy:
             if not self.function(module=module, recurse=True, nonwrapped_numel=numel):
                 return 0
             taken = sum(visit(child) for child in module.children() if child not in seen)
-            if module is root or not has_forward(module):
-                return taken
-            if not self.function(module=module, recurse=False, nonwrapped_numel=numel - taken):
-                return taken
-            chosen[module] = {}
-            return numel
+            may_wrap = module is not root and has_forward(module)
+            if may_wrap and self.function(module=module, recurse=False, nonwrapped_numel=numel - taken):
+                chosen[module] = {}
+                return numel
+            return taken
 
         visit(root)
         return chosen
@@ -110,10 +111,7 @@ def lambda_auto_wrap_policy(
 
 
 def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Iterable[type[nn.Module]]
 ) -> bool:
     """Make a unit of each instance of a class in `transformer_layer_cls`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
@@ -171,43 +169,34 @@ MakeUnit = Callable[[nn.Module, Overrides, bool], nn.Module]
 """Make a unit of the module with these constructor arguments; with True, in full precision."""
 
 
-@dataclass(frozen=True)
-class AutoWrap:
-    """Wraps what `policy` chooses, and in full precision the classes that `mixed_precision` ignores."""
+def wrap_below(
+    root: nn.Module, units: Mapping[str, nn.Module], policy: WrapPolicy, config: UnitConfig, make: MakeUnit
+) -> None:
+    """Replace each module below `root` that `policy` chooses with its unit; existing `units`, by name, stay.
 
-    policy: WrapPolicy
-    ignored: States
-    mixed_precision: MixedPrecision
-    make: MakeUnit
-
-    def wrap_below(self, root: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        """Replace each chosen module below `root` with its unit; existing `units`, by name, stay.
-
-        Raises:
-            ValueError: If the policy chooses a module inside one of `units`.
-        """
-        for name, unit in units.items():
-            _refuse_inside(name, unit, self.policy, self.ignored)
-        left_alone = set(self.ignored)
-        for unit in units.values():
-            left_alone.update(unit.modules(), unit.parameters())
-        chosen = self.policy.choose(root, left_alone)
-        precise = _full_precision_modules(root, self.mixed_precision, left_alone)
-        parents = _parents(root)
-        for module in children_first(candidates(root, left_alone)):
-            if module in chosen or module in precise:
-                unit = self.make(module, chosen.get(module, {}), module in precise)
-                for parent, name in parents[module]:
-                    setattr(parent, name, unit)
-
-
-def _refuse_inside(name: str, unit: nn.Module, policy: WrapPolicy, ignored: States) -> None:
-    for module in policy.choose(unit, {*ignored, *unit.parameters()}):
-        raise ValueError(
-            f"auto_wrap_policy: it chooses a {type(module).__name__} in {name!r}, which is a "
-            f"{type(unit).__name__} already; wrap a module by hand or by policy, not both: leave it out of "
-            "the policy, or do not wrap it before."
-        )
+    Classes that mixed precision ignores become units in full precision. Raises ValueError if the policy
+    chooses a module inside one of `units`.
+    """
+    left_alone = set(config.ignored.states)
+    for name, unit in units.items():
+        for module in policy.choose(unit, {*config.ignored.states, *unit.parameters()}):
+            raise ValueError(
+                f"auto_wrap_policy: it chooses a {type(module).__name__} in {name!r}, which is a "
+                f"{type(unit).__name__} already; wrap a module by hand or by policy, not both: leave it out "
+                "of the policy, or do not wrap it before."
+            )
+        left_alone.update(unit.modules(), unit.parameters())
+    chosen = policy.choose(root, left_alone)
+    precise = _full_precision_modules(root, config.mixed_precision, left_alone)
+    places: defaultdict[nn.Module | None, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for parent in root.modules():
+        for name, child in parent._modules.items():
+            places[child].append((parent, name))  # a shared module has several
+    for module in children_first(candidates(root, left_alone)):
+        if module in chosen or module in precise:
+            unit = make(module, chosen.get(module, {}), module in precise)
+            for parent, name in places[module]:
+                setattr(parent, name, unit)
 
 
 def _full_precision_modules(root: nn.Module, mixed: MixedPrecision, left_alone: States) -> set[nn.Module]:
@@ -227,26 +216,13 @@ def _full_precision_modules(root: nn.Module, mixed: MixedPrecision, left_alone: 
     return found
 
 
-def _parents(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the parents of each module below `root`, with its name in each; a shared one has several."""
-    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in root.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                found.setdefault(child, []).append((parent, name))
-    return found
-
-
 # Per thread, and reset when a context ends, by an exception too.
 _CURRENT: ContextVar[Callable[..., nn.Module] | None] = ContextVar("enable_wrap", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Make `wrap` return `wrapper_cls(module, **wrapper_kwargs)` inside the context, in this thread only.
-
-    The innermost of nested contexts applies.
-    """
+    """Make `wrap` return `wrapper_cls(module, **wrapper_kwargs)` in this thread; the innermost counts."""
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap: wrapper_cls must be a class that takes a module, got {wrapper_cls!r}")
     token = _CURRENT.set(partial(wrapper_cls, **wrapper_kwargs))
@@ -257,9 +233,6 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return `module` wrapped with the arguments of the enclosing `enable_wrap`, updated by `wrap_overrides`.
-
-    Outside of such a context return `module` itself.
-    """
+    """Return `module`, wrapped by the enclosing `enable_wrap` if any, with `wrap_overrides` on top."""
     current = _CURRENT.get()
     return module if current is None else current(module, **wrap_overrides)
