@@ -145,17 +145,16 @@ class ShardedGradScaler(GradScaler):
 
 def _local_gradients(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield this rank's part of each gradient as a dense tensor that shares its memory."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse:
-                # Values of one index may overflow when they are added, so that comes before the check.
-                precise = torch.promote_types(gradient.dtype, torch.float32)
-                gradient = parameter.grad = gradient.to(precise).coalesce().to(gradient.dtype)
-                gradient = gradient.values()
-            yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            # Values of one index may overflow when they are added, so that comes before the check.
+            precise = torch.promote_types(gradient.dtype, torch.float32)
+            gradient = parameter.grad = gradient.to(precise).coalesce().to(gradient.dtype)
+            gradient = gradient.values()
+        yield gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _checked(what: str, scale: float) -> float:

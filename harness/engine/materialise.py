@@ -52,7 +52,15 @@ class Materialiser:
             with self._refuse_recursion(module, label):
                 self.param_init_fn(module)
         else:
-            self._reset(module, label)
+            reset = getattr(module, "reset_parameters", None)
+            if not callable(reset):
+                names = ", ".join(repr(ref.name) for ref in self._on_meta(module))
+                raise ValueError(
+                    f"{self.unit}: {label} has {names} on the meta device and no reset_parameters; give the "
+                    "class one that sets its own parameters and buffers, or pass param_init_fn."
+                )
+            module.to_empty(device=self.device, recurse=False)
+            reset()
         for ref, tensor, data in kept:
             tensor.data = data
             _replace(ref, tensor)
@@ -61,17 +69,6 @@ class Materialiser:
                 f"{self.unit}: param_init_fn left {ref.name!r} of {label} on the meta device; it must give "
                 "storage and values to all parameters and buffers of the module that it is called with."
             )
-
-    def _reset(self, module: nn.Module, label: str) -> None:
-        reset = getattr(module, "reset_parameters", None)
-        if not callable(reset):
-            names = ", ".join(repr(ref.name) for ref in self._on_meta(module))
-            raise ValueError(
-                f"{self.unit}: {label} has {names} on the meta device and no reset_parameters; give the "
-                "class one that sets its own parameters and buffers, or pass param_init_fn."
-            )
-        module.to_empty(device=self.device, recurse=False)
-        reset()
 
     def _on_meta(self, module: nn.Module) -> Iterator[ParamRef]:
         for ref in _refs(module):

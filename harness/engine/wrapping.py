@@ -29,7 +29,6 @@ class WrapPolicy(Protocol):
 
         Skip the modules in `ignored` and those below them, and do not count the parameters in it.
         """
-        ...
 
 
 @dataclass(frozen=True, init=False)
