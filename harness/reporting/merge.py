@@ -1,6 +1,7 @@
 """Merging of the reports of N ranks into one: first cause first, equal tracebacks once, victims in a line.
 
-Runs in the controller; must not import torch.
+Properties of the reports give CI systems the rank to blame, the cause and the command to re-run. Runs in the
+controller; must not import torch.
 """
 
 from __future__ import annotations
