@@ -8,8 +8,6 @@ from typing import Protocol
 # pytest.skip.Exception, by the name under which it can be subclassed with types.
 from _pytest.outcomes import Skipped
 
-__all__ = ["Capability", "NotOffered", "offers", "require"]
-
 
 class Capability(Enum):
     """Something that a claim may require and that not every engine has."""

@@ -17,8 +17,6 @@ from harness.conformance.spec import ProcessGroups, ShardSpec
 from harness.engine import GroupInfo
 from harness.recorders import Collective
 
-__all__ = ["Composable", "Engine", "Snapshot", "Traffic"]
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -72,67 +70,53 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """The name in `find` and the option `--engine`."""
-        ...
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         """Its capabilities; a claim that requires more is skipped."""
-        ...
 
     @property
     def composable(self) -> Composable:
         """Return the front that shards modules in place."""
-        ...
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         """Return the sharded model; `model` is used up by it."""
-        ...
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the model that was sharded, without what is around it, if there is anything."""
-        ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backwards reduce no gradients: they wait for the next one outside."""
-        ...
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the root `model`; return the norm over all of them, shape ()."""
-        ...
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the state dict of `model` with whole tensors, by the names in the bare model."""
-        ...
 
     def groups(self, model: nn.Module) -> Sequence[GroupInfo]:
         """Return a snapshot of each group of a sharded model, outer before inner.
 
         What an engine does not show of them is refused with `NotOffered`, see `Snapshot`.
         """
-        ...
 
     def pre_backward_hooks(self, output: Tensor) -> int:
         """Return how many hooks on an output of a sharded module or unit announce its backward."""
-        ...
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return copies of all parameters in full, original dtype, by their names in the bare model."""
-        ...
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
         """Return copies of all gradients in full, by parameter name; None where no rank has one."""
-        ...
 
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
         """Return a context in which modules see unsharded parameters; `writeback` keeps changes."""
-        ...
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
         """Return what of `log` is a gather of parameters or a reduction of gradients.
 
         What an engine sends to compare what ranks wrap is left out.
         """
-        ...
 
     def grad_scaler(
         self,
@@ -149,4 +133,3 @@ class Engine(Protocol):
 
         `process_group`: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
         """
-        ...

@@ -16,8 +16,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
 
-__all__ = ["to_markdown", "to_page"]
-
 MARKS = {
     Outcome.BROKEN: "✗",
     Outcome.MENDED: "!",

@@ -9,8 +9,6 @@ from torch.distributed import ProcessGroup
 
 from harness.conformance.capabilities import Capability
 
-__all__ = ["Precision", "ProcessGroups", "ShardSpec", "chosen_modules", "required_capabilities"]
-
 # One group, or for hybrid sharding the pair (shard, replicate).
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 
@@ -112,15 +110,10 @@ def required_capabilities(spec: ShardSpec) -> Iterator[Capability]:
         Capability.SYNC_STATES: spec.sync_module_states,
     }
     yield from (capability for capability, is_required in required.items() if is_required)
-    for precision in (spec.precision, *spec.unit_precisions.values()):
-        if precision:
-            yield from _required_by(precision)
-
-
-def _required_by(precision: Precision) -> Iterator[Capability]:
-    if precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype:
-        yield Capability.MIXED_PRECISION
-    if precision.buffer_dtype:
-        yield Capability.BUFFER_DTYPE
-    if precision.keep_low_precision_grads:
-        yield Capability.KEPT_LOW_PRECISION
+    for precision in filter(None, (spec.precision, *spec.unit_precisions.values())):
+        if precision.param_dtype or precision.reduce_dtype or precision.buffer_dtype:
+            yield Capability.MIXED_PRECISION
+        if precision.buffer_dtype:
+            yield Capability.BUFFER_DTYPE
+        if precision.keep_low_precision_grads:
+            yield Capability.KEPT_LOW_PRECISION

@@ -19,8 +19,6 @@ from harness.conformance.capabilities import Capability, NotOffered, require
 from harness.conformance.interface import Composable
 from harness.conformance.spec import ProcessGroups, ShardSpec, chosen_modules, required_capabilities
 
-__all__ = ["Composed"]
-
 _STRATEGIES = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
@@ -70,7 +68,10 @@ class Composed:
             model.to(spec.device)
         _Application(self.composable, model, spec).apply()
         if spec.backward_prefetch is None:
-            self._prefetch_nothing(model)
+            # Each unit prefetches itself, which is unsharded already; without a list they choose one.
+            units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
+            for unit in units:
+                unit.set_modules_to_backward_prefetch([unit])
         return model
 
     def _check_dimensions(self, model: nn.Module, spec: ShardSpec) -> None:
@@ -113,12 +114,6 @@ class Composed:
         # `unshard` shows what modules compute with, in its dtype, and nothing of it is kept.
         raise NotOffered(self.name, Capability.SUMMON)
 
-    def _prefetch_nothing(self, model: nn.Module) -> None:
-        """Make each unit prefetch itself, which is unsharded already; without a list they choose one."""
-        units: list[Any] = [m for m in model.modules() if isinstance(m, self.composable.FSDPModule)]
-        for unit in units:
-            unit.set_modules_to_backward_prefetch([unit])
-
 
 def full(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, a collective; any other tensor as it is."""
@@ -150,14 +145,17 @@ class _Application:
         ignored = chosen_modules(self.model, spec.ignored, "ignored")
         kept = {p for module in ignored for p in module.parameters()}
         kept_modules = {part for module in ignored for part in module.modules()}
+        precise = (spec.precision and spec.precision.full_precision_classes) or ()
         for name, module in _inner_first("", self.model, set()):
             if module is self.model:
                 continue
             # As with a wrap policy: these have no forward, in which they could be unsharded.
             if isinstance(module, nn.ModuleList | nn.ModuleDict) or module in kept_modules:
                 continue
-            if self._is_in_full_precision(module):
-                self._wrap(module, kept, self._full_precision())
+            if isinstance(module, precise):
+                low = spec.precision and spec.precision.param_dtype
+                policy = self.front.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=low)
+                self._wrap(module, kept, policy)
             elif module in units:
                 self._wrap(module, kept, self._policy(name, is_root=False), self._mesh(name))
         self._wrap(self.model, kept, self._policy("", is_root=True), self._mesh(""))
@@ -175,14 +173,6 @@ class _Application:
             self.front.replicate(module, **settings)
         else:
             self.front.fully_shard(module, reshard_after_forward=freed, **settings)
-
-    def _is_in_full_precision(self, module: nn.Module) -> bool:
-        classes = self.spec.precision and self.spec.precision.full_precision_classes
-        return bool(classes) and isinstance(module, classes or ())
-
-    def _full_precision(self) -> Any:
-        low = self.spec.precision and self.spec.precision.param_dtype
-        return self.front.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=low)
 
     def _policy(self, name: str, is_root: bool) -> Any:
         precision = self.spec.unit_precisions.get(name, self.spec.precision)

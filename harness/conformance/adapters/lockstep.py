@@ -15,10 +15,38 @@ from harness.conformance.spec import ShardSpec
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
 
-__all__ = ["Lockstep", "LockstepComposable"]
+
+class _BuiltIn:
+    """The part that the adapters of both fronts share."""
+
+    @property
+    def composable(self) -> Composable:
+        return Composable(
+            engine.fully_shard,
+            engine.replicate,
+            engine.MixedPrecisionPolicy,
+            engine.OffloadPolicy,
+            engine.CPUOffloadPolicy,
+            engine.FSDPModule,
+            engine.register_fsdp_forward_method,
+        )
+
+    def groups(self, model: nn.Module) -> Sequence[engine.GroupInfo]:
+        return engine.groups(model)
+
+    def traffic(self, log: Iterable[Collective]) -> Traffic:
+        log = tuple(log)
+        gathers = tuple(entry for entry in log if entry.label == GATHER)
+        reductions = tuple(entry for entry in log if entry.label == REDUCE)
+        # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
+        others = tuple(entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP))
+        return Traffic(gathers, reductions, others)
+
+    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
+        return engine.ShardedGradScaler(**settings)
 
 
-class Lockstep(Wrapped):
+class Lockstep(_BuiltIn, Wrapped):
     """The wrapper front, with the composable one as `composable`."""
 
     name = "lockstep"
@@ -33,16 +61,9 @@ class Lockstep(Wrapped):
     )
     capabilities = frozenset(Capability)
 
-    @property
-    def composable(self) -> Composable:
-        return _composable()
-
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         full_precision = spec.full_precision_in_eval
         return self.wrap(model, spec, device_id=spec.device, full_precision_in_eval=full_precision)
-
-    def groups(self, model: nn.Module) -> Sequence[engine.GroupInfo]:
-        return engine.groups(model)
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
         with self.summon(model):
@@ -55,50 +76,8 @@ class Lockstep(Wrapped):
                 for name, parameter in model.named_parameters()
             }
 
-    def traffic(self, log: Iterable[Collective]) -> Traffic:
-        return _traffic(log)
 
-    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
-        return engine.ShardedGradScaler(**settings)
-
-
-class LockstepComposable(Composed):
+class LockstepComposable(_BuiltIn, Composed):
     """`fully_shard` and `replicate` of the built-in engine."""
 
     name = "lockstep-composable"
-
-    @property
-    def composable(self) -> Composable:
-        return _composable()
-
-    def groups(self, model: nn.Module) -> Sequence[engine.GroupInfo]:
-        return engine.groups(model)
-
-    def traffic(self, log: Iterable[Collective]) -> Traffic:
-        return _traffic(log)
-
-    def grad_scaler(self, model: nn.Module, **settings: Any) -> torch.amp.GradScaler:
-        return engine.ShardedGradScaler(**settings)
-
-
-def _composable() -> Composable:
-    """Return the built-in engine's composable front."""
-    return Composable(
-        engine.fully_shard,
-        engine.replicate,
-        engine.MixedPrecisionPolicy,
-        engine.OffloadPolicy,
-        engine.CPUOffloadPolicy,
-        engine.FSDPModule,
-        engine.register_fsdp_forward_method,
-    )
-
-
-def _traffic(log: Iterable[Collective]) -> Traffic:
-    """Sort a log by what the built-in engine says each collective is for."""
-    log = tuple(log)
-    gathers = [entry for entry in log if entry.label == GATHER]
-    reductions = [entry for entry in log if entry.label == REDUCE]
-    # A sum in low precision is made piece by piece, and then spread: that is a part of its reduction.
-    others = [entry for entry in log if entry.label not in (GATHER, REDUCE, SPREAD, WRAP)]
-    return Traffic(tuple(gathers), tuple(reductions), tuple(others))

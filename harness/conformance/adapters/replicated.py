@@ -13,8 +13,6 @@ from harness.conformance.spec import ShardSpec, required_capabilities
 from harness.engine import GroupInfo
 from harness.recorders import Collective
 
-__all__ = ["Replicated"]
-
 
 class Replicated:
     """An engine whose ranks each hold the whole model, in plain tensors under their own names.

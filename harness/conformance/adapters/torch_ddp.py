@@ -11,8 +11,6 @@ from harness.conformance.adapters.torch_internals import exclude_from_ddp
 from harness.conformance.capabilities import Capability
 from harness.conformance.spec import ShardSpec, chosen_modules
 
-__all__ = ["TorchDdp"]
-
 
 class TorchDdp(Replicated):
     """Replicas: of the strategies NO_SHARD alone; units are accepted, and gradients go in torch's buckets."""

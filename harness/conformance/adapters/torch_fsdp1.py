@@ -18,8 +18,6 @@ from harness.conformance.spec import ProcessGroups, ShardSpec, required_capabili
 from harness.engine import GroupInfo
 from harness.recorders import Collective
 
-__all__ = ["TorchFsdp1"]
-
 _PREFIX = "_fsdp_wrapped_module."
 # Warnings about choices that suites make on purpose; none is about values.
 _HINTS = (
@@ -63,10 +61,11 @@ class TorchFsdp1(Wrapped):
         raise NotOffered(self.name, Capability.COMPOSABLE)
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
-        require(self, *required_capabilities(spec))
+        required = tuple(required_capabilities(spec))
+        require(self, *required)
         if any(p.ndim == 0 for p in model.parameters()):
             raise NotOffered(self.name, Capability.SCALARS)
-        for message in (*_HINTS, *(() if _casts(spec) else (_NORMS_APART,))):
+        for message in (*_HINTS, *(() if Capability.MIXED_PRECISION in required else (_NORMS_APART,))):
             warnings.filterwarnings("ignore", message, Warning)
         # On a host without GPUs torch needs to know where to compute.
         return self.wrap(model, spec, device_id=spec.device or next(model.parameters()).device)
@@ -114,11 +113,6 @@ class TorchFsdp1(Wrapped):
         if process_group is not None:
             settings["process_group"] = process_group
         return ShardedGradScaler(device, **settings)
-
-
-def _casts(spec: ShardSpec) -> bool:
-    precisions = filter(None, (spec.precision, *spec.unit_precisions.values()))
-    return any(p.param_dtype or p.reduce_dtype or p.buffer_dtype for p in precisions)
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

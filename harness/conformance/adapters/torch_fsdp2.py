@@ -17,8 +17,6 @@ from harness.conformance.spec import ShardSpec
 from harness.engine import GroupInfo
 from harness.recorders import Collective
 
-__all__ = ["TorchFsdp2"]
-
 # What torch writes on the profiler's timeline; the innermost label is what a collective is for.
 _GATHER, _REDUCE = "FSDP::all_gather", "FSDP::post_backward_reduce"
 

@@ -19,15 +19,6 @@ from harness.conformance.capabilities import Capability
 from harness.conformance.interface import Snapshot
 from harness.engine import GroupState, ShardingStrategy
 
-__all__ = [
-    "Fsdp1Unit",
-    "exclude_from_ddp",
-    "fsdp1_units",
-    "fsdp2_groups",
-    "num_pre_backward_hooks",
-    "replicate",
-]
-
 
 def replicate() -> Any:
     """Return the `replicate` that is built on `fully_shard`.

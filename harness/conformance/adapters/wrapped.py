@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
 from harness.conformance.spec import Precision, ShardSpec, chosen_modules
 
-__all__ = ["Wrapped", "WrapperFront"]
-
 
 @dataclass(frozen=True)
 class WrapperFront:
@@ -47,7 +45,7 @@ class Wrapped:
             cpu_offload=front.CPUOffload(spec.offload),
             auto_wrap_policy=self._policy(model, spec),
             ignored_modules=chosen_modules(model, spec.ignored, "ignored") or None,
-            backward_prefetch=self._backward_prefetch(spec.backward_prefetch),
+            backward_prefetch=_member(front.BackwardPrefetch, "backward_prefetch", spec.backward_prefetch),
             forward_prefetch=spec.forward_prefetch,
             mixed_precision=self._mixed_precision(spec.precision),
             sync_module_states=spec.sync_module_states,
@@ -81,9 +79,6 @@ class Wrapped:
         context: AbstractContextManager[None] = summon(model, writeback=writeback, with_grads=with_grads)
         return context
 
-    def _backward_prefetch(self, name: str | None) -> Enum | None:
-        return None if name is None else _member(self.front.BackwardPrefetch, "backward_prefetch", name)
-
     def _mixed_precision(self, precision: Precision | None) -> Any:
         if precision is None:
             return None
@@ -99,11 +94,9 @@ class Wrapped:
                 raise ValueError("ShardSpec: min_num_params chooses the units; name no unit as well.")
             return partial(self.front.size_based_auto_wrap_policy, min_num_params=spec.min_num_params)
         # Classes that compute in full precision are found by any policy, also by one that chooses nothing.
-        if wanted or (spec.precision and spec.precision.full_precision_classes is not None):
-            return self._policy_of_chosen(model, spec, chosen_modules(model, wanted, "units"))
-        return None
-
-    def _policy_of_chosen(self, model: nn.Module, spec: ShardSpec, chosen: set[nn.Module]) -> Any:
+        if not wanted and (spec.precision is None or spec.precision.full_precision_classes is None):
+            return None
+        chosen = chosen_modules(model, wanted, "units")
         modules = dict(model.named_modules())
         own: dict[nn.Module, dict[str, Any]] = {}
         for name, group in spec.unit_groups.items():
@@ -113,7 +106,9 @@ class Wrapped:
         return self.front.CustomPolicy(lambda module: own.get(module, module in chosen))
 
 
-def _member(choices: type[Enum], what: str, name: str) -> Enum:
+def _member(choices: type[Enum], what: str, name: str | None) -> Enum | None:
+    if name is None:
+        return None
     known = choices.__members__
     if name not in known:
         raise ValueError(f"ShardSpec: {what} {name!r} is not built; known: {', '.join(known)}")

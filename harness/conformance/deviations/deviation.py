@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
-__all__ = ["Deviation"]
-
-TRACKER = "https://github.com/pytorch/pytorch/issues"
+SHARDED = "{FULL_SHARD,SHARD_GRAD_OP}"
+"""The strategies that shard, for `expand`."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,29 @@ class Deviation:
         return f"{self.why} (pytorch#{self.issue})" if self.issue else self.why
 
     def is_about(self, claim: str) -> bool:
-        """Whether the test of this node id is meant, or cases of it."""
+        """Return whether the test of this node id is meant, or cases of it."""
         return any(fits(f"/{claim}", f"*/{pattern}") for pattern in self.claims)
 
     def is_about_case(self, case: str) -> bool:
-        """Whether this case, of a test that is meant, is meant too."""
+        """Return whether this case, of a test that is meant, is meant too."""
         return any(fits(case, pattern) for pattern in self.cases or ())
 
 
 def fits(text: str, pattern: str) -> bool:
-    """Whether `pattern` describes all of `text`. fnmatch would read node ids' brackets as sets."""
+    """Return whether `pattern` describes all of `text`. fnmatch would read node ids' brackets as sets."""
     return _compiled(pattern).fullmatch(text) is not None
 
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+
+
+def expand(*patterns: str) -> tuple[str, ...]:
+    """Return each pattern with every choice from its braces, as a shell does: `{a,b}c` is `ac` and `bc`."""
+    expanded: list[str] = []
+    for pattern in patterns:
+        pieces = re.split(r"[{}]", pattern)  # every second one was in braces
+        choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
+        expanded += map("".join, product(*choices))
+    return tuple(expanded)

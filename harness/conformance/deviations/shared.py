@@ -1,6 +1,6 @@
 """Deviations that several engines share, for the same reason."""
 
-from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import SHARDED, Deviation, expand
 
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
 AGAIN = "a second backward after one forward is not reduced as it should be"
@@ -12,10 +12,7 @@ KEPT = "unsharded parameters are retained after a forward without autograd, too,
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with
 AMP_SCALER: tuple[Deviation, ...] = (
     Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype0]",
-            "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype1]",
-        ),
+        claims=expand("grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype{0,1}]"),
         why="a scaled loss in low precision comes out in fp32",
     ),
     Deviation(
@@ -67,10 +64,7 @@ FSDPS: tuple[Deviation, ...] = (
 _NO_INF_NORM = "an empty shard has no infinity norm"
 
 NAN = Deviation(
-    claims=(
-        "core/test_clipping.py::test_all_ranks_see_a_nonfinite_gradient_*[FULL_SHARD-*",
-        "core/test_clipping.py::test_all_ranks_see_a_nonfinite_gradient_*[SHARD_GRAD_OP-*",
-    ),
+    claims=expand(f"core/test_clipping.py::test_all_ranks_see_a_nonfinite_gradient_*[{SHARDED}-*"),
     cases=("norm_type=inf, bad=nan",),
     why="gloo's maximum over ranks ignores NaN",
 )
@@ -78,18 +72,12 @@ NAN = Deviation(
 DTENSOR_NORMS: tuple[Deviation, ...] = (
     NAN,
     Deviation(
-        claims=(
-            "core/test_clipping.py::test_norm_and_clipped_gradients*[FULL_SHARD-*-3-ranks]",
-            "core/test_clipping.py::test_norm_and_clipped_gradients*[SHARD_GRAD_OP-*-3-ranks]",
-        ),
+        claims=expand(f"core/test_clipping.py::test_norm_and_clipped_gradients*[{SHARDED}-*-3-ranks]"),
         cases=("norm_type=inf*",),
         why=_NO_INF_NORM,
     ),
     Deviation(
-        claims=(
-            "core/test_clipping.py::test_a_rank_without_elements_takes_part[FULL_SHARD-*-ranks]",
-            "core/test_clipping.py::test_a_rank_without_elements_takes_part[SHARD_GRAD_OP-*-ranks]",
-        ),
+        claims=expand(f"core/test_clipping.py::test_a_rank_without_elements_takes_part[{SHARDED}-*-ranks]"),
         cases=("shape=(1_), norm_type=inf",),
         why=_NO_INF_NORM,
     ),

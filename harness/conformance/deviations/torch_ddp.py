@@ -1,6 +1,6 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
-from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import Deviation, expand
 from harness.conformance.deviations.shared import AGAIN, AMP_SCALER, IN_LOW_PRECISION, ONE_RANK, UNREDUCED
 
 _UNUSED = "all parameters must get a gradient in each step, unless find_unused_parameters is set"
@@ -47,25 +47,17 @@ OWN: tuple[Deviation, ...] = (
         why="a model without any parameter to train is refused",
     ),
     Deviation(
-        claims=(
-            "core/test_shapes.py::test_gradients_*[odd_shapes*",
+        claims=expand(
+            "core/test_shapes.py::test_{gradients,models}_*[{odd_shapes,thawing,skipping}*",
             "core/test_shapes.py::test_four_*[odd_shapes*",
-            "core/test_shapes.py::test_models_*[odd_shapes*",
-            "core/test_shapes.py::test_gradients_*[thawing*",
             "core/test_shapes.py::test_frozen_*[thawing*",
-            "core/test_shapes.py::test_models_*[thawing*",
-            "core/test_shapes.py::test_gradients_*[skipping*",
-            "core/test_shapes.py::test_models_*[skipping*",
         ),
         cases=("front=NO_SHARD-flat", "front=NO_SHARD-orig"),
         why=_UNUSED,
     ),
     Deviation(
-        claims=(
-            "core/test_shapes.py::test_gradients_*[checkpointed_reentrant*",
-            "core/test_shapes.py::test_models_*[checkpointed_reentrant*",
-            "core/test_shapes.py::test_gradients_*[checkpointed_inside_a_unit_reentrant*",
-            "core/test_shapes.py::test_models_*[checkpointed_inside_a_unit_reentrant*",
+        claims=expand(
+            "core/test_shapes.py::test_{gradients,models}_*[checkpointed_{,inside_a_unit_}reentrant*"
         ),
         cases=("front=NO_SHARD-flat", "front=NO_SHARD-orig"),
         why=_REENTRANT,

@@ -1,6 +1,6 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
-from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import SHARDED, Deviation, expand
 from harness.conformance.deviations.shared import AGAIN, FSDPS, IN_LOW_PRECISION, NAN, ONE_RANK, UNREDUCED
 
 _UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
@@ -12,13 +12,11 @@ _OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assig
 _ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
 _CAST_BACK = "gradients that are kept are cast to the dtype of the parameters that compute"
 _UNCAST = "a unit that is recomputed does not cast its inputs"
+_CAST_BUFFERS = "{fp16,params_and_buffers,all_different}"
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
-        claims=(
-            "core/test_accumulation.py::test_two_backwards_over_one_graph_*[FULL_SHARD-*",
-            "core/test_accumulation.py::test_two_backwards_over_one_graph_*[SHARD_GRAD_OP-*",
-        ),
+        claims=expand(f"core/test_accumulation.py::test_two_backwards_over_one_graph_*[{SHARDED}-*"),
         cases=("offload=False*",),
         why=AGAIN,
         issue=136861,
@@ -34,9 +32,8 @@ CORE: tuple[Deviation, ...] = (
     ),
     # The freed memory that it finds there ends the process.
     Deviation(
-        claims=(
-            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*[FULL_SHARD-*",
-            "core/test_collectives.py::test_every_synced_backward_of_an_accumulation*[SHARD_GRAD_OP-*",
+        claims=expand(
+            f"core/test_collectives.py::test_every_synced_backward_of_an_accumulation*[{SHARDED}-*"
         ),
         why=AGAIN,
         issue=136861,
@@ -55,9 +52,8 @@ CORE: tuple[Deviation, ...] = (
         why="full parameters are kept through no_sync",
     ),
     Deviation(
-        claims=(
-            "core/test_accumulation.py::test_zero_grad_drops_unsynced_gradients[FULL_SHARD-*-no_offload-*",
-            "core/test_accumulation.py::test_zero_grad_drops_unsynced_gradients[SHARD_GRAD_OP-*-no_offload-*",
+        claims=expand(
+            f"core/test_accumulation.py::test_zero_grad_drops_unsynced_gradients[{SHARDED}-*-no_offload-*"
         ),
         why="zero_grad after a backward without sync leaves the reduced gradient of the one before",
     ),
@@ -70,10 +66,7 @@ CORE: tuple[Deviation, ...] = (
     ),
     Deviation(claims=("core/test_clipping.py::test_unreduced_gradients_are_refused*",), why=UNREDUCED),
     Deviation(
-        claims=(
-            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up[FULL_SHARD]",
-            "core/test_accumulation.py::test_kept_low_precision_gradients_add_up[SHARD_GRAD_OP]",
-        ),
+        claims=expand(f"core/test_accumulation.py::test_kept_low_precision_gradients_add_up[{SHARDED}]"),
         why=_OTHER_DTYPE,
     ),
     Deviation(
@@ -118,9 +111,8 @@ CORE: tuple[Deviation, ...] = (
         why="after a forward the full parameters are shown, which no optimizer can step",
     ),
     Deviation(
-        claims=(
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[FULL_SHARD-*",
-            "core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[SHARD_GRAD_OP-*",
+        claims=expand(
+            f"core/test_states.py::test_evaluation_and_inference_mode_leave_training_*[{SHARDED}-*"
         ),
         why="after a forward in inference mode no post-backward can be registered",
     ),
@@ -134,9 +126,8 @@ CORE: tuple[Deviation, ...] = (
         why="a unit whose output is left out of the loss keeps its full parameters",
     ),
     Deviation(
-        claims=(
-            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use[FULL_SHARD-*-reentrant]",
-            "core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use[SHARD_GRAD_OP-*-reentrant]",
+        claims=expand(
+            f"core/test_checkpointing.py::test_a_tied_weight_is_counted_once_per_use[{SHARDED}-*-reentrant]"
         ),
         why=_REENTRANT,
     ),
@@ -149,11 +140,7 @@ CORE: tuple[Deviation, ...] = (
         why=_REENTRANT,
     ),
     Deviation(
-        claims=(
-            "core/test_shapes.py::test_gradients_*[nothing*",
-            "core/test_shapes.py::test_four_*[nothing*",
-            "core/test_shapes.py::test_models_*[nothing*",
-        ),
+        claims=expand("core/test_shapes.py::test_{gradients,four,models}_*[nothing*"),
         cases=("front=*SHARD*-flat", "front=*SHARD*-orig"),
         why=_EMPTY,
     ),
@@ -162,10 +149,7 @@ CORE: tuple[Deviation, ...] = (
         why="the norm of low-precision gradients is rounded to their dtype",
     ),
     Deviation(
-        claims=(
-            "core/test_clipping.py::test_the_norm_of_fp64_gradients_is_taken_in_fp64[FULL_SHARD]",
-            "core/test_clipping.py::test_the_norm_of_fp64_gradients_is_taken_in_fp64[SHARD_GRAD_OP]",
-        ),
+        claims=expand(f"core/test_clipping.py::test_the_norm_of_fp64_gradients_is_taken_in_fp64[{SHARDED}]"),
         why="norms are taken in fp32, which fp64 gradients are refused for",
     ),
     Deviation(claims=("core/test_collectives.py::test_one_rank_communicates_nothing*",), why=ONE_RANK),
@@ -231,21 +215,16 @@ MIXED: tuple[Deviation, ...] = (
         why=_ROOT,
     ),
     Deviation(
-        claims=(
-            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-fp16]",
-            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-params_and_buffers]",
-            "mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-all_different]",
-            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-fp16]",
-            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-params_and_buffers]",
-            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-all_different]",
+        claims=expand(
+            f"mixed_precision/test_end_to_end.py::*::test_mixed_precision_e2e_*[*-no_offload-{_CAST_BUFFERS}]",
+            f"mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-{_CAST_BUFFERS}]",
         ),
         cases=("*backward_prefetch*", "offload=False, *"),
         why="to ask for the state before the first forward casts buffers for good",
     ),
     Deviation(
-        claims=(
-            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-none]",
-            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-reduce_only]",
+        claims=expand(
+            "mixed_precision/test_end_to_end.py::*Unsharded::test_mixed_precision_e2e_*-{none,reduce_only}]"
         ),
         cases=("offload=False, *",),
         why=_WHOLE,
@@ -263,9 +242,8 @@ MIXED: tuple[Deviation, ...] = (
     ),
     # Before the cases that are merely rounded.
     Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[FULL_SHARD-orig-*",
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[SHARD_GRAD_OP-orig-*",
+        claims=expand(
+            f"mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*[{SHARDED}-orig-*"
         ),
         cases=("*keep_low_precision_grads=True), offload=False",),
         why=_OTHER_DTYPE,
@@ -289,17 +267,15 @@ MIXED: tuple[Deviation, ...] = (
         why=_ONE_SHARD,
     ),
     Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[FULL_SHARD-flat-*",
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[SHARD_GRAD_OP-flat-*",
+        claims=expand(
+            f"mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[{SHARDED}-flat-*"
         ),
         cases=("keep=True, offload=False",),
         why=_CAST_BACK,
     ),
     Deviation(
-        claims=(
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[FULL_SHARD-orig-*",
-            "mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[SHARD_GRAD_OP-orig-*",
+        claims=expand(
+            f"mixed_precision/test_numerics.py::test_reduce_dtype_holds_for_every_bit_*[{SHARDED}-orig-*"
         ),
         cases=("keep=True, offload=False",),
         why=_OTHER_DTYPE,
@@ -310,16 +286,14 @@ MIXED: tuple[Deviation, ...] = (
         why="unsynced gradients add up in the dtype that modules compute in",
     ),
     Deviation(
-        claims=(
-            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[FULL_SHARD-flat]",
-            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[SHARD_GRAD_OP-flat]",
+        claims=expand(
+            f"mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[{SHARDED}-flat]"
         ),
         why=_CAST_BACK,
     ),
     Deviation(
-        claims=(
-            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[FULL_SHARD-orig]",
-            "mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[SHARD_GRAD_OP-orig]",
+        claims=expand(
+            f"mixed_precision/test_original_dtypes.py::test_kept_gradients_reduced_above_*[{SHARDED}-orig]"
         ),
         why=_OTHER_DTYPE,
     ),

@@ -1,6 +1,6 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
-from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.deviation import Deviation, expand
 from harness.conformance.deviations.shared import (
     AMP_SCALER,
     DTENSOR_NORMS,
@@ -52,14 +52,11 @@ CORE: tuple[Deviation, ...] = (
         why="a frozen group that backward does not reach is prefetched",
     ),
     Deviation(
-        claims=(
-            "core/test_collectives.py::test_one_rank_communicates_*[NO_SHARD-*",
-            "core/test_collectives.py::test_one_rank_communicates_*[replicate-*",
-        ),
+        claims=expand("core/test_collectives.py::test_one_rank_communicates_*[{NO_SHARD,replicate}-*"),
         why=ONE_RANK,
     ),
     Deviation(
-        claims=("core/test_shapes.py::*[nothing*", "core/test_shapes.py::*[odd_dimensions*"),
+        claims=expand("core/test_shapes.py::*[{nothing,odd_dimensions}*"),
         cases=("*",),
         why=_EMPTY,
     ),
@@ -69,11 +66,9 @@ CORE: tuple[Deviation, ...] = (
         why="a unit that reentrant checkpointing recomputes twice in a step gets a wrong gradient",
     ),
     Deviation(
-        claims=(
-            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[SHARD_GRAD_OP-*",
-            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[NO_SHARD-*",
-            "core/test_states.py::test_an_optimizer_built_after_a_forward_*[SHARD_GRAD_OP-*",
-            "core/test_states.py::test_an_optimizer_built_after_a_forward_*[NO_SHARD-*",
+        claims=expand(
+            "core/test_states.py::test_visible_parameters_are_sharded_outside_forward[{SHARD_GRAD_OP,NO_SHARD}-*",
+            "core/test_states.py::test_an_optimizer_built_after_a_forward_*[{SHARD_GRAD_OP,NO_SHARD}-*",
         ),
         why=_AFTER_FORWARD,
         issue=149205,
@@ -130,13 +125,9 @@ REPLICATE: tuple[Deviation, ...] = (
         why="the error names the parameter in one of the two groups only",
     ),
     Deviation(
-        claims=(
-            "replicate/test_hybrid.py::test_a_divide_factor_divides_the_sum_over_both_axes[fp32]",
-            "replicate/test_hybrid.py::test_a_divide_factor_divides_the_sum_over_both_axes[bf16]",
-            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-fp32-2.0-3-ranks]",
-            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-fp32-3.0-2-ranks]",
-            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-bf16-2.0-3-ranks]",
-            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-bf16-3.0-2-ranks]",
+        claims=expand(
+            "replicate/test_hybrid.py::test_a_divide_factor_divides_the_sum_over_both_axes[{fp32,bf16}]",
+            "replicate/test_reduction.py::test_a_divide_factor_divides_the_sum[fully_shard-{fp32,bf16}-{2.0-3,3.0-2}-ranks]",
         ),
         why="gloo has no sum that multiplies before, which a factor other than the number of ranks asks for",
     ),
@@ -155,11 +146,9 @@ REPLICATE: tuple[Deviation, ...] = (
         why=IN_LOW_PRECISION,
     ),
     Deviation(
-        claims=(
-            "core/test_collectives.py::test_a_step_gathers_*[offload-fully_shard-*",
-            "core/test_collectives.py::test_a_step_gathers_*[offload-replicate-*",
-            "core/test_collectives.py::test_no_sync_reduces_nothing_*[fully_shard-offload-*",
-            "core/test_collectives.py::test_no_sync_reduces_nothing_*[replicate-offload-*",
+        claims=expand(
+            "core/test_collectives.py::test_a_step_gathers_*[offload-{fully_shard,replicate}-*",
+            "core/test_collectives.py::test_no_sync_reduces_nothing_*[{fully_shard,replicate}-offload-*",
         ),
         why=_PINNED,
     ),
@@ -200,10 +189,9 @@ SCALER: tuple[Deviation, ...] = (
 
 MIXED: tuple[Deviation, ...] = (
     Deviation(
-        claims=(
+        claims=expand(
+            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-bf16-{3,4}-ranks]",
             "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-fp16-*",
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-bf16-3-ranks]",
-            "mixed_precision/test_numerics.py::test_low_precision_gradients_are_summed*-bf16-4-ranks]",
             "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-fp16-*",
             "mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-bf16-4-ranks]",
         ),

@@ -6,15 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-__all__ = [
-    "BatchNormNet",
-    "CastingLayers",
-    "ExternalInput",
-    "InHalf",
-    "LinearMixedPrecision",
-    "NestedLinearMixedPrecision",
-]
-
 _WIDTH = 10
 
 

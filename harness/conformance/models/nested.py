@@ -7,16 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "AlwaysWrapNestedWrappedModule",
-    "DummyDDP",
-    "MixtureOfExperts",
-    "NestedWrappedModule",
-    "NestedWrappedModuleWithDelay",
-    "NonUniformReqGradNWM",
-    "pause",
-]
-
 
 class NestedWrappedModule(nn.Module):
     """A unit inside a unit, another next to it, and linear layers before and after that the root holds.
@@ -65,7 +55,6 @@ class NonUniformReqGradNWM(NestedWrappedModule):
     so no gradient at all.
     """
 
-    units: ClassVar[tuple[str | type[nn.Module], ...]] = ("module.1", "module.1.0", "module.2")
     trained: ClassVar[str] = "module.2.1"
 
     def __init__(self) -> None:

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TransformerWithSharedParams", "resnet50"]
-
 _VOCABULARY = 23
 _WIDTH = 16
 _BATCH = 2
@@ -31,7 +29,12 @@ class TransformerWithSharedParams(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.transformer = _encoder_decoder()
+        # The encoder that a transformer makes warns that nested tensors are off in this order of dimensions.
+        layer = nn.TransformerEncoderLayer(_WIDTH, nhead=2, dim_feedforward=8)
+        encoder = nn.TransformerEncoder(layer, 1, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
+        self.transformer = nn.Transformer(
+            _WIDTH, nhead=2, num_decoder_layers=1, dim_feedforward=8, custom_encoder=encoder
+        )
         self.output_proj = nn.Linear(_WIDTH, _VOCABULARY)
         self.output_proj.weight = self.embed_tokens.weight
         self.register_buffer("vocab_bias", torch.ones(_WIDTH))
@@ -59,13 +62,6 @@ class TransformerWithSharedParams(nn.Module):
     def loss(output: Tensor, tgt_ids: Tensor) -> Tensor:
         """Return the 0-dim cross entropy of the logits, summed over tokens."""
         return nn.functional.cross_entropy(output.flatten(0, 1), tgt_ids.flatten(), reduction="sum")
-
-
-def _encoder_decoder() -> nn.Transformer:
-    # The encoder it would make warns that nested tensors are off in this order of dimensions.
-    layer = nn.TransformerEncoderLayer(_WIDTH, nhead=2, dim_feedforward=8)
-    encoder = nn.TransformerEncoder(layer, 1, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
-    return nn.Transformer(_WIDTH, nhead=2, num_decoder_layers=1, dim_feedforward=8, custom_encoder=encoder)
 
 
 def resnet50() -> nn.Module:

@@ -5,8 +5,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MLP", "KnownGradient", "KnownGradients", "UnevenShapes"]
-
 
 class KnownGradient(nn.Module):
     """One weight, at first zero, whose gradient is what forward is given: every bit of a reduction shows."""

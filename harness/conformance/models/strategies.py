@@ -12,8 +12,6 @@ from torch import nn
 
 from harness.conformance.models.trees import Again, Block, Gain, Linear, Offset, Part, Tree
 
-__all__ = ["rewraps", "trees"]
-
 # Most parts are plain, so that models compute something.
 _USED = st.sampled_from(["always"] * 4 + ["sometimes", "unheard", "never"])
 _RARELY = st.sampled_from([False] * 3 + [True])
@@ -85,26 +83,16 @@ def _blocks(below: st.SearchStrategy[Part], how: Mapping[str, Any]) -> st.Search
 
 
 def _learns(tree: Tree) -> bool:
-    """Tell whether a parameter with elements is in every loss, whatever else is left out."""
-    return any(p.requires_grad and p.numel() for p in _heard(tree))
-
-
-def _heard(tree: Tree) -> list[nn.Parameter]:
+    """Return whether a parameter with elements is in every loss, whatever else is left out."""
     built = tree.build()
-    found: list[nn.Parameter] = []
-
-    def walk(parts: tuple[Part, ...], prefix: str) -> None:
-        for index, part in enumerate(parts):
-            name = f"{prefix}{index}"
-            if part.used != "always":
-                continue
-            if isinstance(part, Block):
-                walk(part.parts, f"{name}.")
-            elif not isinstance(part, Again):
-                found.extend(built.get_submodule(name).parameters())
-
-    walk(tree.parts, "")
-    return found
+    heard: list[nn.Parameter] = []
+    left_out: list[str] = []
+    for name, part in tree.named_parts():
+        if part.used != "always":
+            left_out.append(f"{name}.")
+        elif not isinstance(part, Block | Again) and not f"{name}.".startswith(tuple(left_out)):
+            heard += built.get_submodule(name).parameters()
+    return any(p.requires_grad and p.numel() for p in heard)
 
 
 @st.composite
@@ -128,11 +116,7 @@ class _Scope:
 
 
 def _settle(parts: tuple[Part, ...], prefix: str, scope: _Scope) -> tuple[Part, ...]:
-    settled = []
-    for index, part in enumerate(parts):
-        name = f"{prefix}{index}"
-        settled.append(_settled(part, name, scope))
-    return tuple(settled)
+    return tuple(_settled(part, f"{prefix}{index}", scope) for index, part in enumerate(parts))
 
 
 def _settled(part: Part, name: str, scope: _Scope) -> Part:

@@ -7,7 +7,7 @@ such descriptions. Parts have the names that they have in an `nn.Sequential`: `"
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-__all__ = ["Again", "Block", "Gain", "Linear", "Offset", "Part", "Tree"]
 
 _ROWS = 2
 
@@ -119,11 +117,19 @@ class Tree(_Described):
 
     def with_units(self, units: Collection[str]) -> Tree:
         """Return the same model with the blocks of these names as units, and no others."""
-        return replace(self, parts=_marked(self.parts, units))
+
+        def mark(name: str, part: Part) -> Part:
+            return replace(part, unit=name in units) if isinstance(part, Block) else part
+
+        return replace(self, parts=_changed(self.parts, mark))
 
     def without_scalars(self) -> Tree:
         """Return the same model with one element in place of parameters without dimensions."""
-        return replace(self, parts=_without_scalars(self.parts))
+
+        def fill(name: str, part: Part) -> Part:
+            return replace(part, shape=part.shape or (1,)) if isinstance(part, Gain) else part
+
+        return replace(self, parts=_changed(self.parts, fill))
 
     def build(self, seed: int = 0) -> nn.Module:
         """Return the model, with values that depend on the seed only."""
@@ -157,7 +163,7 @@ class Tree(_Described):
         return found
 
     def has_mixed_groups(self) -> bool:
-        """Tell whether a group has frozen parameters and others: one flat parameter cannot be both."""
+        """Return whether a group has frozen parameters and others: one flat parameter cannot be both."""
         built = self.build()
         return any(
             len({built.get_parameter(name).requires_grad for name in names}) > 1
@@ -183,18 +189,14 @@ class _Chain(nn.Sequential):
 
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         for module, part in zip(self, self._parts, strict=True):
-            call = partial(_recomputed, module) if isinstance(part, Block) and part.recomputed else module
+            recomputed = isinstance(part, Block) and part.recomputed
+            call = partial(checkpoint, module, use_reentrant=False) if recomputed else module
             if part.used == "unheard":
                 call(x, number)
             elif part.used == "always" or (part.used == "sometimes" and number % 2):
                 for _ in range(part.calls):
                     x = call(x, number)
         return x
-
-
-def _recomputed(module: nn.Module, x: Tensor, number: int) -> Tensor:
-    output: Tensor = checkpoint(module, x, number, use_reentrant=False)
-    return output
 
 
 class _Linear(nn.Linear):
@@ -242,20 +244,14 @@ def _named(parts: tuple[Part, ...], prefix: str = "") -> Iterator[tuple[str, Par
             yield from _named(part.parts, f"{prefix}{index}.")
 
 
-def _without_scalars(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    found: list[Part] = []
-    for part in parts:
-        if isinstance(part, Block):
-            part = replace(part, parts=_without_scalars(part.parts))
-        found.append(replace(part, shape=part.shape or (1,)) if isinstance(part, Gain) else part)
-    return tuple(found)
-
-
-def _marked(parts: tuple[Part, ...], units: Collection[str], prefix: str = "") -> tuple[Part, ...]:
+def _changed(
+    parts: tuple[Part, ...], change: Callable[[str, Part], Part], prefix: str = ""
+) -> tuple[Part, ...]:
+    """Return what `change` makes of each part and its name, inner before outer."""
     found: list[Part] = []
     for index, part in enumerate(parts):
         name = f"{prefix}{index}"
         if isinstance(part, Block):
-            part = replace(part, unit=name in units, parts=_marked(part.parts, units, f"{name}."))
-        found.append(part)
+            part = replace(part, parts=_changed(part.parts, change, f"{name}."))
+        found.append(change(name, part))
     return tuple(found)
