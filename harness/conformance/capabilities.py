@@ -57,7 +57,7 @@ class _Offering(Protocol):
 
 
 def offers(engine: _Offering, capability: Capability) -> bool:
-    """Whether `engine` has it: for a claim of which one part requires more than the rest."""
+    """Return whether `engine` has it: for a claim of which one part requires more than the rest."""
     return capability in engine.capabilities
 
 

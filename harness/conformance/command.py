@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
     words = [*others]
-    if not any(_is_path(word) for word in others):
+    if not any(Path(word.split("::")[0]).exists() for word in others if not word.startswith("-")):
         suites = Path(harness.__file__).parents[1] / "suites"
         if not suites.is_dir():
             return _refuse("the suites are not part of the installed package: name the paths of a checkout's")
@@ -65,10 +65,6 @@ def _items(word: str, engines: Sequence[str]) -> list[str]:
     if len(engines) == 1 or not ("::" in word and word.endswith("]")):
         return [word]
     return [f"{word.removesuffix(']')}-{engine}]" for engine in engines]
-
-
-def _is_path(word: str) -> bool:
-    return not word.startswith("-") and Path(word.split("::")[0]).exists()
 
 
 def _merge(paths: Sequence[Path], directory: Path) -> int:

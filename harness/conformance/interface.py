@@ -95,10 +95,7 @@ class Engine(Protocol):
         """Return the state dict of `model` with whole tensors, by the names in the bare model."""
 
     def groups(self, model: nn.Module) -> Sequence[GroupInfo]:
-        """Return a snapshot of each group of a sharded model, outer before inner.
-
-        What an engine does not show of them is refused with `NotOffered`, see `Snapshot`.
-        """
+        """Return info on each group of a sharded model, outer before inner; see also `Snapshot`."""
 
     def pre_backward_hooks(self, output: Tensor) -> int:
         """Return how many hooks on an output of a sharded module or unit announce its backward."""

@@ -120,7 +120,6 @@ def engine_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def engine(engine_name: str) -> Engine:
     """The engine under test, chosen by `--engine`."""
-    lack = ""
     try:
         return find(engine_name)
     except EngineError as error:

@@ -16,7 +16,6 @@ import pytest
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine
 
-
 _HOMES = {
     "lockstep": "harness.conformance.adapters.lockstep:Lockstep",
     "lockstep-composable": "harness.conformance.adapters.lockstep:LockstepComposable",
@@ -27,7 +26,6 @@ _HOMES = {
 
 ENTRY_POINTS = "lockstep.engines"
 """The group of entry points under which an installed package offers engines of its own."""
-
 
 DEFAULT = "lockstep"
 FIXTURE = "engine_name"
@@ -129,16 +127,16 @@ def _load(name: str, module: str, attribute: str) -> Any:
         raise EngineError(name, f"{module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            has = [word for word, value in vars(found).items() if _may_be_engine(value)]
+            has = [
+                word
+                for word, value in vars(found).items()
+                if isinstance(value, type) or inspect.getattr_static(value, "shard", None) is not None
+            ]
             raise EngineError(
                 name, f"{module} has no {attribute!r}; its classes and engines: {', '.join(has) or 'none'}"
             )
         found = getattr(found, part)
     return found
-
-
-def _may_be_engine(value: object) -> bool:
-    return isinstance(value, type) or inspect.getattr_static(value, "shard", None) is not None
 
 
 def _made(name: str, cls: type) -> Any:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import cache, partial
 from html import escape
+from itertools import product
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+from harness.conformance.table import Case, Claim, Outcome, Run, Table
 
 MARKS = {
     Outcome.BROKEN: "✗",
@@ -66,22 +67,24 @@ def to_markdown(table: Table) -> str:
 
 
 def _render(template: str, table: Table) -> str:
-    anchors, deviations = _anchors(table), _known_deviations(table)
-    return (
-        _environment(html=template.endswith(".html.j2"))
-        .get_template(template)
-        .render(
-            table=table,
-            anchors=anchors,
-            deviations=deviations,
-            failures=_failures(table),
-            left_out=_left_out(table),
-            in_words=partial(_in_words, table),
-            states=partial(_states, table),
-            link_of=partial(_link_of, table, anchors),
-            share_of_offered=partial(_share_of_offered, table),
-            count_outcomes=partial(_count_outcomes, table),
-        )
+    deviations = _known_deviations(table)
+    anchors = _Anchors(
+        {group: f"g{number}" for number, group in enumerate(table.by("group"))},
+        {pair: f"f{number}" for number, pair in enumerate(product(table.claims, table.engines))},
+        {pair: f"d{number}" for number, pair in enumerate(deviations)},
+    )
+    environment = _environment(html=template.endswith(".html.j2"))
+    return environment.get_template(template).render(
+        table=table,
+        anchors=anchors,
+        deviations=deviations,
+        failures=_failures(table),
+        left_out=_left_out(table),
+        in_words=partial(_in_words, table),
+        states=partial(_states, table),
+        link_of=partial(_link_of, table, anchors),
+        share_of_offered=partial(_share_of_offered, table),
+        count_outcomes=partial(_count_outcomes, table),
     )
 
 
@@ -123,15 +126,11 @@ def _in_words(table: Table, claim: Claim, engine: str) -> str:
         case Outcome.NOT_OFFERED | Outcome.SKIPPED:
             words = [f"{cell.outcome.value}: {'; '.join(cell.reasons(cell.outcome))}"]
         case outcome:
-            held = f"{cell.held}/{table.num_cases(claim, engine)}"
-            words = [*_WORDS.get(outcome, ()), held, *_words_of_others(cell)]
+            words = [*_WORDS.get(outcome, ()), f"{cell.held}/{table.num_cases(claim, engine)}"]
+            for other in (Outcome.NOT_OFFERED, Outcome.SKIPPED):
+                if cases := cell.having(other):
+                    words.append(f"({len(cases)} {other.value})")
     return " ".join([MARKS[cell.outcome], *words])
-
-
-def _words_of_others(cell: Cell) -> list[str]:
-    """Say how many cases of a claim that was run were not."""
-    others = [Outcome.NOT_OFFERED, Outcome.SKIPPED]
-    return [f"({number} {outcome.value})" for outcome in others if (number := len(cell.having(outcome)))]
 
 
 def _states(table: Table, claim: Claim) -> str:
@@ -166,15 +165,6 @@ class _Anchors:
     """By engine and reason."""
 
 
-def _anchors(table: Table) -> _Anchors:
-    pairs = [(claim, engine) for claim in table.claims for engine in table.engines]
-    return _Anchors(
-        {group: f"g{number}" for number, group in enumerate(table.by("group"))},
-        {pair: f"f{number}" for number, pair in enumerate(pairs)},
-        {pair: f"d{number}" for number, pair in enumerate(_known_deviations(table))},
-    )
-
-
 def _link_of(table: Table, anchors: _Anchors, claim: Claim, engine: str) -> str:
     """Return the anchor of what the page says of a cell further down; "" if it says nothing."""
     cell = table.cell(claim, engine)
@@ -195,10 +185,9 @@ def _failures(table: Table) -> list[tuple[Claim, str, list[Case]]]:
 def _known_deviations(table: Table) -> dict[tuple[str, str], list[Claim]]:
     """Return the claims that each engine is known not to hold, by engine and reason."""
     found: dict[tuple[str, str], list[Claim]] = {}
-    for claim in table.claims.values():
-        for engine in table.engines:
-            for reason in table.cell(claim, engine).reasons(Outcome.DEVIATION):
-                found.setdefault((engine, reason), []).append(claim)
+    for claim, engine in product(table.claims.values(), table.engines):
+        for reason in table.cell(claim, engine).reasons(Outcome.DEVIATION):
+            found.setdefault((engine, reason), []).append(claim)
     return found
 
 

@@ -74,17 +74,15 @@ def _to_table(content: dict[str, Any]) -> Table:
     table = Table(list(content["engines"]))
     for claim in content["claims"]:
         table.claims[claim["id"]] = Claim(claim["id"], claim["title"])
-        table.cells[claim["id"]] = {name: _to_cell(cell) for name, cell in claim["engines"].items()}
+        cells = table.cells[claim["id"]] = {}
+        for engine, cell in claim["engines"].items():
+            cases = tuple(Case(**case | {"outcome": Outcome(case["outcome"])}) for case in cell["cases"])
+            cells[engine] = Cell(cases, cell["seconds"])
     table.runs = [
         Run(**run | {"arguments": tuple(run["arguments"]), "deselected": tuple(run["deselected"])})
         for run in content["runs"]
     ]
     return table
-
-
-def _to_cell(cell: dict[str, Any]) -> Cell:
-    cases = (Case(**case | {"outcome": Outcome(case["outcome"])}) for case in cell["cases"])
-    return Cell(tuple(cases), cell["seconds"])
 
 
 def merge(tables: Sequence[Table]) -> Table:

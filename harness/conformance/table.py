@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -170,22 +170,18 @@ class Table:
             return 0
         return self.num_cases(claim, engine) - len(cell.having(Outcome.NOT_OFFERED))
 
-    def share(self, engine: str, claims: Iterable[Claim]) -> Share:
+    def share(self, engine: str, claims: Collection[Claim]) -> Share:
         """Return how many cases of these claims the engine holds."""
-        claims = list(claims)
         held = sum(self.cell(claim, engine).held for claim in claims)
         return Share(held, sum(self.num_cases(claim, engine) for claim in claims))
 
-    def share_of_offered(self, engine: str, claims: Iterable[Claim]) -> Share:
+    def share_of_offered(self, engine: str, claims: Collection[Claim]) -> Share:
         """Return how many of the cases that are about something it offers the engine holds."""
-        claims = list(claims)
-        return Share(
-            self.share(engine, claims).held, sum(self.num_offered(claim, engine) for claim in claims)
-        )
+        offered = sum(self.num_offered(claim, engine) for claim in claims)
+        return Share(self.share(engine, claims).held, offered)
 
-    def claims_held(self, engine: str, claims: Iterable[Claim]) -> Share:
+    def claims_held(self, engine: str, claims: Collection[Claim]) -> Share:
         """Return how many of these claims the engine holds, wherever it offers what they are about."""
-        claims = list(claims)
         return Share(sum(self.holds(claim, engine) for claim in claims), len(claims))
 
     def holds(self, claim: Claim, engine: str) -> bool:

@@ -26,23 +26,21 @@ _STRATEGIES = {
     "HYBRID_SHARD": True,
     "_HYBRID_SHARD_ZERO2": False,
 }
-_NOT_OFFERED = frozenset(
-    {
-        Capability.HYBRID_BY_HOSTS,
-        Capability.UNITS_BY_SIZE,
-        Capability.BUFFER_DTYPE,
-        Capability.KEPT_LOW_PRECISION,
-        Capability.PRECISION_IN_EVAL,
-        Capability.NORM_UNITS,
-        Capability.PREFETCH,
-        Capability.SYNC_STATES,
-        Capability.UNSYNCED_GRADIENTS,
-        Capability.PLAIN_PARAMETERS,
-        Capability.ONE_NORM,
-        Capability.SUMMON,
-        Capability.ONE_PADDING,
-    }
-)
+_NOT_OFFERED = {
+    Capability.HYBRID_BY_HOSTS,
+    Capability.UNITS_BY_SIZE,
+    Capability.BUFFER_DTYPE,
+    Capability.KEPT_LOW_PRECISION,
+    Capability.PRECISION_IN_EVAL,
+    Capability.NORM_UNITS,
+    Capability.PREFETCH,
+    Capability.SYNC_STATES,
+    Capability.UNSYNCED_GRADIENTS,
+    Capability.PLAIN_PARAMETERS,
+    Capability.ONE_NORM,
+    Capability.SUMMON,
+    Capability.ONE_PADDING,
+}
 
 
 class Composed:

@@ -24,8 +24,7 @@ class TorchDdp(Replicated):
         self.check(spec)
         if spec.device is not None:
             model.to(spec.device)
-        wanted = (*spec.units, *spec.unit_groups, *spec.unit_precisions)
-        chosen_modules(model, wanted, "units")
+        chosen_modules(model, (*spec.units, *spec.unit_groups, *spec.unit_precisions), "units")
         ignored = chosen_modules(model, spec.ignored, "ignored")
         names = [f"{n}.{p}" for n, m in model.named_modules() if m in ignored for p in m.state_dict()]
         exclude_from_ddp(model, names)

@@ -6,7 +6,7 @@ describes; nothing else of this package touches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class Fsdp1Unit:
         shard = getattr(flat, "_local_shard", flat)
         full_numel = shard.numel() * (handle.world_size if handle.uses_sharded_strategy else 1)
         compute = handle._fwd_bwd_param_dtype or flat.dtype
+        gradients = [flat.grad] if flat._params is None else [p.grad for p in flat._params]
         return Snapshot(
             "torch-fsdp1",
             {},
@@ -90,7 +91,7 @@ class Fsdp1Unit:
             compute_dtype=compute,
             reduce_dtype=handle._reduce_dtype or compute,
             flat_dtype=shard.dtype,
-            gradient_dtype=self._gradient_dtype,
+            gradient_dtype=next((g.dtype for g in gradients if g is not None), None),
             post_backward_hooks=self._post_backward_hooks,
             local_numel=shard.numel(),
             full_numel=full_numel,
@@ -104,12 +105,6 @@ class Fsdp1Unit:
     @property
     def _parameters(self) -> tuple[str, ...]:
         return tuple(_parameter_name(info, self._names) for info in self._handle.flat_param._param_infos)
-
-    @property
-    def _gradient_dtype(self) -> torch.dtype | None:
-        flat = self._handle.flat_param
-        gradients = [flat.grad] if flat._params is None else [p.grad for p in flat._params]
-        return next((gradient.dtype for gradient in gradients if gradient is not None), None)
 
     @property
     def _post_backward_hooks(self) -> tuple[int, ...]:
@@ -150,16 +145,13 @@ def fsdp2_groups(model: nn.Module) -> list[Snapshot]:
     names = {module: name for name, module in model.named_modules()}
     found: dict[Any, str] = {}
     for module, name in names.items():
-        for group in _param_groups(module) if isinstance(module, fsdp.FSDPModule) else ():
-            found.setdefault(group, name)
+        if isinstance(module, fsdp.FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # One group in torch 2.11, a list of them later.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in filter(None, [state._fsdp_param_group]) if groups is None else groups:
+                found.setdefault(group, name)
     return [_fsdp2_snapshot(group, name, names) for group, name in found.items()]
-
-
-def _param_groups(module: Any) -> Iterator[Any]:
-    state = module._get_fsdp_state()
-    # One group in torch 2.11, a list of them later.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    yield from (filter(None, [state._fsdp_param_group]) if groups is None else groups)
 
 
 def _fsdp2_snapshot(group: Any, name: str, names: Mapping[nn.Module, str]) -> Snapshot:

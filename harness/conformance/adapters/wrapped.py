@@ -37,7 +37,7 @@ class Wrapped:
 
     def wrap(self, model: nn.Module, spec: ShardSpec, **more: Any) -> nn.Module:
         """Return `model` in the wrapper; `more` are arguments that not every such front has."""
-        front = self.front
+        front, prefetch = self.front, spec.backward_prefetch
         wrapped: nn.Module = front.FullyShardedDataParallel(
             model,
             process_group=spec.process_group,
@@ -45,7 +45,9 @@ class Wrapped:
             cpu_offload=front.CPUOffload(spec.offload),
             auto_wrap_policy=self._policy(model, spec),
             ignored_modules=chosen_modules(model, spec.ignored, "ignored") or None,
-            backward_prefetch=_member(front.BackwardPrefetch, "backward_prefetch", spec.backward_prefetch),
+            backward_prefetch=None
+            if prefetch is None
+            else _member(front.BackwardPrefetch, "backward_prefetch", prefetch),
             forward_prefetch=spec.forward_prefetch,
             mixed_precision=self._mixed_precision(spec.precision),
             sync_module_states=spec.sync_module_states,
@@ -106,9 +108,7 @@ class Wrapped:
         return self.front.CustomPolicy(lambda module: own.get(module, module in chosen))
 
 
-def _member(choices: type[Enum], what: str, name: str | None) -> Enum | None:
-    if name is None:
-        return None
+def _member(choices: type[Enum], what: str, name: str) -> Enum:
     known = choices.__members__
     if name not in known:
         raise ValueError(f"ShardSpec: {what} {name!r} is not built; known: {', '.join(known)}")

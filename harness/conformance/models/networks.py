@@ -2,7 +2,7 @@
 
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,18 +69,15 @@ def resnet50() -> nn.Module:
 
     Maps images (batch, 3, height, width) to logits (batch, 1000).
     """
-    model: nn.Module = _models().resnet50(weights=None)
-    return model
-
-
-def _models() -> Any:
     try:
-        return import_module("torchvision.models")
+        models = import_module("torchvision.models")
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-    _declare_operators()
-    return import_module("torchvision.models")
+        _declare_operators()
+        models = import_module("torchvision.models")
+    model: nn.Module = models.resnet50(weights=None)
+    return model
 
 
 @cache  # an operator lives as long as its library

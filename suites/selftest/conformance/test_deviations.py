@@ -11,6 +11,7 @@ import pytest
 
 from harness.conformance import deviations
 from harness.conformance.deviations import Deviation
+from harness.conformance.deviations.deviation import expand
 from harness.conformance.registry import built_in_names
 
 SUITES = Path(__file__).parents[2]
@@ -43,6 +44,16 @@ def test_every_deviation_is_about_claims_that_exist(claims: list[str]) -> None:
         if not any(Deviation((pattern,), "").is_about(claim) for claim in claims)
     }
     assert unknown == set()
+
+
+def test_choices_in_braces_stand_for_a_pattern_each() -> None:
+    assert expand("test_{a,b}[*-{,in}side]", "test_c") == (
+        "test_a[*-side]",
+        "test_a[*-inside]",
+        "test_b[*-side]",
+        "test_b[*-inside]",
+        "test_c",
+    )
 
 
 def test_every_deviation_is_of_an_engine_that_can_be_named() -> None:
