@@ -71,7 +71,7 @@ class RankSpec:
     """Private directory (mode 0700) of the world: stores, logs, stacks."""
     basetemp: str
     lease: str | None = None
-    """What the world has leased of the machine: the path of its entry in the ledger, without suffix."""
+    """What the world has leased of the machine: the path of its files in the store, without suffix."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that the world has leased, as CUDA_VISIBLE_DEVICES has them; empty on CPUs."""
 

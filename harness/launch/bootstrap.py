@@ -10,15 +10,13 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from harness.launch.lease_store import LeaseShare
 from harness.launch.limits import explain
 from harness.launch.multiprocessing_internals import close_server_pipe, forget_start_method
 from harness.launch.terminal import SentTerminal
 from harness.protocol import RankSpec, StartFailed
-
-if TYPE_CHECKING:
-    from harness.launch.lease_store import LeaseShare
 
 
 class Rank(Protocol):
@@ -29,7 +27,7 @@ class Rank(Protocol):
     def run(self) -> None: ...
 
 
-MakeRank = Callable[[RankSpec, Connection, "LeaseShare | None"], Rank]
+MakeRank = Callable[[RankSpec, Connection, LeaseShare | None], Rank]
 
 
 def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
@@ -43,17 +41,17 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTermin
             controller's.
     """
     os.setsid()
-    _undo_server()
+    # The server ignores signals, and writes exceptions to a file.
+    sys.excepthook = sys.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(each, signal.SIG_DFL)
     try:
         _take_over(spec)
     except OSError as error:
         wire.send((StartFailed(explain(error)),))
         return
-    share = None
-    if spec.lease is not None:
-        from harness.launch.lease_store import LeaseShare
-
-        share = LeaseShare(spec.lease)
+    share = None if spec.lease is None else LeaseShare(spec.lease)
     make_rank: MakeRank = pkgutil.resolve_name(make)
     rank = make_rank(spec, wire, share)
     try:
@@ -64,14 +62,6 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTermin
     if terminal is not None:
         terminal.take()
     rank.run()
-
-
-def _undo_server() -> None:
-    """Handle the signals that the server ignores, and print exceptions as any process does."""
-    sys.excepthook = sys.__excepthook__
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(each, signal.SIG_DFL)
 
 
 def _take_over(spec: RankSpec) -> None:
@@ -87,23 +77,13 @@ def _take_over(spec: RankSpec) -> None:
     sys.path[:] = session.sys_path
     os.chdir(session.cwd)
     if session.captures:
-        _redirect_streams(spec.log_path)
-    _write_whole_lines()
-
-
-def _write_whole_lines() -> None:
-    """Write each line when it is complete, whatever PYTHONUNBUFFERED says.
-
-    So the lines of ranks that share a terminal stay apart, and a rank that dies loses no complete line.
-    """
+        # For what is written outside of pytest's capture, by a C++ abort, for example.
+        log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for number in (1, 2):
+            os.dup2(log, number)
+        os.close(log)
+    # Each line when it is complete, whatever PYTHONUNBUFFERED says: the lines of ranks that share a terminal
+    # stay apart, and a rank that dies loses no complete line.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _redirect_streams(path: str) -> None:
-    """Send what is written outside of pytest's capture (by a C++ abort, for example) to the rank's log."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)

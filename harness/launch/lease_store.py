@@ -1,8 +1,7 @@
 """The lease store: a directory of the user's in which a locked file stands for each lease of ranks or GPUs.
 
 A lease is alive as long as a process holds a lock on its file; the kernel releases it however that process
-ends. The locks are shared ones (`flock`), because all ranks of a world hold their lease together; libraries
-of file locks offer exclusive ones only. Standard library only.
+ends. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,6 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.exceptions import LaunchError
+
+# `filelock` 4.2 does not serve here. Its locks by `flock` are exclusive, and all ranks of a world hold their
+# lease together. For the exclusive lock of the store it differs, too: if the directory was removed, it makes
+# one that others can read; where a file system lacks `flock`, it makes a file with a pid, which outlives a
+# crash; and every controller and rank would import it (0.1 s), with hooks that run at every fork.
 
 VARIABLE = "LOCKSTEP_LEASES"
 """The environment variable that names another directory."""
@@ -235,12 +239,9 @@ def hold(lease: str) -> int:
 
 
 class LeaseShare:
-    """A rank's share in the lease of its world.
+    """A rank's share in the lease of its world; `path` is that of the lease's files, without a suffix.
 
     Held from the rank's first moments to its end, whatever end that is: others may have the lease only then.
-
-    Args:
-        path: of the lease's files, without a suffix.
     """
 
     def __init__(self, path: str) -> None:
@@ -272,22 +273,21 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _make_private(directory: Path) -> None:
-    remedy = f"Set a directory of your own in the environment variable {VARIABLE}"
     try:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
         status = directory.lstat()
+        user, mode = status.st_uid, stat.S_IMODE(status.st_mode)
+        if not stat.S_ISDIR(status.st_mode):
+            fault = "it is no directory"
+        elif user != os.getuid():
+            fault = f"it belongs to the user with id {user}, not to you ({os.getuid()})"
+        elif mode & 0o022:
+            remove = f"Remove that with `chmod go-w {directory}`"
+            fault = f"others may write in it (its mode is {mode:04o}). {remove}"
+        else:
+            return
     except OSError as error:
-        raise LaunchError(f"cannot keep leases in {directory}: {error.strerror}. {remedy}") from None
-    if not stat.S_ISDIR(status.st_mode):
-        raise LaunchError(f"cannot keep leases in {directory}: it is no directory. {remedy}")
-    if status.st_uid != os.getuid():
-        raise LaunchError(
-            f"cannot keep leases in {directory}: it belongs to the user with id {status.st_uid}, not to you "
-            f"({os.getuid()}). {remedy}"
-        )
-    if status.st_mode & 0o022:
-        raise LaunchError(
-            f"cannot keep leases in {directory}: others may write in it (its mode is "
-            f"{stat.S_IMODE(status.st_mode):04o}). Remove that with `chmod go-w {directory}`. {remedy}"
-        )
+        fault = f"{error.strerror}"
+    remedy = f"Set a directory of your own in the environment variable {VARIABLE}"
+    raise LaunchError(f"cannot keep leases in {directory}: {fault}. {remedy}")

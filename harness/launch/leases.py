@@ -7,6 +7,7 @@ Runs in the controller; standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -35,33 +36,29 @@ class Lease:
 
     def __init__(self, store: LeaseStore, requirement: Requirement, name: str, keeper: int) -> None:
         self.name = name
+        self.path = f"{store.directory}/{name}"
+        """Of its files in the store, without suffix."""
+        self.gpus = requirement.request.gpus
+        """Names of the GPUs that the world has; empty for one on CPUs."""
         self.requirement = requirement
         self._request = requirement.request
         self._store = store
-        self._keeper: int | None = keeper
+        self._keeper = keeper
+        self._held = contextlib.ExitStack()
+        self._held.callback(os.close, keeper)
         self._turn_ends = 0.0
-
-    @property
-    def path(self) -> str:
-        """The path of its files in the store, without suffix."""
-        return f"{self._store.directory}/{self.name}"
-
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """Names of the GPUs that the world has; empty for one on CPUs."""
-        return self._request.gpus
 
     def grant(self, gpus: tuple[str, ...]) -> None:
         """Turn the request in line into a lease of these GPUs. Only while the store is locked."""
-        assert self._keeper is not None
-        self._request = replace(self.requirement.request, gpus=gpus)
+        self.gpus = gpus
+        self._request = replace(self._request, gpus=gpus)
         self._store.write(self._keeper, self._request)
         self._store.grant(self.name)
 
     def leave_to_ranks(self) -> None:
         """Release it here: all ranks are ready, and hold it themselves."""
         self._turn_ends = time.monotonic() + TURN_LASTS
-        self._release()
+        self._held.close()
 
     def rest(self) -> bool:
         """Note that no test uses the world now; return False if its turn is over, and others wait for it."""
@@ -75,13 +72,8 @@ class Lease:
 
     def end(self) -> None:
         """Remove it from the store; while a rank is still dying, leave that to the next one who reads it."""
-        self._release()
+        self._held.close()
         self._store.remove_if_dead(self.name)
-
-    def _release(self) -> None:
-        if self._keeper is not None:
-            os.close(self._keeper)
-            self._keeper = None
 
 
 class Leases:
@@ -104,29 +96,30 @@ class Leases:
         Raises:
             LaunchError: it could not be had in time; the message names who holds what is missing.
         """
+        begun = time.monotonic()
         try:
-            return self._take(requirement, make_room)
+            with self._store.locked():
+                lease = Lease(self._store, requirement, *self._store.add(requirement.request))
+            try:
+                if self._blockers(lease) is not None:
+                    make_room()
+                    self._wait(lease, begun)
+            except BaseException:
+                lease.end()
+                raise
         except OSError as error:  # the directory was removed, or its disk is full
             raise LaunchError(f"cannot keep leases in {self._store.directory}: {error}") from error
-
-    def _take(self, requirement: Requirement, make_room: Callable[[], None]) -> Lease:
-        begun = time.monotonic()
-        with self._store.locked():
-            lease = Lease(self._store, requirement, *self._store.add(requirement.request))
-        try:
-            if self._blockers(lease) is not None:
-                make_room()
-                self._wait(lease, begun)
-        except BaseException:
-            lease.end()
-            raise
         return lease
 
     def _wait(self, lease: Lease, begun: float) -> None:
         say_at = begun + SAY_AFTER
         while (blockers := self._blockers(lease)) is not None:
             now = time.monotonic()
-            text = f"for {lease.requirement}, {_describe(blockers)}"
+            held = ", ".join(str(each.request) for each in blockers if each.kind == LEASE)
+            ahead = ", ".join(str(each.request) for each in blockers if each.kind == TURN)
+            words = [f"held by {held}"] if held else []
+            words += [f"before it in line: {ahead}"] if ahead else []
+            text = f"for {lease.requirement}, {'; '.join(words)}"
             if now > begun + self._patience:
                 raise LaunchError(
                     f"waited {now - begun:.0f} s {text}. End these runs, or wait longer: the ini option "
@@ -166,10 +159,3 @@ class Leases:
                 return
             if requirement.request.competes(each.request) and self._store.recall(each.name):
                 left.remove(each)
-
-
-def _describe(blockers: list[StoredLease]) -> str:
-    held = [str(each.request) for each in blockers if each.kind == LEASE]
-    ahead = [str(each.request) for each in blockers if each.kind == TURN]
-    words = [f"held by {', '.join(held)}"] if held else []
-    return "; ".join([*words, *([f"before it in line: {', '.join(ahead)}"] if ahead else [])])

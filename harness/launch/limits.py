@@ -23,9 +23,9 @@ def explain(error: BaseException) -> str:
     said = str(error) or type(error).__name__
     if isinstance(error, FileNotFoundError) and error.filename is None:  # of getcwd, and of nothing else
         return "The directory that pytest runs in is gone"
-    for number, remedy in _REMEDIES.items():
+    for number, remedy in _remedies().items():
         if getattr(error, "errno", None) == number or os.strerror(number) in said:
-            return f"{said}. {remedy()}"
+            return f"{said}. {remedy}"
     if "Unable to find address for: lo" in said:  # gloo's words
         return f"{said}. Bring the loopback interface up: `ip link set lo up`"
     return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
@@ -48,38 +48,23 @@ def check_open_files(size: int) -> None:
         )
 
 
-def _more_space() -> str:
-    return f"Free some space, or set TMPDIR to a directory that has it (it is {_temporary()} now)"
-
-
-def _own_directory() -> str:
-    return f"If that is in the temporary directory ({_temporary()}), set TMPDIR to one that you may write to"
-
-
-def _more_files() -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"A process may open {limit} files here: raise the limit, with `ulimit -n 1024` in the shell"
-
-
-def _more_processes() -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    allowed = "unlimited" if limit == resource.RLIM_INFINITY else limit
-    return (
-        f"The user, or the container, has too many processes or threads: end some, run fewer ranks at once, "
-        f"or raise the limit (`ulimit -u` is {allowed}; a container has one of its own)"
-    )
-
-
-def _temporary() -> str:
-    return tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
-
-
-_REMEDIES = {
-    errno.ENOSPC: _more_space,
-    errno.EDQUOT: _more_space,
-    errno.EROFS: _own_directory,
-    errno.EACCES: _own_directory,
-    errno.EMFILE: _more_files,
-    errno.ENFILE: _more_files,
-    errno.EAGAIN: _more_processes,
-}
+def _remedies() -> dict[int, str]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    allowed = "unlimited" if processes == resource.RLIM_INFINITY else processes
+    temporary = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+    space = f"Free some space, or set TMPDIR to a directory that has it (it is {temporary} now)"
+    own = f"If that is in the temporary directory ({temporary}), set TMPDIR to one that you may write to"
+    more_files = f"A process may open {files} files here: raise the limit, with `ulimit -n 1024` in the shell"
+    return {
+        errno.ENOSPC: space,
+        errno.EDQUOT: space,
+        errno.EROFS: own,
+        errno.EACCES: own,
+        errno.EMFILE: more_files,
+        errno.ENFILE: more_files,
+        errno.EAGAIN: (
+            "The user, or the container, has too many processes or threads: end some, run fewer ranks at "
+            f"once, or raise the limit (`ulimit -u` is {allowed}; a container has one of its own)"
+        ),
+    }

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, reduction, resource_tracker, util
@@ -25,15 +26,14 @@ pickle_message: Callable[[object], memoryview] = ForkingPickler.dumps
 """Pickles a message as `Connection.send` does (`connection.py`), once for several connections."""
 MAX_TEMPORARY_DIRECTORY = 70
 """Characters. The path of a socket has at most 107, of which names that `multiprocessing` chooses take 32."""
-
-
-def _server() -> Any:
-    return forkserver._forkserver
+sent_descriptor: Callable[[int], Any] = reduction.DupFd
+"""Returns a duplicate of a descriptor that can be pickled as an argument of a new process."""
+_server: Any = forkserver._forkserver
 
 
 def server_pid() -> int | None:
     """Return the pid of the forkserver that was started last, dead or alive; None before the first."""
-    pid: int | None = _server()._forkserver_pid
+    pid: int | None = _server._forkserver_pid
     return pid
 
 
@@ -56,19 +56,28 @@ def start_server(module: str, ignored: tuple[signal.Signals, ...]) -> None:
 def stop_server() -> None:
     """End the forkserver and wait for it; there is no public way before the interpreter ends."""
     with contextlib.suppress(FileNotFoundError):  # the server has removed its socket with the directory
-        _server()._stop()
+        _server._stop()
 
 
 def close_server_pipe() -> None:
     """In a process that the forkserver has forked: close its end of the pipe that keeps the server alive."""
-    if _server()._forkserver_alive_fd is not None:
-        os.close(_server()._forkserver_alive_fd)
-        _server()._forkserver_alive_fd = None
+    if _server._forkserver_alive_fd is not None:
+        os.close(_server._forkserver_alive_fd)
+        _server._forkserver_alive_fd = None
 
 
 def private_directory() -> str:
-    """Return the directory (mode 0700) of the forkserver's socket; it is removed as the interpreter ends."""
-    directory: str = util.get_temp_dir()
+    """Return the directory (mode 0700) of the forkserver's socket; it is removed as the interpreter ends.
+
+    It is made in /tmp where TMPDIR is so deep that the socket would have too long a name to be bound.
+    """
+    chosen = tempfile.gettempdir()
+    if len(chosen) > MAX_TEMPORARY_DIRECTORY:
+        tempfile.tempdir = "/tmp"
+    try:
+        directory: str = util.get_temp_dir()
+    finally:
+        tempfile.tempdir = chosen
     return directory
 
 
@@ -89,9 +98,3 @@ def without_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def sent_descriptor(descriptor: int) -> Any:
-    """Return a duplicate of a descriptor that can be pickled as an argument of a new process."""
-    make: Callable[[int], Any] = reduction.DupFd
-    return make(descriptor)

@@ -11,22 +11,22 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
+
 from harness.exceptions import LaunchError
 from harness.launch import server
 from harness.launch.bootstrap import start_rank
 from harness.launch.limits import check_open_files, explain
 from harness.launch.multiprocessing_internals import (
-    MAX_TEMPORARY_DIRECTORY,
     UNKNOWN_EXIT_CODE,
     private_directory,
     server_pid,
@@ -122,10 +122,6 @@ class RankProgram:
     preload: tuple[str, ...] = ()
     """Modules of the ini option `ranks_preload`: the server imports them after the others."""
 
-    def is_of_torch(self) -> bool:
-        """Whether `preload` names modules of torch alone."""
-        return all(map(is_of_torch, self.preload))
-
 
 def is_of_torch(module: str) -> bool:
     """Whether a module is a part of torch, by its name."""
@@ -146,8 +142,7 @@ class ProcessLauncher:
         self._program = program
         self._terminal = terminal
         self._checked = False
-        with _short_temporary_directory():
-            self.directory = private_directory()
+        self.directory = private_directory()
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
 
     def prestart(self) -> None:
@@ -167,8 +162,9 @@ class ProcessLauncher:
             "controller": os.getpid(),
         }
         # One BLAS thread: the server must be single-threaded to be forked from.
-        environ = {"OPENBLAS_NUM_THREADS": "1", server.SETUP_VARIABLE: json.dumps(setup)}
-        with _environment(environ):
+        with pytest.MonkeyPatch.context() as environ:
+            environ.setenv("OPENBLAS_NUM_THREADS", "1")
+            environ.setenv(server.SETUP_VARIABLE, json.dumps(setup))
             start_server(server.__name__, server.IGNORED)
 
     def restore_directory(self) -> None:
@@ -242,7 +238,7 @@ class ProcessLauncher:
             if time.monotonic() > deadline:
                 remedy = (
                     "a machine this slow needs a higher --world-timeout"
-                    if self._program.is_of_torch()
+                    if all(map(is_of_torch, self._program.preload))
                     else "look for a module in `ranks_preload` that never finishes"
                 )
                 raise LaunchError(
@@ -293,29 +289,3 @@ def _has_ended(pid: int | None) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # it has been waited for
         return True
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _short_temporary_directory() -> Iterator[None]:
-    """Use /tmp where TMPDIR is so deep that a socket in it would have too long a name to be bound."""
-    chosen = tempfile.gettempdir()
-    if len(chosen) > MAX_TEMPORARY_DIRECTORY:
-        tempfile.tempdir = "/tmp"
-    try:
-        yield
-    finally:
-        tempfile.tempdir = chosen

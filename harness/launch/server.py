@@ -25,6 +25,8 @@ from harness.launch.multiprocessing_internals import STRAY_CHILD_WARNING
 from harness.process_tree import adopt_orphans, children_of, end
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
+LAST_WORDS = "server.died"
+"""The file, in the directory of the controller, in which the server writes why it died."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that reach all processes of a terminal or a job. The server ends when its controller has ended."""
 LOOK_EVERY = 0.2
@@ -54,8 +56,7 @@ def _prepare(
     _end_with(controller, directory)
     gc.disable()
     failures = {}
-    names = () if modules is None else (*EVERY_RANK_IMPORTS, *modules, *_pytest_plugins(), *preload)
-    for name in names:
+    for name in () if modules is None else (*EVERY_RANK_IMPORTS, *modules, *_pytest_plugins(), *preload):
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever a user's module raises is reported to the user
@@ -66,7 +67,11 @@ def _prepare(
     signal.setitimer(signal.ITIMER_REAL, 0)  # from here on the end of the controller's pipe is seen
     # After the imports: handlers run in reverse order, and this one ends the process.
     atexit.register(_leave, os.getpid(), directory)
-    status = {"failures": failures, "threads": _thread_count()}
+    try:
+        threads = len(os.listdir("/proc/self/task"))  # native ones, too: a fork copies only one
+    except OSError:
+        threads = threading.active_count()
+    status = {"failures": failures, "threads": threads}
     partial = status_path(directory).with_suffix(".partial")
     partial.write_text(json.dumps(status))
     partial.rename(status_path(directory))
@@ -88,20 +93,16 @@ def _write_last_words(server: int, directory: str, _: object, error: BaseExcepti
     """Write for the controller why the server, or a fork of it on its way to be a rank, died."""
     if not isinstance(error, EOFError) or os.getpid() == server:  # a fork whose controller has gone away
         with contextlib.suppress(OSError):
-            _last_words_path(directory).write_text(explain(error))
+            Path(directory, LAST_WORDS).write_text(explain(error))
     os._exit(1)
 
 
 def last_words(directory: str) -> str:
     """Return why a server died, as far as it could write it; remove the note."""
-    path = _last_words_path(directory)
+    path = Path(directory, LAST_WORDS)
     words = path.read_text() if path.exists() else ""
     path.unlink(missing_ok=True)
     return words
-
-
-def _last_words_path(directory: str) -> Path:
-    return Path(directory) / "server.died"
 
 
 def _pytest_plugins() -> list[str]:
@@ -111,14 +112,6 @@ def _pytest_plugins() -> list[str]:
     return [
         f"_pytest.{name}" for name in getattr(config, "default_plugins", ()) if name != "pytester_assertions"
     ]
-
-
-def _thread_count() -> int:
-    """Count native threads where the system shows them (a fork copies only one), else Python's."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return threading.active_count()
 
 
 def _leave(server_pid: int, directory: str) -> None:

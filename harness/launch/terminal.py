@@ -18,13 +18,10 @@ STREAMS = (0, 1, 2)
 
 
 class Terminal:
-    """The three standard streams of the process it is made in.
+    """The three standard streams of the process it is made in, to be lent to the rank with number `rank`.
 
     Descriptors are sent, and no path is opened: a pipe or a file keeps its position, a socket cannot be
     opened, and a terminal may belong to another user after `su`.
-
-    Args:
-        rank: the rank that it is lent to.
     """
 
     def __init__(self, rank: int) -> None:

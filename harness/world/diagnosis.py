@@ -25,9 +25,6 @@ _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 _PATIENT = 600.0
 """Seconds: the shortest of torch's own timeouts. A test that sets a shorter one may be waiting for it."""
 
-_Key = tuple[str, int]
-"""A collective: its group, and its number in it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -58,7 +55,7 @@ def find_mismatch(
     """Return the collective in which ranks have not done the same, None if there is none.
 
     Args:
-        statuses, size: as above.
+        statuses, size: as for `diagnose`.
         include_ended: whether to compare collectives, too, that have ended on all ranks.
     """
     return _Ranks(_renumber(statuses), size).mismatch(include_ended=include_ended)
@@ -98,7 +95,7 @@ class _Ranks:
     def __init__(self, statuses: Mapping[int, RankStatus], size: int) -> None:
         self._statuses = statuses
         self._size = size
-        self._issued: dict[int, dict[_Key, Issued]] = {
+        self._issued: dict[int, dict[tuple[str, int], Issued]] = {
             rank: {(issued.group, issued.number): issued for issued in each.issued}
             for rank, each in statuses.items()
         }
@@ -106,20 +103,20 @@ class _Ranks:
     def mismatch(self, *, include_ended: bool = False) -> Diagnosis | None:
         """Find a collective that ranks have begun as different ones."""
         for issued in (each for rank in self._issued.values() for each in rank.values()):
-            begun = self._begun((issued.group, issued.number))
+            key = issued.group, issued.number
+            begun = {rank: found[key] for rank, found in self._issued.items() if key in found}
             kinds: dict[object, list[int]] = defaultdict(list)
             for rank, each in begun.items():
                 kinds[_kind(each, begun.values())].append(rank)
             if len(kinds) > 1 and (include_ended or any(each.in_flight for each in begun.values())):
-                return self._describe_mismatch(begun, sorted(kinds.values(), key=len))
+                parties = sorted(kinds.values(), key=len)
+                parts = " while ".join(
+                    f"{_names(ranks)} {self._verb(ranks, begun)} {name_of(begun[ranks[0]])}"
+                    for ranks in parties
+                )
+                few = frozenset(parties[0]) if len(parties[0]) < len(parties[-1]) else frozenset[int]()
+                return Diagnosis(f"mismatch: {parts}", few, is_hopeless=True)
         return None
-
-    def _describe_mismatch(self, begun: Mapping[int, Issued], kinds: list[list[int]]) -> Diagnosis:
-        parts = " while ".join(
-            f"{_names(ranks)} {self._verb(ranks, begun)} {name_of(begun[ranks[0]])}" for ranks in kinds
-        )
-        few = frozenset(kinds[0]) if len(kinds[0]) < len(kinds[-1]) else frozenset[int]()
-        return Diagnosis(f"mismatch: {parts}", few, is_hopeless=True)
 
     def _verb(self, ranks: list[int], begun: Mapping[int, Issued]) -> str:
         if all(self._statuses[rank].state == "idle" for rank in ranks):
@@ -127,12 +124,13 @@ class _Ranks:
         waits = any(begun[rank].in_flight for rank in ranks)
         return ("is in" if waits else "was in") if len(ranks) == 1 else ("are in" if waits else "were in")
 
-    def _begun(self, key: _Key) -> dict[int, Issued]:
-        return {rank: issued[key] for rank, issued in self._issued.items() if key in issued}
-
     def standstill(self) -> Diagnosis | None:
         """Find ranks that wait in a collective which others have not begun."""
-        waiting = {rank: issued for rank in self._statuses if (issued := self._waits_in(rank)) is not None}
+        waiting: dict[int, Issued] = {}
+        for rank, issued in self._issued.items():
+            in_vain = [each for each in issued.values() if each.in_flight and self._missing(each)]
+            if in_vain:
+                waiting[rank] = in_vain[0]  # the oldest
         stopped = [rank for rank, each in self._statuses.items() if each.state == "stopped"]
         if not waiting and not stopped:
             return self._lonely_exchange() or self._unknown_root() or self._late_for_a_vote()
@@ -180,21 +178,14 @@ class _Ranks:
     def _in_state(self, state: str) -> list[int]:
         return [rank for rank, each in self._statuses.items() if each.state == state]
 
-    def _waits_in(self, rank: int) -> Issued | None:
-        """Return the oldest collective that a rank has in flight and not every member has begun."""
-        return next(
-            (each for each in self._issued[rank].values() if each.in_flight and self._missing(each)), None
-        )
-
     def _missing(self, issued: Issued) -> list[int]:
+        """Return the members of its group that have begun neither this collective nor a later one."""
+        latest = {
+            rank: max((each.number for each in status.issued if each.group == issued.group), default=0)
+            for rank, status in self._statuses.items()
+        }
         members = issued.ranks or range(self._size)
-        key = (issued.group, issued.number)
-        return [rank for rank in members if rank in self._statuses and not self._has_begun(rank, key)]
-
-    def _has_begun(self, rank: int, key: _Key) -> bool:
-        group, number = key
-        latest = max((each.number for each in self._statuses[rank].issued if each.group == group), default=0)
-        return number <= latest
+        return [rank for rank in members if rank in latest and latest[rank] < issued.number]
 
     def _describe_waiting(self, waiting: Mapping[int, Issued], missing: Mapping[int, list[int]]) -> str:
         """Return which rank keeps the others waiting, and where it is instead."""

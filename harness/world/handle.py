@@ -13,23 +13,13 @@ import socket
 import struct
 import time
 from collections.abc import Collection
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from harness.launch.multiprocessing_internals import pickle_message
 from harness.launch.processes import RankProcess
-from harness.properties.messages import read_running_example
-from harness.protocol import (
-    DebuggerState,
-    FromRank,
-    Probe,
-    RankSpec,
-    RankStatus,
-    RunItem,
-    RunningExample,
-    ToRank,
-)
+from harness.protocol import DebuggerState, FromRank, Probe, RankSpec, RankStatus, RunItem, ToRank
 from harness.tracebacks import shorten, user_line
 from harness.world.outcome import Died, RankOutput
 
@@ -47,7 +37,6 @@ class RankHandle:
     """One started rank.
 
     Attributes:
-        rank: Its number.
         died: How its process ended, once that was noticed.
         can_debug: Whether it is the rank of `--rank-pdb`.
         debugger: The state of its debugger in the current item, or at the end of the last one.
@@ -56,14 +45,17 @@ class RankHandle:
     def __init__(self, spec: RankSpec, started: RankProcess) -> None:
         self.rank = spec.rank
         self.died: Died | None = None
-        self._spec = spec
-        self._started = started
+        self.spec = spec
+        self.started = started
         self._process = started.process
+        assert started.process.pid is not None
+        self.pid = started.process.pid
         self._wire = started.wire
-        _bound_messages(self._wire)
+        # Once a message has begun and does not go on, reading it raises.
+        with socket.socket(fileno=os.dup(self._wire.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
-        self._phases_path = spec.phases_path
         self._log_path = Path(spec.log_path)
         self._log_start = 0
         self.can_debug = spec.rank == spec.session.debugged_rank
@@ -72,17 +64,11 @@ class RankHandle:
     def __str__(self) -> str:
         return f"rank {self.rank}"
 
-    @property
-    def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
-
     # The wire
 
     def begin(self, order: RunItem) -> None:
         """Send the order for an item; note where its log begins, and reset its counter of phases."""
-        with open(self._phases_path, "r+b") as phases:
+        with open(self.spec.phases_path, "r+b") as phases:
             phases.write(b"0")  # not truncated first: some file systems then wait for the disk
         with contextlib.suppress(OSError):  # there is no log under -s
             self._log_start = os.path.getsize(self._log_path)
@@ -91,9 +77,9 @@ class RankHandle:
 
     def send(self, message: ToRank) -> None:
         """Send a message; to a rank that has not read for so long that its wire is full, none."""
-        self.send_packed(packed(message))
+        self.send_packed(pickle_message(message))
 
-    def send_packed(self, message: bytes) -> None:
+    def send_packed(self, message: memoryview) -> None:
         """Send a message that several ranks get, and that was packed once for all of them."""
         with contextlib.suppress(OSError):  # a rank that has died is noticed where its end is awaited
             if self._can_write.poll(0):
@@ -139,12 +125,12 @@ class RankHandle:
         if self._status() in ("T", "t"):
             return RankStatus("(its process is stopped)", "an unknown place: it is stopped", state="stopped")
         if text := self._dump():
-            where = user_line(text, self._spec.session.cwd)
+            where = user_line(text, self.spec.session.cwd)
             return RankStatus(shorten(text), f"{where or 'code'}, which holds the GIL", state="silent")
         return RankStatus("(not responding)", "a blocking system call", state="silent")
 
     def _dump(self) -> str:
-        path = Path(self._spec.stacks_path)
+        path = Path(self.spec.stacks_path)
         with contextlib.suppress(OSError):
             before = path.stat().st_size
             os.kill(self.pid, signal.SIGUSR1)
@@ -160,13 +146,9 @@ class RankHandle:
     def phases_over(self) -> int:
         """Return how many phases of the item the rank has ended."""
         try:
-            return int(Path(self._phases_path).read_text())
+            return int(Path(self.spec.phases_path).read_text())
         except (OSError, ValueError):  # it died before it ran an item
             return 0
-
-    def running_example(self) -> RunningExample | None:
-        """Return which example of a property test the rank is in, or was in as it died."""
-        return read_running_example(self._spec.running_path)
 
     def log(self) -> str:
         """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""
@@ -174,7 +156,7 @@ class RankHandle:
 
     def output(self) -> RankOutput:
         """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
-        return RankOutput(Path(self._spec.captured_path), self._log_path, self._log_start)
+        return RankOutput(Path(self.spec.captured_path), self._log_path, self._log_start)
 
     # Its debugger
 
@@ -202,19 +184,6 @@ class RankHandle:
             return None
         return Died(self._process.exitcode, self.log(), 0.0)
 
-    def kill(self) -> None:
-        """End the rank at once, with what its tests have started."""
-        self._started.kill()
-
-    def reap(self) -> None:
-        """Wait for the end of a killed rank, and close the wire."""
-        self._started.close()
-
-
-def packed(message: ToRank) -> bytes:
-    """Return a message as a connection sends it."""
-    return bytes(pickle_message(message))
-
 
 def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
     """Return the statuses of ranks that have not died; other messages of theirs are dropped meanwhile."""
@@ -222,21 +191,13 @@ def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
     for handle in handles:
         handle.send(Probe(full=True))
     until = time.monotonic() + ANSWER_WITHIN
-    while (silent := _silent(handles, answers)) and time.monotonic() < until:
+    while (
+        silent := [each for each in handles if each.rank not in answers and each.died is None]
+    ) and time.monotonic() < until:
         for rank, message in receive(silent, until - time.monotonic()):
             if isinstance(message, RankStatus):
                 answers[rank] = message
     return answers | {handle.rank: handle.describe_silent() for handle in silent}
-
-
-def _silent(handles: Collection[RankHandle], answers: dict[int, RankStatus]) -> list[RankHandle]:
-    return [handle for handle in handles if handle.rank not in answers and handle.died is None]
-
-
-def _bound_messages(wire: Connection) -> None:
-    """Make reading from a wire raise, once a message has begun and does not go on."""
-    with socket.socket(fileno=os.dup(wire.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
 
 
 def receive(handles: Collection[RankHandle], timeout: float) -> list[tuple[int, FromRank | Died]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from harness.exceptions import WorldError
+from harness.launch.multiprocessing_internals import pickle_message
 from harness.properties.messages import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
@@ -33,7 +34,7 @@ from harness.protocol import (
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
-from harness.world.handle import ANSWER_WITHIN, RankHandle, packed, receive
+from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 GRACE = 0.4
@@ -84,24 +85,18 @@ class ItemRun:
         for handle in self._handles:
             handle.begin(order)
         while pending := self._pending():
-            until = min(self._deadline, self._next_probe, self._end_of_grace(pending))
-            self._listen(until - time.monotonic())
+            grace = self._grace if self._without_failure(pending) else float("inf")
+            self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
             self._end_what_is_over(self._pending())
         now = time.monotonic()
         timed_out = now >= self._deadline
-        if self._are_out_of_step():
-            self._look_for_work_in_flight()
-        seconds = now - self._begun
-        diagnosis = self._find_diagnosis()
-        return ItemOutcome(
-            tuple(self._outcomes), self._timeout, timed_out, seconds, diagnosis, self._diagnoses
-        )
+        self._look_for_work_in_flight()
+        seconds, diagnosis = now - self._begun, self._find_diagnosis()
+        outcomes = tuple(self._outcomes)
+        return ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses)
 
     def _pending(self) -> set[int]:
         return {outcome.rank for outcome in self._outcomes if outcome.fate is None}
-
-    def _end_of_grace(self, pending: set[int]) -> float:
-        return self._grace if self._without_failure(pending) else float("inf")
 
     def _without_failure(self, ranks: set[int]) -> set[int]:
         return {rank for rank in ranks if not self._outcomes[rank].has_failed()}
@@ -109,9 +104,15 @@ class ItemRun:
     def _end_what_is_over(self, pending: set[int]) -> None:
         now = time.monotonic()
         if any(self._handles[rank].is_debugged() for rank in pending):
-            self._wait_for_the_user()
+            # Forget what would end a rank early: whatever waits, waits for the debugger.
+            self._grace = self._last_grace = float("inf")
+            self._next_probe = now + PROBE_EVERY
+            self._suspicion = None
+            self._answers.clear()
             return
-        if any(outcome.has_failed() for outcome in self._outcomes) and not self._may_stop(pending):
+        # The rank of `--rank-pdb` may still come to a breakpoint, or fail.
+        may_stop = any(self._handles[rank].can_debug for rank in self._without_failure(pending))
+        if any(outcome.has_failed() for outcome in self._outcomes) and not may_stop:
             self._grace = min(self._grace, now + GRACE)
             self._last_grace = min(self._last_grace, now + MAX_GRACE)
         if now >= self._deadline:
@@ -121,17 +122,6 @@ class ItemRun:
             self._end_grace(self._without_failure(pending))
         elif now >= self._next_probe:
             self._probe(pending)
-
-    def _may_stop(self, pending: set[int]) -> bool:
-        """Whether the rank of `--rank-pdb` may still come to a breakpoint, or fail."""
-        return any(self._handles[rank].can_debug for rank in self._without_failure(pending))
-
-    def _wait_for_the_user(self) -> None:
-        """Forget what would end a rank early: whatever waits, waits for the debugger."""
-        self._grace = self._last_grace = float("inf")
-        self._next_probe = time.monotonic() + PROBE_EVERY
-        self._suspicion = None
-        self._answers.clear()
 
     # Messages of ranks
 
@@ -184,19 +174,20 @@ class ItemRun:
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
         votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
-        votes = tuple(self._without_rescue(vote) for vote in votes)
+        votes = tuple(
+            # A case that stood still has failed, though the test caught the error that freed it.
+            replace(vote, outcome="failed")
+            if (vote.case, vote.outcome) == (self._aborted, "passed")
+            else vote
+            for vote in votes
+        )
         self._aborted = ""
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
-        agreed = packed(Agreed(votes))
+        agreed = pickle_message(Agreed(votes))
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send_packed(agreed)
-
-    def _without_rescue(self, vote: Vote) -> Vote:
-        """Fail a case that stood still, though the test caught the error that freed it."""
-        rescued = vote.case == self._aborted and vote.outcome == "passed"
-        return replace(vote, outcome="failed") if rescued else vote
 
     # Standstill
 
@@ -271,14 +262,13 @@ class ItemRun:
         for rank in ranks:
             self._handles[rank].send(Probe(full=True))
         until = time.monotonic() + ANSWER_WITHIN
-        while (silent := self._silent(ranks)) and time.monotonic() < until:
+        while (
+            silent := [rank for rank in ranks - self._answers.keys() if self._handles[rank].died is None]
+        ) and time.monotonic() < until:
             self._listen(until - time.monotonic())
         for rank in silent:
             self._answers[rank] = self._handles[rank].describe_silent()
         return dict(self._answers)
-
-    def _silent(self, ranks: set[int]) -> set[int]:
-        return {rank for rank in ranks - self._answers.keys() if self._handles[rank].died is None}
 
     def _find_diagnosis(self) -> Diagnosis | None:
         """Return what was wrong between ranks that were ended or that failed, as far as is known."""
@@ -293,19 +283,15 @@ class ItemRun:
             return diagnose(statuses, len(self._handles))
         return find_mismatch(statuses, len(self._handles), include_ended=not stuck)
 
-    # Ranks out of step at the end
-
-    def _are_out_of_step(self) -> bool:
-        fates = [outcome.fate for outcome in self._outcomes]
-        return len({fate.collectives for fate in fates if isinstance(fate, Finished)}) > 1
-
     def _look_for_work_in_flight(self) -> None:
         """Find out what is still in flight on ranks that ended after unequal numbers of collectives.
 
         The number alone proves nothing: it counts sends and receives too.
         """
-        finished = {outcome.rank for outcome in self._outcomes if isinstance(outcome.fate, Finished)}
-        for rank, status in self._request_statuses(finished).items():
+        finished = {each.rank: each.fate for each in self._outcomes if isinstance(each.fate, Finished)}
+        if len({fate.collectives for fate in finished.values()}) < 2:
+            return
+        for rank, status in self._request_statuses(set(finished)).items():
             issued = in_flight(status)
             if issued is not None and issued.group == DEFAULT_GROUP:
                 self._outcomes[rank].left_in_flight = name_of(issued)

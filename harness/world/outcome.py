@@ -59,7 +59,6 @@ class Stuck:
     captured: Sections = ()
     """What it had printed in the phase it was in."""
     importing: str = ""
-    """The test file that it imported at the time: the item's own or the next one's."""
 
 
 Fate = Finished | Died | Stuck
@@ -110,17 +109,17 @@ class ItemOutcome:
             len(finished) == len(self.ranks)
             and all(fate.usable for fate in finished)
             and len({(fate.collectives, fate.groups) for fate in finished}) == 1
-            and not any(_is_failure(report) for outcome in self.ranks for report in outcome.reports)
+            # One that was expected to fail leaves its world no better.
+            and not any(
+                report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)
+                for outcome in self.ranks
+                for report in outcome.reports
+            )
         )
 
     def finished(self) -> list[Finished]:
         """Return the messages of the ranks that reached the end of the item, in rank order."""
         return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
-
-
-def _is_failure(report: dict[str, Any]) -> bool:
-    """Whether a test raised; one that was expected to leaves its world no better."""
-    return report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,12 @@ class RankOutput:
 
     def captured(self, most: int = MAX_TEXT) -> Sections:
         """Return what there is of stdout and stderr, each truncated to `most` bytes."""
-        texts = ((stream, self._text(stream, most)) for stream in ("stdout", "stderr"))
-        return tuple((stream, text) for stream, text in texts if text)
+        sections = []
+        for stream in ("stdout", "stderr"):
+            # More than one file where a subtest, or capfd, captures inside the capture of the test.
+            parts = [read_truncated(path, most=most, remedy=KEEP_ALL) for path in self._files(stream)]
+            sections += [(stream, "".join(parts))] if any(parts) else []
+        return tuple(sections)
 
     def read(self, most: int = MAX_TEXT) -> str:
         """Return all there is, each part truncated to `most` bytes: stdout, stderr, the log."""
@@ -164,10 +167,6 @@ class RankOutput:
                 _append(path, 0, folder / f"rank-{rank}.{stream}")
         if self.log.exists():
             _append(self.log, self.start, folder / f"rank-{rank}.output")
-
-    def _text(self, stream: str, most: int) -> str:
-        # More than one where a subtest, or capfd, captures inside the capture of the test.
-        return "".join(read_truncated(path, most=most, remedy=KEEP_ALL) for path in self._files(stream))
 
     def _files(self, stream: str) -> list[Path]:
         return sorted(self.directory.glob(f"*.{stream}"))

@@ -15,6 +15,7 @@ from harness.exceptions import WorldError
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
 from harness.output import OutputDirectory
+from harness.properties.messages import read_running_example
 from harness.protocol import (
     Close,
     Finished,
@@ -45,12 +46,7 @@ class World:
     """N ranks that share a default process group."""
 
     def __init__(
-        self,
-        key: WorldKey,
-        name: str,
-        session: SessionSpec,
-        launcher: ProcessLauncher,
-        lease: Lease | None = None,
+        self, key: WorldKey, name: str, session: SessionSpec, launcher: ProcessLauncher, lease: Lease | None
     ) -> None:
         self.key = key
         self.name = name
@@ -80,16 +76,9 @@ class World:
         self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
         leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
+        stem = f"{basetemp}/{self.name}-rank"
         specs = [
-            RankSpec(
-                rank,
-                self.key,
-                self._session,
-                seed,
-                self._directory,
-                f"{basetemp}/{self.name}-rank{rank}",
-                *leased,
-            )
+            RankSpec(rank, self.key, self._session, seed, self._directory, f"{stem}{rank}", *leased)
             for rank in range(self.key.size)
         ]
         started = self._launcher.start(specs, deadline)
@@ -105,15 +94,12 @@ class World:
                     case Died():
                         raise WorldError(f"rank {rank} {message.how} while starting\n{message.output}")
             if waiting and time.monotonic() >= deadline:
-                raise WorldError(self._not_ready(waiting, timeout))
+                statuses = request_statuses([self._handles[rank] for rank in sorted(waiting)])
+                names = ", ".join(map(str, statuses))
+                stacks = "\n".join(f"rank {rank}: {status.stacks}" for rank, status in statuses.items())
+                raise WorldError(f"rank {names} of {self.key}: not ready after {timeout:g} s\n{stacks}")
         if self.lease is not None:
             self.lease.leave_to_ranks()
-
-    def _not_ready(self, waiting: set[int], timeout: float) -> str:
-        statuses = request_statuses([self._handles[rank] for rank in sorted(waiting)])
-        names = ", ".join(map(str, statuses))
-        stacks = "\n".join(f"rank {rank}: {status.stacks}" for rank, status in statuses.items())
-        return f"rank {names} of {self.key}: not ready after {timeout:g} s\n{stacks}"
 
     def run(self, order: RunItem, timeout: float) -> ItemOutcome:
         """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
@@ -130,20 +116,15 @@ class World:
             raise WorldError(self.fault() or explain(error)) from error
         if not outcome.is_clean():
             for handle, rank in zip(self._handles, outcome.ranks, strict=True):
-                rank.example = handle.running_example()
-        if self._kept is not None:
-            self._keep_output(self._kept, order.nodeid, outcome)
-        return outcome
-
-    def _keep_output(self, kept: OutputDirectory, nodeid: str, outcome: ItemOutcome) -> None:
-        """Keep what ranks that died or were ended had printed; the others have done so themselves."""
-        for handle, rank in zip(self._handles, outcome.ranks, strict=True):
-            if not isinstance(rank.fate, Finished):
+                rank.example = read_running_example(handle.spec.running_path)
+                if self._kept is None or isinstance(rank.fate, Finished):  # that rank has kept it
+                    continue
                 try:
-                    handle.output().append_to(kept.of_test(nodeid), rank.rank)
+                    handle.output().append_to(self._kept.of_test(order.nodeid), rank.rank)
                 except OSError as error:
                     text = f"--rank-output-dir: output of rank {rank.rank} is missing: {error}"
                     rank.warnings.append(Warned("pytest", "PytestWarning", text, __file__, 0))
+        return outcome
 
     def interrupt_debugger(self) -> bool:
         """Pass Ctrl-C on to a rank whose debugger waits at its prompt; return whether there is one."""
@@ -201,9 +182,9 @@ class World:
     def kill(self) -> None:
         """End every rank at once, with what their tests have started, and remove the world's directory."""
         for handle in self._handles:
-            handle.kill()
+            handle.started.kill()
         for handle in self._handles:
-            handle.reap()
+            handle.started.close()
             self._launcher.forget(handle.pid)
             if self._kept is not None:
                 self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)

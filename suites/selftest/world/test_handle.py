@@ -56,7 +56,7 @@ def test_a_rank_that_stops_inside_a_message_counts_as_dead(
 def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
     handle, _ = ends
     launcher: Any = SimpleNamespace(directory=str(tmp_path))
-    world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle._spec.session, launcher)
+    world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle.spec.session, launcher, None)
     world._handles = [handle]
     with pytest.raises(WorldError, match=f"the directory of 1 rank .*, {tmp_path}/world-3, has been removed"):
         world.run(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0)
