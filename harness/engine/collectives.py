@@ -47,7 +47,6 @@ class BufferPool:
         return self.take(other.numel(), other.dtype, other.device)
 
     def give(self, buffer: Tensor) -> None:
-        """Take back what `take` returned."""
         if buffer.numel():
             self._free.append(self._lent.pop(buffer.data_ptr()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from harness.engine.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from harness.engine.layout import FlatLayout, Layout, RowLayout
 from harness.engine.mesh import DTensorPlacement, MeshInfo
 
 
@@ -27,8 +26,7 @@ class Ignored:
     def states(self) -> frozenset[nn.Module | nn.Parameter]:
         return self.modules | self.parameters
 
-    def union(self, others: Iterable[Ignored]) -> Ignored:
-        others = list(others)
+    def union(self, others: Sequence[Ignored]) -> Ignored:
         return Ignored(
             self.modules.union(*(other.modules for other in others)),
             self.parameters.union(*(other.parameters for other in others)),
@@ -71,15 +69,9 @@ class UnitConfig:
     ignored: Ignored = field(default=Ignored(), repr=False)
     param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = False
-    poison: bool = field(
-        default_factory=lambda: os.environ.get("LOCKSTEP_ENGINE_DEBUG", "0") not in ("", "0")
-    )
+    poison: bool = field(default_factory=lambda: os.environ.get("LOCKSTEP_ENGINE_DEBUG", "") not in ("", "0"))
 
     @cached_property
     def offload_device(self) -> torch.device | None:
         """Where an offloaded group computes; None if shards live where they compute."""
         return self.device if self.offload else None
-
-    @property
-    def layout(self) -> type[Layout]:
-        return RowLayout if self.dtensor else FlatLayout

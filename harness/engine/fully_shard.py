@@ -157,9 +157,8 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
         if isinstance(module, FSDPModule):
             raise ValueError(f"{name}: {type(module).__name__} has a group already; apply it once.")
         if not has_forward(module):
-            raise ValueError(
-                f"{name}: {type(module).__name__} has no forward of its own; pass the modules in it."
-            )
+            kind = type(module).__name__
+            raise ValueError(f"{name}: {kind} has no forward of its own; pass the modules in it.")
 
 
 def _mesh(mesh: DeviceMesh | None, front: str, most: int) -> DeviceMesh:

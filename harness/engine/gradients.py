@@ -242,7 +242,9 @@ class VisibleGradients(Gradients):
             if parameter.grad is not None:
                 flat[span] = parameter.grad.reshape(-1).to(flat.device)
         full = flat if self._unsynced else shard.gather(flat)
-        present = self._present_anywhere()
+        visible = (p.parameter if shard.config.use_orig_params else shard.flat for p in shard.params)
+        mine = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
+        present = collectives.total(mine, shard.config.mesh.groups, largest=True).tolist()
         return [
             view if there else None for view, there in zip(shard.layout.views(full), present, strict=True)
         ]
@@ -254,12 +256,6 @@ class VisibleGradients(Gradients):
     def restore(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         for parameter, gradient in gradients.items():
             attach_gradient(parameter, gradient)
-
-    def _present_anywhere(self) -> list[bool]:
-        shard = self._shard
-        visible = (p.parameter if shard.config.use_orig_params else shard.flat for p in shard.params)
-        present = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
-        return [bool(p) for p in collectives.total(present, shard.config.mesh.groups, largest=True)]
 
     def _add_shard(self, reduced: Tensor) -> None:
         reduced = reduced.to(self._shard.flat.device)

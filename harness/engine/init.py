@@ -224,10 +224,8 @@ def _check_one(param: Param, config: UnitConfig) -> None:
         )
     wanted = config.placement_fn(parameter) if config.placement_fn else None
     if wanted is not None and wanted != Shard(0):
-        raise NotImplementedError(
-            f"{config.name}: shard_placement_fn wants {wanted!r} for parameter {param.name!r}; only Shard(0) "
-            "is built."
-        )
+        wish = f"shard_placement_fn wants {wanted!r} for parameter {param.name!r}"
+        raise NotImplementedError(f"{config.name}: {wish}; only Shard(0) is built.")
 
 
 def _check_uniform(params: Sequence[Param], config: UnitConfig, what: str, remedy: str) -> None:
@@ -295,10 +293,10 @@ def resolve_ignored(
     either = "ignored_states: expected a list of modules or parameters"
     given += _listed(either, states, nn.Module | nn.Parameter)
     below = frozenset(m for one in given if isinstance(one, nn.Module) for m in one.modules())
-    for module in filter(is_unit, below):
+    for unit in filter(is_unit, below):
         raise ValueError(
-            f"ignored_modules, ignored_states: they contain {type(module).__name__}"
-            f"({type(next(module.children(), None)).__name__}), which shards its parameters already; "
+            f"ignored_modules, ignored_states: they contain {type(unit).__name__}"
+            f"({type(next(unit.children(), None)).__name__}), which shards its parameters already; "
             "ignore what is not wrapped, or do not wrap it."
         )
     if module in below:

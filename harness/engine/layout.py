@@ -111,9 +111,7 @@ class FlatLayout(Layout):
         shard_first = shard * self.shard_numel
         start = min(max(shard_first - first, 0), self.numels[index])
         stop = min(max(shard_first + self.shard_numel - first, 0), self.numels[index])
-        if start == stop:
-            return Piece(0, 0, 0)
-        return Piece(start, stop, first + start - shard_first)
+        return Piece(start, stop, first + start - shard_first) if start < stop else Piece(0, 0, 0)
 
     def piece_shape(self, index: int, shard: int) -> Sequence[int]:
         """1-D, but with one shard the parameter's own."""
@@ -195,8 +193,7 @@ def copy_in(values: Sequence[Tensor | None], packed: Tensor, layout: Layout) -> 
 
 
 def _copy_in_rows(values: Sequence[Tensor | None], shards: Tensor, layout: RowLayout) -> None:
-    pieces = zip(values, layout.shard_starts, layout.piece_numels, strict=True)
-    for value, start, size in pieces:
+    for value, start, size in zip(values, layout.shard_starts, layout.piece_numels, strict=True):
         into = shards[:, start : start + size]
         if value is None or size == 0:
             into.zero_()

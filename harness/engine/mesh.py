@@ -192,14 +192,8 @@ def check_neighbours(mesh: MeshInfo, count: int) -> None:
         )
 
 
-def neighbours(mesh: MeshInfo, count: int) -> tuple[int, ...]:
-    """Return the `count` consecutive ranks of the shard axis that this rank is one of."""
-    first = mesh.index // count * count
-    return tuple(dist.get_process_group_ranks(mesh.process_group)[first : first + count])
-
-
 def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
-    """Return the device that `device_id` names; an int counts the host's accelerators.
+    """Return the device that `device_id` names, with its index; an int counts the host's accelerators.
 
     Raises:
         ValueError: If this host has no such device or the backend of `groups` does not serve it.
@@ -208,8 +202,21 @@ def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
         return None
     if not isinstance(device_id, int | torch.device):
         raise TypeError(f"device_id: expected an int or a torch.device, got {device_id!r}")
-    device = _present(device_id)
-    backends = backend_config(groups)
+    device, backends = torch.device("cpu"), backend_config(groups)
+    if isinstance(device_id, int) or device_id.type != "cpu":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != torch.device(device_id).type:
+            raise ValueError(
+                f"device_id={device_id}: this host has {accelerator or 'no accelerator'}; "
+                "pass torch.device('cpu'), or None for where the parameters are."
+            )
+        index = device_id if isinstance(device_id, int) else device_id.index
+        index = torch.accelerator.current_device_index() if index is None else index
+        if index >= (count := torch.accelerator.device_count()):
+            raise ValueError(
+                f"device_id={device_id}: this host has {count} of {accelerator}, counted from 0."
+            )
+        device = torch.device(accelerator.type, index)
     if f"{device.type}:" not in backends:
         raise ValueError(
             f"device_id={device_id}: the process group communicates on {backends} only; "
@@ -221,23 +228,6 @@ def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
 def backend_config(groups: ProcessGroups) -> str:
     """Return the backend of each type of device, such as "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(groups[0] if isinstance(groups, tuple) else groups))
-
-
-def _present(device_id: int | torch.device) -> torch.device:
-    """Return the device that `device_id` names on this host, with its index."""
-    if isinstance(device_id, torch.device) and device_id.type == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != torch.device(device_id).type:
-        raise ValueError(
-            f"device_id={device_id}: this host has {accelerator or 'no accelerator'}; "
-            "pass torch.device('cpu'), or None for where the parameters are."
-        )
-    index = device_id if isinstance(device_id, int) else device_id.index
-    index = torch.accelerator.current_device_index() if index is None else index
-    if index >= (count := torch.accelerator.device_count()):
-        raise ValueError(f"device_id={device_id}: this host has {count} of {accelerator}, counted from 0.")
-    return torch.device(accelerator.type, index)
 
 
 def device_of(tensors: Iterable[Tensor], groups: ProcessGroups) -> torch.device:

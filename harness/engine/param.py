@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.engine import collectives
 from harness.engine.config import UnitConfig
-from harness.engine.layout import Layout
+from harness.engine.layout import FlatLayout, Layout, RowLayout
 from harness.engine.mesh import DTensorPlacement
 from harness.engine.torch_internals import dtensor_spec, local_tensor, set_local_tensor
 
@@ -90,7 +90,6 @@ class Param:
         return self.parameter.grad
 
     def hold(self, piece: Tensor) -> None:
-        """Make `piece` the parameter's data."""
         set_data(self.parameter, piece)
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -284,10 +283,8 @@ class LocalShard:
 
     def replace(self, flat: Tensor) -> None:
         """Hold `flat`, of the same shape, in place of the current values."""
-        if flat.shape != self.flat.shape:
-            raise ValueError(
-                f"{self.config.name}: a conversion must keep the shape {tuple(self.flat.shape)}."
-            )
+        if (shape := self.flat.shape) != flat.shape:
+            raise ValueError(f"{self.config.name}: a conversion must keep the shape {tuple(shape)}.")
         set_data(self.flat, flat)
         self._bind()
 
@@ -300,8 +297,7 @@ class LocalShard:
             )
         if not self.config.use_orig_params:
             return
-        for index in range(len(self.params)):
-            self._read_again(index)
+        self.params = tuple(map(_current, self.params))
         if self.flat.is_meta and not any(param.piece.is_meta for param in self.params):
             # `load_state_dict` with assign=True gave values to all parameters.
             set_data(self.flat, torch.zeros_like(self.flat, device=self.params[0].piece.device))
@@ -327,17 +323,6 @@ class LocalShard:
                 )
             self._copy_into(view, index, value.detach())
 
-    def _read_again(self, index: int) -> None:
-        """Adopt the parameter that the module of parameter number `index` has now, if it fits."""
-        param = self.params[index]
-        found = param.refs[0].read()
-        if found is not param.parameter and (exchanged := param.exchanged(found)):
-            twins = [param.exchanged(ref.read()) for ref in param.refs]
-            # `load_state_dict` gives every name of a tied parameter an object of its own over one memory.
-            if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
-                exchanged.put(exchanged.parameter)
-            self.params = (*self.params[:index], exchanged, *self.params[index + 1 :])
-
     def _bind(self) -> None:
         """Make the original parameters views of `flat`, which is new; they hold nothing else, seen or not."""
         for param, view in self.views():
@@ -358,17 +343,27 @@ class LocalShard:
             )
 
 
+def _current(param: Param) -> Param:
+    """Return the `Param` of what the module of `param` has in its place now, if it fits."""
+    found = param.refs[0].read()
+    if found is param.parameter or not (exchanged := param.exchanged(found)):
+        return param
+    twins = [param.exchanged(ref.read()) for ref in param.refs]
+    # `load_state_dict` gives every name of a tied parameter an object of its own over one memory.
+    if all(twin and twin.piece.data_ptr() == exchanged.piece.data_ptr() for twin in twins):
+        exchanged.put(exchanged.parameter)
+    return exchanged
+
+
 def layout_of(params: Sequence[Param], config: UnitConfig) -> Layout:
-    return config.layout(tuple(tuple(param.shape) for param in params), config.mesh.num_shards)
+    kind = RowLayout if config.dtensor else FlatLayout
+    return kind(tuple(tuple(param.shape) for param in params), config.mesh.num_shards)
 
 
 def _views(flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:
     """Return the pieces of shard number `index`, which lie in the 1-D `flat`, in their shapes."""
-    pieces = [layout.piece(i, index) for i in range(len(layout.shapes))]
-    return tuple(
-        flat[piece.shard_start : piece.shard_stop].view(layout.piece_shape(i, index))
-        for i, piece in enumerate(pieces)
-    )
+    pieces = ((layout.piece(i, index), layout.piece_shape(i, index)) for i in range(len(layout.shapes)))
+    return tuple(flat[piece.shard_start : piece.shard_stop].view(shape) for piece, shape in pieces)
 
 
 def mark_sharded(params: Iterable[Param], unit: str) -> None:

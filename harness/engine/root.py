@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.engine.api import BackwardPrefetch
 from harness.engine.collectives import BufferPool
-from harness.engine.mesh import Axis, neighbours
+from harness.engine.mesh import Axis
 from harness.engine.param_group import ParamGroup
 from harness.engine.torch_internals import current_backward, queue_after_backward
 from harness.engine.unsharded import Dtypes, UnshardedParams
@@ -139,14 +139,15 @@ class RootState:
                 unit.end_forward(failed)
 
     def invalidate(self, stepped: Collection[Tensor]) -> None:
-        """Give up pinned parameters of groups that hold any of `stepped`."""
         for unit in self.units:
             if unit.group:
                 unit.group.invalidate(stepped)
 
     def neighbours(self, group: ParamGroup, count: int) -> Axis:
-        """Return the axis of the `count` ranks that keep the parameters of `group` between them."""
-        ranks = neighbours(group.config.mesh, count)
+        """Return the axis of the `count` ranks in a row that hold the parameters of `group` between them."""
+        mesh = group.config.mesh
+        first = mesh.index // count * count
+        ranks = tuple(dist.get_process_group_ranks(mesh.process_group)[first : first + count])
         if ranks not in self._neighbours:
             # Only the members make it: other replicas may not be here now.
             self._neighbours[ranks] = Axis.of(dist.new_group(ranks, use_local_synchronization=True))

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class UnitOptions:
-    """What the user may change of a unit between steps.
+    """Options of a unit that the user may change between steps.
 
     Attributes:
         sync: Backward reduces gradients.
@@ -127,8 +127,7 @@ class Unit:
         return (
             f"{self.config.strategy.name}, {group.state.name}, "
             f"numel={layout.shard_numel}/{layout.padded_numel}, dtype={group.shard.flat.dtype}, "
-            f"compute={dtypes.compute}, reduce={dtypes.reduce}"
-            + (", offloaded" if self.config.offload else "")
+            f"compute={dtypes.compute}, reduce={dtypes.reduce}{', offloaded' if self.config.offload else ''}"
         )
 
     def abort_backward(self) -> None:
@@ -303,11 +302,9 @@ class Unit:
 
     def _reshard_after_backward(self, group: ParamGroup, full: UnshardedParams | None) -> None:
         """Give up `full`, or retain it if the user wants that; `group` may have done so for other dtypes."""
-        if group.full is not full:
-            return
-        if self.options.reshard_after_backward:
+        if group.full is full and self.options.reshard_after_backward:
             group.reshard()
-        else:
+        elif group.full is full:
             group.retain()
             group.pin()
 

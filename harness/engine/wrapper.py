@@ -1,8 +1,4 @@
-"""The wrapper front: `FullyShardedDataParallel`, with PyTorch's public names. Runs on ranks.
-
-It passes the arguments on to `init`, `unit`, `state_dict` and `grad_scaler`. Its base class, in
-`wrapper_state`, saves and loads state.
-"""
+"""The wrapper front: `FullyShardedDataParallel`, with PyTorch's public names. Runs on ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -105,7 +101,7 @@ class FullyShardedDataParallel(WrapperState):
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
             full_precision_in_eval=init.full_precision_in_eval(full_precision_in_eval),
-            ignored=alone.union(unit._ignored for unit in units.values()),
+            ignored=alone.union([unit._ignored for unit in units.values()]),
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
         )
@@ -166,9 +162,9 @@ class FullyShardedDataParallel(WrapperState):
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(
-            f"{self._unit.config.name} can be neither pickled (torch.save) nor copied by "
-            "copy.copy, because it belongs to a running process group and owns its module's parameters; save "
-            "its state_dict() and load that into a model wrapped again, or use copy.deepcopy."
+            f"{self._unit.config.name} can be neither pickled (torch.save) nor copied by copy.copy, because "
+            "it belongs to a running process group and owns its module's parameters; save its state_dict() "
+            "and load that into a model wrapped again, or use copy.deepcopy."
         )
 
     def extra_repr(self) -> str:
@@ -210,15 +206,14 @@ class FullyShardedDataParallel(WrapperState):
         The next backward outside reduces the sum. Until then `.grad` is this rank's full gradient, and no
         optimizer may step: its parameters are shards.
         """
-        options = [unit.options for unit in self._require_root("no_sync").units]
-        previous = [option.sync for option in options]
+        previous = {unit: unit.options.sync for unit in self._require_root("no_sync").units}
         try:
-            for option in options:
-                option.sync = False
+            for unit in previous:
+                unit.options.sync = False
             yield
         finally:
-            for option, sync in zip(options, previous, strict=True):
-                option.sync = sync
+            for unit, sync in previous.items():
+                unit.options.sync = sync
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -265,9 +260,9 @@ class FullyShardedDataParallel(WrapperState):
 
     def _require_root(self, what: str) -> RootState:
         if not self.check_is_root():
+            name = self._unit.config.name
             raise RuntimeError(
-                f"{what} is for the root unit only; {self._unit.config.name} is a unit below "
-                "it. Call it on the root."
+                f"{what} is for the root unit only; {name} is a unit below it. Call it on the root."
             )
         return self._unit.root_state
 
