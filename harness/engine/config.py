@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -70,8 +69,3 @@ class UnitConfig:
     param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = False
     poison: bool = field(default_factory=lambda: os.environ.get("LOCKSTEP_ENGINE_DEBUG", "") not in ("", "0"))
-
-    @cached_property
-    def offload_device(self) -> torch.device | None:
-        """Where an offloaded group computes; None if shards live where they compute."""
-        return self.device if self.offload else None

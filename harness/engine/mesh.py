@@ -27,8 +27,6 @@ class Axis:
     Read from torch once, when a unit is built: a step needs sizes and backends some thirty times.
 
     Attributes:
-        size: Number of ranks.
-        rank: This rank's place among them.
         backends: The backend that serves each type of device.
     """
 

@@ -200,7 +200,7 @@ class LocalShard:
     @property
     def device(self) -> torch.device:
         """Where the group computes and communicates."""
-        return self.config.offload_device or self.flat.device
+        return (self.config.device if self.config.offload else None) or self.flat.device
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -249,7 +249,6 @@ class LocalShard:
             param.put(original)
 
     def hide(self) -> None:
-        """Remove the parameters, and `flat`, from their modules."""
         if self._flat_ref:
             self._flat_ref.clear()
         for param in self.params:

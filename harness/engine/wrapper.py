@@ -278,8 +278,6 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _below(config: UnitConfig) -> MakeUnit:
-    """Return a function that makes units with the settings in `config`."""
-
     def make(module: nn.Module, overrides: Mapping[str, Any], precise: bool) -> FullyShardedDataParallel:
         arguments: dict[str, Any] = {
             "process_group": config.mesh.process_groups,
