@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from traceback import walk_stack
 from weakref import WeakSet, finalize
 
 from torch import Tensor
@@ -38,10 +37,19 @@ def _unwatch() -> None:
 
     The garbage collector may come here at any time. Hooks that stay serve the next root, or do nothing.
     """
-    frames = walk_stack(sys._getframe())
-    if next(iter(_ROOTS), None) is None and all(f.f_code.co_filename != _TORCHS_FILE for f, _ in frames):
+    if next(iter(_ROOTS), None) is None and not _is_stepping():
         while _HANDLES:
             _HANDLES.pop().remove()
+
+
+def _is_stepping() -> bool:
+    # A frame that is kept, as by `traceback.walk_stack`, would hold the dropped model until a collection.
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == _TORCHS_FILE:
+            return True
+    return False
 
 
 def _optimized(optimizer: Optimizer) -> set[Tensor]:
