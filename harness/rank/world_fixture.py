@@ -147,7 +147,7 @@ def _is_same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if not (left.is_floating_point() or left.is_complex()):
         return torch.equal(left, right)
-    same = left == right
-    if left.is_floating_point():  # 0.0 is not -0.0
-        same &= left.signbit() == right.signbit()
+    if left.is_complex():
+        left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
+    same = (left == right) & (left.signbit() == right.signbit())  # 0.0 is not -0.0
     return bool((same | (left.isnan() & right.isnan())).all())
