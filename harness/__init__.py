@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from harness.recorders import CollectivesLog, ForwardDtypes
     from harness.subtests import RunSubtests
 
-_HOMES = {
-    "CollectivesLog": "harness.recorders",
-    "ForwardDtypes": "harness.recorders",
-    "PeerFailed": "harness.exceptions",
-    "RankLeakWarning": "harness.exceptions",
-    "RankStateWarning": "harness.exceptions",
-    "RankWorld": "harness.rank.world_fixture",
-    "RunSubtests": "harness.subtests",
+_NAMES = {
+    "harness.exceptions": ("PeerFailed", "RankLeakWarning", "RankStateWarning"),
+    "harness.rank.world_fixture": ("RankWorld",),
+    "harness.recorders": ("CollectivesLog", "ForwardDtypes"),
+    "harness.subtests": ("RunSubtests",),
 }
 
 __all__ = [
@@ -38,4 +35,4 @@ __all__ = [
     "RunSubtests",
 ]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _NAMES)

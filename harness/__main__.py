@@ -1,4 +1,4 @@
-"""`python -m harness`: what is asked of the harness beside running pytest. Must not import torch."""
+"""`python -m harness`: the commands besides running pytest. Must not import torch."""
 
 from __future__ import annotations
 

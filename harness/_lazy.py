@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of `package`, whose public names are in the modules `homes`."""
+def lazy_exports(package: str, names: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of `package`, whose public names are those of each module in `names`."""
+    homes = {name: module for module, of_module in names.items() for name in of_module}
 
     def load(name: str) -> Any:
         if name not in homes:

@@ -5,6 +5,7 @@ Used on both sides at collection; must not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,11 @@ def read_mark(node: pytest.Item | Any) -> RanksMark | None:
         MarkError: the mark's arguments make no sense; the message says which, and what to write.
     """
     mark = node.get_closest_marker("ranks")
-    return None if mark is None else _parse(mark.args, dict(mark.kwargs))
+    return None if mark is None else _parse(mark.args, mark.kwargs)
 
 
-def _parse(sizes: tuple[Any, ...], options: dict[str, Any]) -> RanksMark:
-    unknown = sorted(options.keys() - {"backend", "fresh", "timeout"})
-    if unknown:
+def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
+    if unknown := sorted(options.keys() - {"backend", "fresh", "timeout"}):
         raise MarkError(f"ranks() has no option {unknown[0]!r}; it has backend, fresh and timeout")
     if not sizes:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
@@ -56,13 +56,10 @@ def _parse(sizes: tuple[Any, ...], options: dict[str, Any]) -> RanksMark:
     check_backend(mark.backend)
     if not isinstance(mark.fresh, bool):
         raise MarkError(f"ranks(fresh={mark.fresh!r}): fresh is True or False")
-    if mark.timeout is not None and not _is_duration(mark.timeout):
+    is_number = isinstance(mark.timeout, (int, float)) and not isinstance(mark.timeout, bool)
+    if mark.timeout is not None and not (is_number and mark.timeout > 0):
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
     return mark
-
-
-def _is_duration(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def check_backend(backend: str | None) -> None:
@@ -72,7 +69,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def is_xfail_call(report: pytest.TestReport) -> bool:
-    """Whether a phase ended by `pytest.xfail()`. Reports have no mark of it but the exception's name."""
+    """Return whether a phase ended by `pytest.xfail()`; reports show it in the exception's name alone."""
     crash = getattr(report.longrepr, "reprcrash", None)
     name = str(crash.message).partition(":")[0] if crash is not None else ""
     return hasattr(report, "wasxfail") and name.split(".")[-1] == "XFailed"

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-DEFAULTS = MappingProxyType[str, Any](
-    {
-        "backend": None,
-        "device": None,
-        "world_seed": 0,
-        "world_timeout": 60.0,
-        "fresh_worlds": False,
-        "check_collectives": False,
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "backend": None,
+    "device": None,
+    "world_seed": 0,
+    "world_timeout": 60.0,
+    "fresh_worlds": False,
+    "check_collectives": False,
+}
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
 
-START_METHODS = ("forkserver", "spawn")
-LEAK_POLICIES = ("warn", "error", "off")
+CHOICES = {"ranks_start_method": ("forkserver", "spawn"), "ranks_leaks": ("warn", "error", "off")}
+"""The values that ini options take which pytest does not check."""
 
 
 def add_options(parser: pytest.Parser) -> None:

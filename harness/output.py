@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from harness.exceptions import WorldError
 
@@ -50,12 +52,8 @@ def truncate_lines(lines: list[str], most: int = MAX_TEXT) -> list[str]:
 
 def _count_of_half(lines: list[str], most: int) -> int:
     """Return how many of the lines, from the first on, have at most `most` characters; at least one."""
-    total = 0
-    for count, line in enumerate(lines):
-        total += len(line)
-        if total > most:
-            return max(count, 1)
-    return len(lines)
+    totals = itertools.accumulate(map(len, lines))
+    return max(sum(total <= most for total in totals), min(len(lines), 1))
 
 
 def read_truncated(path: str | Path, start: int = 0, most: int = MAX_TEXT, remedy: str = "") -> str:
@@ -127,20 +125,13 @@ class OutputDirectory:
                     f"--rank-output-dir: cannot remove an earlier run's output: {error}"
                 ) from None
 
-    def add(self, nodeid: str, rank: int, kind: str, text: str) -> Path:
-        """Append `text` to the test's file `rank-<rank>.<kind>`, and return that file.
+    def write(self, nodeid: str, rank: int, kind: str, text: str, mode: Literal["a", "w"]) -> Path:
+        """Append `text` to the test's file `rank-<rank>.<kind>`, or replace that by it; return the file.
 
         Raises:
             OSError: it cannot be written.
         """
-        return self._write(nodeid, f"rank-{rank}.{_safe(kind)}", text, "a")
-
-    def replace(self, nodeid: str, rank: int, kind: str, text: str) -> Path:
-        """Write `text` as the whole of that file. Raises as `add` does."""
-        return self._write(nodeid, f"rank-{rank}.{_safe(kind)}", text, "w")
-
-    def _write(self, nodeid: str, name: str, text: str, mode: str) -> Path:
-        path = self.of_test(nodeid) / name
+        path = self.of_test(nodeid) / f"rank-{rank}.{_safe(kind)}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open(mode, encoding="utf-8", errors="backslashreplace", newline="") as file:
             file.write(text)

@@ -42,15 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness.reporting.annotations import Annotations, wanted
 
     check_options(config)  # also under `pytest -n`, where each worker would only crash on a wrong one
-    if not hasattr(config, "workerinput") and wanted(config, os.environ):
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and wanted(config, os.environ):
         config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
-    if not _only_distributes(config):
+    if is_worker or getattr(config.option, "dist", "no") == "no":  # the main process of -n runs no tests
         config.pluginmanager.register(Controller(config), "harness-controller")
-
-
-def _only_distributes(config: pytest.Config) -> bool:
-    """Whether this is the process of `pytest -n` that runs no test; its workers are controllers."""
-    return getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(trylast=True)

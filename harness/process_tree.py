@@ -47,7 +47,7 @@ def with_descendants(pids: set[int]) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended; one that was not waited for yet (a zombie) has."""
+    """Return whether a process exists and has not ended; one that was not waited for yet (a zombie) has."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -67,15 +67,9 @@ def end(roots: Callable[[], set[int]], patience: float) -> None:
     while (alive := {pid for pid in with_descendants(roots()) if is_running(pid)}) and (
         waited := time.monotonic() - start
     ) < patience + END_WITHIN:
-        if waited >= patience:
-            _signal(alive, signal.SIGKILL)
-        else:
-            _signal(alive - signalled, signal.SIGTERM)
-            signalled |= alive
+        kills = waited >= patience
+        for pid in alive if kills else alive - signalled:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if kills else signal.SIGTERM)
+        signalled |= alive
         time.sleep(POLL_EVERY)
-
-
-def _signal(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)

@@ -59,6 +59,12 @@ class SessionSpec:
     """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
 
+RankFile = Literal["log", "captured", "phases", "running", "stacks"]
+"""Of a rank: its output outside of pytest's capture; the directory of the files that pytest captures in; how
+many phases of the item are over, and which example of a property test runs, for the case that it dies; stacks
+by faulthandler, for the case that it cannot answer, because it holds the GIL."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankSpec:
     """Everything a new process needs to become one rank of a world."""
@@ -80,33 +86,9 @@ class RankSpec:
         """The rank's GPU, counted among those of the world, which are all that it sees; None on CPUs."""
         return self.rank % len(self.gpus) if self.gpus else None
 
-    def path(self, name: str) -> str:
-        return f"{self.directory}/{name}"
-
-    @property
-    def log_path(self) -> str:
-        """The file of what the rank writes to its standard streams outside of pytest's capture."""
-        return self.path(f"rank-{self.rank}.log")
-
-    @property
-    def captured_path(self) -> str:
-        """The directory of the files that pytest captures output in."""
-        return self.path(f"rank-{self.rank}.captured")
-
-    @property
-    def phases_path(self) -> str:
-        """Where the rank notes how many phases of the item are over, for the case that it dies."""
-        return self.path(f"rank-{self.rank}.phases")
-
-    @property
-    def running_path(self) -> str:
-        """Where the rank notes which example of a property test it is in, for the case that it dies."""
-        return self.path(f"rank-{self.rank}.running")
-
-    @property
-    def stacks_path(self) -> str:
-        """Where faulthandler writes when a rank cannot answer, because it holds the GIL."""
-        return self.path(f"rank-{self.rank}.stacks")
+    def path_of(self, file: RankFile) -> str:
+        """Return the path of a file of this rank."""
+        return f"{self.directory}/rank-{self.rank}.{file}"
 
 
 # Controller -> rank
@@ -128,7 +110,7 @@ class RunningExample:
     """Whether the arguments were drawn; choices that a body draws itself come after."""
 
     def is_same(self, other: RunningExample) -> bool:
-        """Whether this is the other at the same moment. Examples without choices are compared by number."""
+        """Return whether the other is at the same moment; without choices it is compared by number."""
         same = (self.run, self.choices, self.is_in_body) == (other.run, other.choices, other.is_in_body)
         return same and (bool(self.choices) or self.number == other.number)
 
@@ -265,11 +247,6 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
-class Voted:
-    vote: Vote
-
-
-@dataclass(frozen=True, slots=True)
 class Issued:
     """A collective that a rank has begun in this test."""
 
@@ -350,7 +327,7 @@ FromRank = (
     | ItemStarted
     | Reported
     | Warned
-    | Voted
+    | Vote
     | RankStatus
     | Progress
     | Debugger

@@ -174,11 +174,8 @@ def _disagreement(votes: tuple[Vote, ...]) -> str:
     if any(vote.outcome == "failed" for vote in votes):
         culprits = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "failed"]
         return f"{VICTIM_OF_A_CASE}rank {', '.join(culprits)}"
-    return "ranks disagree: " + "; ".join(f"rank {rank} {_word(vote)}" for rank, vote in enumerate(votes))
-
-
-def _word(vote: Vote) -> str:
-    return f"{vote.outcome} ({vote.reason})" if vote.reason else vote.outcome
+    outcomes = [f"{vote.outcome} ({vote.reason})" if vote.reason else vote.outcome for vote in votes]
+    return "ranks disagree: " + "; ".join(f"rank {rank} {outcome}" for rank, outcome in enumerate(outcomes))
 
 
 def _check(settings: Mapping[str, Sequence[Any]], kwargs: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ _OTHERS = ("<", str(Path(__file__).parent) + os.sep, sysconfig.get_path("stdlib"
 
 
 def is_installed(filename: str) -> bool:
-    """Whether a file belongs to an installed package, to Python or to this harness."""
+    """Return whether a file belongs to an installed package, to Python or to this harness."""
     return "/site-packages/" in filename or "/dist-packages/" in filename or filename.startswith(_OTHERS)
 
 

@@ -16,22 +16,12 @@ if TYPE_CHECKING:
     from harness.conformance.registry import EngineError, find, known_names
     from harness.conformance.spec import Precision, ProcessGroups, ShardSpec
 
-_HOMES = {
-    "Capability": "harness.conformance.capabilities",
-    "Composable": "harness.conformance.interface",
-    "Engine": "harness.conformance.interface",
-    "EngineError": "harness.conformance.registry",
-    "NotOffered": "harness.conformance.capabilities",
-    "Precision": "harness.conformance.spec",
-    "ProcessGroups": "harness.conformance.spec",
-    "Replicated": "harness.conformance.adapters.replicated",
-    "ShardSpec": "harness.conformance.spec",
-    "Snapshot": "harness.conformance.interface",
-    "Traffic": "harness.conformance.interface",
-    "find": "harness.conformance.registry",
-    "known_names": "harness.conformance.registry",
-    "offers": "harness.conformance.capabilities",
-    "require": "harness.conformance.capabilities",
+_NAMES = {
+    "harness.conformance.adapters.replicated": ("Replicated",),
+    "harness.conformance.capabilities": ("Capability", "NotOffered", "offers", "require"),
+    "harness.conformance.interface": ("Composable", "Engine", "Snapshot", "Traffic"),
+    "harness.conformance.registry": ("EngineError", "find", "known_names"),
+    "harness.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec"),
 }
 
 __all__ = [
@@ -52,4 +42,4 @@ __all__ = [
     "require",
 ]
 
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(__name__, _NAMES)

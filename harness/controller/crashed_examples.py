@@ -9,7 +9,7 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from harness.properties.messages import CRASHED
 from harness.protocol import CrashedExample, Finished, RunItem
@@ -22,56 +22,39 @@ MAX_CRASHES = 200
 """Worlds that the search of one test may end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Crash:
-    """An example that ended a world, and the outcome of the test in that world."""
-
-    crashed: CrashedExample
-    outcome: ItemOutcome
-
-
 class CrashSearch:
     """The crashes of one test so far, and whether to run it again in search of a smaller example."""
 
     def __init__(self) -> None:
-        self._crashes: list[Crash] = []
+        self._crashed: list[CrashedExample] = []
+        self._outcomes: list[ItemOutcome] = []  # of the test in the worlds that these examples ended
         self._began = 0.0
         self._was_last = False
 
     def add(self, outcome: ItemOutcome) -> bool:
         """Add the crash of this run, if it is one; return whether to run the test again, in another world."""
-        found = _find(outcome)
-        if found is None:
+        culprit = _culprit(outcome)
+        if culprit is None or culprit.example is None:
             return False
-        known = any(found.crashed.example.is_same(crash.crashed.example) for crash in self._crashes)
+        known = any(culprit.example.is_same(crashed.example) for crashed in self._crashed)
         self._began = self._began or time.monotonic()
-        self._crashes.append(found)
+        self._crashed.append(CrashedExample(culprit.example, f"rank {culprit.rank} {_how(culprit)}"))
+        self._outcomes.append(outcome)
         return not known and not self._was_last
 
     def order(self, order: RunItem) -> RunItem:
         """Return the order that runs the test again."""
-        crashed = tuple(crash.crashed for crash in self._crashes)
-        self._was_last = not self._has_time()
-        return replace(order, search=replace(order.search, crashed=crashed, continues=not self._was_last))
-
-    def _has_time(self) -> bool:
-        """Whether there is time for one more crash like the last one."""
         spent = time.monotonic() - self._began
-        within = spent + self._crashes[-1].outcome.seconds < SEARCH_WITHIN
-        return within and len(self._crashes) < MAX_CRASHES
+        has_time = spent + self._outcomes[-1].seconds < SEARCH_WITHIN  # for a crash like the last one
+        self._was_last = not has_time or len(self._crashed) >= MAX_CRASHES
+        crashed, continues = tuple(self._crashed), not self._was_last
+        return replace(order, search=replace(order.search, crashed=crashed, continues=continues))
 
     def to_report(self, outcome: ItemOutcome) -> ItemOutcome:
         """Return the outcome to report: the test's last run, or the crash of the example it ended with."""
         reports = [report for rank in outcome.ranks for report in rank.reports]
         number = next((report[CRASHED] for report in reports if CRASHED in report), None)
-        return outcome if number is None else self._crashes[number].outcome
-
-
-def _find(outcome: ItemOutcome) -> Crash | None:
-    culprit = _culprit(outcome)
-    if culprit is None or culprit.example is None:
-        return None
-    return Crash(CrashedExample(culprit.example, f"rank {culprit.rank} {_how(culprit)}"), outcome)
+        return outcome if number is None else self._outcomes[number]
 
 
 def _culprit(outcome: ItemOutcome) -> RankOutcome | None:

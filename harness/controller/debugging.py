@@ -34,18 +34,28 @@ class Debugging:
 
     @contextlib.contextmanager
     def attending(self, world: World) -> Iterator[None]:
-        """While the world runs an item, offer each Ctrl-C to its debugger first; note if the user quits."""
-        with _passing_on_interrupts(world):
-            yield
-        self.has_quit = world.has_quit_debugger()
+        """While the world runs an item, pass Ctrl-C on to its debugger's prompt; note whether the user quits.
 
-    def close(self) -> None:
-        """Take the terminal back."""
-        self.terminal.close()
+        The terminal sends Ctrl-C to the controller alone. Without a prompt it ends the run.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        ends = before if callable(before) else signal.default_int_handler
+        # Python has signals in the main thread only; a run in the background has Ctrl-C ignored.
+        handles = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+        if handles:
+            signal.signal(
+                signal.SIGINT, lambda number, frame: world.interrupt_debugger() or ends(number, frame)
+            )
+        try:
+            yield
+        finally:
+            if handles:
+                signal.signal(signal.SIGINT, before)
+        self.has_quit = world.has_quit_debugger()
 
 
 def is_debugged(key: WorldKey, config: pytest.Config) -> bool:
-    """Whether a world has the rank of `--rank-pdb`."""
+    """Return whether a world has the rank of `--rank-pdb`."""
     rank: int | None = config.getoption("rank_pdb")
     return rank is not None and rank < key.size
 
@@ -85,10 +95,9 @@ def check_debuggers(config: pytest.Config, keys: Mapping[str, WorldKey]) -> None
     rank = config.getoption("rank_pdb")
     if rank is not None:
         if not any(is_debugged(key, config) for key in keys.values()):
-            largest = max((key.size for key in keys.values()), default=0)
-            has = (
-                f"the largest world has the ranks 0 to {largest - 1}" if largest else "no test runs on ranks"
-            )
+            has = "no test runs on ranks"
+            if keys:
+                has = f"the largest world has the ranks 0 to {max(key.size for key in keys.values()) - 1}"
             raise pytest.UsageError(f"--rank-pdb {rank}: there is no such rank: {has}")
         return
     for name, option in (("usepdb", "--pdb"), ("trace", "--trace")):
@@ -98,18 +107,3 @@ def check_debuggers(config: pytest.Config, keys: Mapping[str, WorldKey]) -> None
                 "--rank-pdb 0 for a debugger in rank 0 (it works without --pdb, too), or deselect the tests "
                 "marked `ranks` with -m 'not ranks'"
             )
-
-
-@contextlib.contextmanager
-def _passing_on_interrupts(world: World) -> Iterator[None]:
-    """Pass Ctrl-C, which the terminal sends to the controller alone, to a prompt; else it ends the run."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-        yield  # Python has signals in the main thread only; a run in the background has Ctrl-C ignored
-        return
-    ends = before if callable(before) else signal.default_int_handler
-    signal.signal(signal.SIGINT, lambda number, frame: world.interrupt_debugger() or ends(number, frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -53,11 +53,10 @@ class Controller:
         self._positions: dict[pytest.Item, int] = {}
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
-        self._worlds = WorldPool(self._start_world, self._fail_last_item)
+        self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
-        self._starter = WorldStarter(config, self._launch)
         self._shared_tmp_path = ""
 
     # Before tests: find out what will be needed, and start it early
@@ -221,13 +220,9 @@ class Controller:
     def _fail_last_item(self, world: World, text: str) -> None:
         """Fail the last item of a world for what broke as it closed: the tear-down of a wide fixture, say."""
         item = self._last_items[world.name]
-        report = make_report(item, "teardown", "failed", text)
-        item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logreport(report=make_report(item, "teardown", "failed", text))
 
     # Worlds
-
-    def _start_world(self, key: WorldKey) -> World:
-        return self._starter.start(key, self._worlds.make_room)
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks leave
     def pytest_runtestloop(self) -> Generator[None, object, object]:
@@ -254,7 +249,7 @@ class Controller:
         self._worlds.kill()
         self._stop_server()
         if self._debugging is not None:
-            self._debugging.close()
+            self._debugging.terminal.close()
 
     def _stop_server(self) -> None:
         self._termination.restore()

@@ -14,7 +14,7 @@ import pytest
 
 from harness.controller import debugging
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
-from harness.options import LEAK_POLICIES, START_METHODS
+from harness.options import CHOICES
 from harness.protocol import WorldKey
 from harness.subtests import parse_selection
 
@@ -56,11 +56,17 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     key = WorldKey(size, backend, device)
     if device not in BACKENDS[backend]:
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
-    if device == "cuda" and (lack := _lack_of_gpus(key)):
-        return Refusal("skipped", lack)
-    at_once = ranks_at_once(config)
+    need = size if backend == "nccl" else 1
+    if device == "cuda" and need > (have := count_gpus()):
+        lack = f"need {need} GPUs, this machine has {have}; run with --backend gloo"
+        return Refusal("skipped", f"{size} ranks under {backend} {lack}")
+    at_once = config.getini("ranks_at_once")
     if at_once is not None and size > at_once:
-        return Refusal("failed", _too_large(size, at_once, config))
+        where = f" in {config.inipath}" if config.inipath else ""
+        bound = f"`ranks_at_once = {at_once}`{where}"
+        remedy = f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
+        world = f"a world of {size} rank{'s' if size > 1 else ''}"
+        return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
     timeout = mark.timeout or config.getoption("world_timeout")
     if debugging.is_debugged(key, config):
         timeout = float("inf")
@@ -78,27 +84,9 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
     return int(callspec.params["ranks_size"])
 
 
-def _too_large(size: int, at_once: int, config: pytest.Config) -> str:
-    where = f" in {config.inipath}" if config.inipath else ""
-    return (
-        f"a world of {size} rank{'s' if size > 1 else ''} is larger than `ranks_at_once = {at_once}`{where}: "
-        f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
-    )
-
-
-def _lack_of_gpus(key: WorldKey) -> str | None:
-    have = count_gpus()
-    need = key.size if key.backend == "nccl" else 1
-    if need <= have:
-        return None
-    ranks = f"{key.size} ranks under {key.backend}"
-    return f"{ranks} need {need} GPUs, this machine has {have}; run with --backend gloo"
-
-
 def count_gpus() -> int:
     """Return how many GPUs this process sees."""
-    torch = importlib.import_module("torch")
-    return int(torch.cuda.device_count())
+    return int(importlib.import_module("torch").cuda.device_count())
 
 
 def default_backend(config: pytest.Config) -> str:
@@ -150,18 +138,10 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     _check_output_directory(config)
     _check_leases(config)
-    start_method = config.getini("ranks_start_method")
-    if start_method not in START_METHODS:
-        raise pytest.UsageError(f"ranks_start_method = {start_method!r}: choose {' or '.join(START_METHODS)}")
-    policy = config.getini("ranks_leaks")
-    if policy not in LEAK_POLICIES:
-        raise pytest.UsageError(f"ranks_leaks = {policy!r}: choose {', '.join(LEAK_POLICIES)}")
-
-
-def ranks_at_once(config: pytest.Config) -> int | None:
-    """Return how many ranks may run at once over all runs of this user on this machine; None: any number."""
-    bound: int | None = config.getini("ranks_at_once")
-    return bound
+    for name, choices in CHOICES.items():
+        value = config.getini(name)
+        if value not in choices:
+            raise pytest.UsageError(f"{name} = {value!r}: choose {', '.join(choices)}")
 
 
 def _check_leases(config: pytest.Config) -> None:

@@ -56,31 +56,20 @@ def _others_options(config: pytest.Config) -> list[str]:
     """Return, as they were typed, the options of other plugins and of the user's own conftests."""
     if _others_key in config.stash:
         return config.stash[_others_key]
-    wanted = _options(config)
+    actions = option_groups(config)
+    names = {name: action for action in actions for name in action.option_strings}
     words = [str(word) for word in config.invocation_params.args]
     repeated: list[str] = []
     while words and words[0] != "--":
         taken = 1
-        if action := _action_of(words[0], wanted):
+        # Whole, with `=`, or short with its value attached.
+        if action := names.get(words[0]) or names.get(words[0].split("=", 1)[0]) or names.get(words[0][:2]):
             taken += _count_values(action, words)
-            repeated += words[:taken] if wanted[action] else []
+            if actions[action] not in _NOT_REPEATED or action.dest in _REPEATED:
+                repeated += words[:taken]
         words = words[taken:]
     config.stash[_others_key] = repeated  # they are the same for every test
     return repeated
-
-
-def _options(config: pytest.Config) -> dict[argparse.Action, bool]:
-    """Return every option there is, and whether it is to be repeated."""
-    return {
-        action: group not in _NOT_REPEATED or action.dest in _REPEATED
-        for action, group in option_groups(config).items()
-    }
-
-
-def _action_of(word: str, options: dict[argparse.Action, bool]) -> argparse.Action | None:
-    """Find the option that a word stands for: whole, with `=`, or short with its value attached."""
-    names = {name: action for action in options for name in action.option_strings}
-    return names.get(word) or names.get(word.split("=", 1)[0]) or names.get(word[:2])
 
 
 def _count_values(action: argparse.Action, words: list[str]) -> int:

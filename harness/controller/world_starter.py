@@ -11,7 +11,6 @@ import sys
 import uuid
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.controller.pytest_internals import basetemp_of
-from harness.controller.requests import count_gpus, output_directory_of, ranks_at_once
+from harness.controller.requests import count_gpus, output_directory_of
 from harness.exceptions import LaunchError
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher
@@ -44,7 +43,6 @@ class WorldStarter:
         self._config = config
         self._launch = launch
         self._numbers = itertools.count()
-        self._at_once = ranks_at_once(config)
         self._workerinput: dict[str, Any] | None = None
         self._output_directory = output_directory_of(config)
         if self._output_directory:
@@ -62,7 +60,9 @@ class WorldStarter:
             session, launcher, basetemp = self._session_spec(), self._launch(), basetemp_of(self._config)
         except OSError as error:
             raise LaunchError(explain(error)) from error
-        lease = self._lease(key, make_room)  # after all that may fail: it ends with the world
+        needs_lease = key.device == "cuda" or self._config.getini("ranks_at_once") is not None
+        # After all that may fail: it ends with the world.
+        lease = lease_for(key, self._config, make_room) if needs_lease else None
         world = World(key, f"world-{next(self._numbers)}", session, launcher, lease)
         try:
             world.start(
@@ -76,11 +76,6 @@ class WorldStarter:
                 raise LaunchError(explain(error)) from error
             raise
         return world
-
-    def _lease(self, key: WorldKey, make_room: Callable[[], None]) -> Lease | None:
-        if self._at_once is None and key.device == "cpu":
-            return None
-        return lease_for(key, self._config, make_room)
 
     def _session_spec(self) -> SessionSpec:
         config = self._config
@@ -106,7 +101,7 @@ class WorldStarter:
 
 
 def measures(config: pytest.Config) -> bool:
-    """Whether pytest-cov measures this run."""
+    """Return whether pytest-cov measures this run."""
     return config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
 
 
@@ -119,7 +114,7 @@ def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None
     from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
     from harness.launch.leases import Leases
 
-    at_once = ranks_at_once(config)
+    at_once = config.getini("ranks_at_once")
     request = ResourceRequest(
         os.getpid(),
         str(config.rootpath),
@@ -158,15 +153,6 @@ def _report_wait(config: pytest.Config, text: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Node:
-    """The attributes that plugins use of pytest-xdist's handle on a worker."""
-
-    config: pytest.Config
-    workerinput: dict[str, Any]
-    gateway: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(id="master"))
-
-
 def xdist_input(config: pytest.Config) -> dict[str, Any]:
     """Return the `workerinput` of ranks, filled by plugins as for a worker of pytest-xdist.
 
@@ -184,10 +170,12 @@ def xdist_input(config: pytest.Config) -> dict[str, Any]:
         made["randomly_seed"] = config.option.randomly_seed
     manager = config.pluginmanager
     if manager.hasplugin("xdist"):
+        # The attributes that plugins use of pytest-xdist's handle on a worker.
+        node = SimpleNamespace(config=config, workerinput=made, gateway=SimpleNamespace(id="master"))
         # Ranks are measured in another way, and pytest-cov has this hook only under `pytest -n`.
         without = [plugin for plugin in (manager.get_plugin("_cov"),) if plugin is not None]
         try:
-            manager.subset_hook_caller("pytest_configure_node", without)(node=_Node(config, made))
+            manager.subset_hook_caller("pytest_configure_node", without)(node=node)
         except Exception as error:
             raise LaunchError(
                 "a plugin's hook `pytest_configure_node`, for workers of pytest-xdist and for ranks, failed: "

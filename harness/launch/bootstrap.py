@@ -78,7 +78,7 @@ def _take_over(spec: RankSpec) -> None:
     os.chdir(session.cwd)
     if session.captures:
         # For what is written outside of pytest's capture, by a C++ abort, for example.
-        log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(spec.path_of("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for number in (1, 2):
             os.dup2(log, number)
         os.close(log)

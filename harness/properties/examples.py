@@ -53,7 +53,7 @@ class Examples:
         self.is_active = False
         self.seed: int | None = None
         """The seed that reproduces the failure of this test, where no database keeps it."""
-        self.running = RunningExampleFile(rank.spec.running_path)
+        self.running = RunningExampleFile(rank.spec.path_of("running"))
         self.crash_guard = CrashGuard(self.running)
         self._rank = rank
         self._run = self._count = self._total = 0

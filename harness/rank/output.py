@@ -49,13 +49,14 @@ class TestOutput:
         if self._directory is not None:
             for title, text in report.sections:
                 with contextlib.suppress(OSError):  # the controller has checked that it can be written
-                    self._directory.replace(report.nodeid, self._rank, _kind(title), text)
+                    self._directory.write(report.nodeid, self._rank, _kind(title), text, "w")
 
     def _store(self, nodeid: str, kind: str, text: str) -> str:
         remedy = KEEP_ALL
         if self._directory is not None:
             try:
-                remedy = f"all of it is in {self._directory.add(nodeid, self._rank, kind, text)}"
+                file = self._directory.write(nodeid, self._rank, kind, text, "a")
+                remedy = f"all of it is in {file}"
             except OSError as error:
                 text += f"\n(could not be kept: {error})"
         return truncate(text, MAX_TEXT, remedy)

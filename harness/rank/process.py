@@ -32,7 +32,6 @@ from harness.protocol import (
     StartFailed,
     ToRank,
     Vote,
-    Voted,
 )
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
@@ -69,13 +68,13 @@ class Rank:
         self._wire = wire
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
-        self._phases = os.open(spec.phases_path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._phases = os.open(spec.path_of("phases"), os.O_WRONLY | os.O_CREAT, 0o600)
         self._activity = Activity()
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
-        self.crash_reports = CrashReports(spec.stacks_path)
+        self.crash_reports = CrashReports(spec.path_of("stacks"))
         self.forks = Forks(spec.rank, self._detach)
         self._lease = lease
 
@@ -90,7 +89,7 @@ class Rank:
         """Run items until the controller closes the session."""
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
-        capture_into(self.spec.captured_path)
+        capture_into(self.spec.path_of("captured"))
         session = RankSession(self)
         try:
             status = pytest.main(list(self.spec.session.args), plugins=[session])
@@ -151,7 +150,7 @@ class Rank:
                 wait for this rank.
         """
         self._activity.state = "votes"
-        self.send(Voted(vote))
+        self.send(vote)
         answer = None
         if abort_after is not None:
             try:

@@ -59,7 +59,7 @@ class DefaultGroup:
         self.joined = time.time_ns()
         dist.init_process_group(
             key.backend,
-            store=dist.FileStore(self._spec.path(f"store-{self._generation}"), key.size),
+            store=dist.FileStore(f"{self._spec.directory}/store-{self._generation}", key.size),
             rank=rank,
             world_size=key.size,
             timeout=_NO_TIMEOUT,

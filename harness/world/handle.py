@@ -56,7 +56,7 @@ class RankHandle:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
-        self._log_path = Path(spec.log_path)
+        self._log_path = Path(spec.path_of("log"))
         self._log_start = 0
         self.can_debug = spec.rank == spec.session.debugged_rank
         self.debugger: DebuggerState = "left"
@@ -68,7 +68,7 @@ class RankHandle:
 
     def begin(self, order: RunItem) -> None:
         """Send the order for an item; note where its log begins, and reset its counter of phases."""
-        with open(self.spec.phases_path, "r+b") as phases:
+        with open(self.spec.path_of("phases"), "r+b") as phases:
             phases.write(b"0")  # not truncated first: some file systems then wait for the disk
         with contextlib.suppress(OSError):  # there is no log under -s
             self._log_start = os.path.getsize(self._log_path)
@@ -130,7 +130,7 @@ class RankHandle:
         return RankStatus("(not responding)", "a blocking system call", state="silent")
 
     def _dump(self) -> str:
-        path = Path(self.spec.stacks_path)
+        path = Path(self.spec.path_of("stacks"))
         with contextlib.suppress(OSError):
             before = path.stat().st_size
             os.kill(self.pid, signal.SIGUSR1)
@@ -146,7 +146,7 @@ class RankHandle:
     def phases_over(self) -> int:
         """Return how many phases of the item the rank has ended."""
         try:
-            return int(Path(self.spec.phases_path).read_text())
+            return int(Path(self.spec.path_of("phases")).read_text())
         except (OSError, ValueError):  # it died before it ran an item
             return 0
 
@@ -156,7 +156,7 @@ class RankHandle:
 
     def output(self) -> RankOutput:
         """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
-        return RankOutput(Path(self.spec.captured_path), self._log_path, self._log_start)
+        return RankOutput(Path(self.spec.path_of("captured")), self._log_path, self._log_start)
 
     # Its debugger
 

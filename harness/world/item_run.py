@@ -30,7 +30,6 @@ from harness.protocol import (
     RunItem,
     StartFailed,
     Vote,
-    Voted,
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
@@ -137,8 +136,8 @@ class ItemRun:
                 outcome.status = outcome.status or doing
             case Warned():
                 outcome.warnings.append(message)
-            case Voted(vote):
-                outcome.vote = vote
+            case Vote():
+                outcome.vote = message
                 self._count_votes()
             case Finished() | Died():
                 if isinstance(message, Died):

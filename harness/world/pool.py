@@ -48,11 +48,16 @@ class WorldPool:
     """Warm worlds by key, reused from test to test.
 
     Args:
-        start: makes a world with that key and waits until it is ready.
+        start: makes a world with that key and waits until it is ready; calls `make_room`, its second
+            argument, before it waits for a lease.
         complain: called with a world and what went wrong when it ended otherwise than it should.
     """
 
-    def __init__(self, start: Callable[[WorldKey], World], complain: Callable[[World, str], None]) -> None:
+    def __init__(
+        self,
+        start: Callable[[WorldKey, Callable[[], None]], World],
+        complain: Callable[[World, str], None],
+    ) -> None:
         self._start = start
         self._complain = complain
         self._warm: dict[WorldKey, World] = {}
@@ -74,7 +79,7 @@ class WorldPool:
         if world is None and not fresh:
             # Fixtures of the old world that outlive a test must be torn down before they are set up again.
             self._reap([world for world in self._closing if world.key == key])
-        self._taken = world = world or self._start(key)
+        self._taken = world = world or self._start(key, self.make_room)
         return world
 
     def give_back(self, world: World, *, keep: bool) -> None:

@@ -116,7 +116,7 @@ class World:
             raise WorldError(self.fault() or explain(error)) from error
         if not outcome.is_clean():
             for handle, rank in zip(self._handles, outcome.ranks, strict=True):
-                rank.example = read_running_example(handle.spec.running_path)
+                rank.example = read_running_example(handle.spec.path_of("running"))
                 if self._kept is None or isinstance(rank.fate, Finished):  # that rank has kept it
                     continue
                 try:

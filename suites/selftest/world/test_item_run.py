@@ -111,7 +111,7 @@ def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
         started: Any = SimpleNamespace(process=process, wire=ours)
         spec: Any = SimpleNamespace(
-            rank=0, session=SimpleNamespace(debugged_rank=None), phases_path="", log_path=""
+            rank=0, session=SimpleNamespace(debugged_rank=None), path_of=lambda file: ""
         )
         rank = RankHandle(spec, started)
         try:
