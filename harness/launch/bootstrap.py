@@ -10,13 +10,15 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from harness.launch.lease_store import LeaseShare
 from harness.launch.limits import explain
 from harness.launch.multiprocessing_internals import close_server_pipe, forget_start_method
 from harness.launch.terminal import SentTerminal
 from harness.protocol import RankSpec, StartFailed
+
+if TYPE_CHECKING:
+    from harness.launch.lease_store import LeaseShare
 
 
 class Rank(Protocol):
@@ -27,7 +29,7 @@ class Rank(Protocol):
     def run(self) -> None: ...
 
 
-MakeRank = Callable[[RankSpec, Connection, LeaseShare | None], Rank]
+MakeRank = Callable[[RankSpec, Connection, "LeaseShare | None"], Rank]
 
 
 def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
@@ -51,7 +53,11 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTermin
     except OSError as error:
         wire.send((StartFailed(explain(error)),))
         return
-    share = None if spec.lease is None else LeaseShare(spec.lease)
+    share = None
+    if spec.lease is not None:
+        from harness.launch.lease_store import LeaseShare
+
+        share = LeaseShare(spec.lease)
     make_rank: MakeRank = pkgutil.resolve_name(make)
     rank = make_rank(spec, wire, share)
     try:
