@@ -49,6 +49,8 @@ def build_unit(
     if config.sync_module_states:
         states = [param.parameter.data for param in params] + [buffer for _, buffer in _buffers(owned)]
         collectives.broadcast(states, config.mesh.groups)
+    # Units live as long as the model, and what a caller's function refers to may be a whole checkpoint.
+    config = replace(config, ignored=Ignored(), param_init_fn=None, placement_fn=None)
     if config.offload:
         config = replace(config, device=device)
     precision = Precision(config.mixed_precision, modules[0], config.full_precision_in_eval)

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import threading
 from weakref import WeakSet, finalize
 
 from torch import Tensor
@@ -35,9 +36,11 @@ def watch(root: RootState) -> None:
 def _unwatch() -> None:
     """Remove the hooks if no root is left, and if no optimizer is going through them now.
 
-    The garbage collector may come here at any time. Hooks that stay serve the next root, or do nothing.
+    The garbage collector may come here at any time, and in any thread: the main one may be going through the
+    hooks then. Hooks that stay serve the next root, or do nothing.
     """
-    if next(iter(_ROOTS), None) is None and not _is_stepping():
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and next(iter(_ROOTS), None) is None and not _is_stepping():
         while _HANDLES:
             _HANDLES.pop().remove()
 

@@ -72,7 +72,8 @@ def new_state_dict(
 
 def module_versions(state: object) -> dict[str, dict[str, Any]]:
     """Return the version numbers that `state` carries, to be changed in place; none for a plain dict."""
-    return getattr(state, "_metadata", {})
+    versions: dict[str, dict[str, Any]] | None = getattr(state, "_metadata", None)
+    return {} if versions is None else versions
 
 
 def unscale_and_check(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

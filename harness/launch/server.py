@@ -33,7 +33,7 @@ LOOK_EVERY = 0.2
 """Seconds between looks at the controller while the server imports."""
 EVERY_RANK_IMPORTS = (
     *("torch", "torch.distributed", "torch.utils._device"),
-    *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree"),
+    *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree", "harness.launch.bootstrap"),
 )
 """Modules, besides those of the rank's program, that every rank, or nearly every one, would import itself."""
 

@@ -71,6 +71,7 @@ class ItemGuards:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         config.pluginmanager.register(self._streams)
+        config.pluginmanager.register(self._rank.forks)
         self._policy = config.getini("ranks_leaks")
         self._guards: tuple[Guard, ...] = (self.state, LeakGuard(self._policy))
 
@@ -103,13 +104,15 @@ class ItemGuards:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        state, *others = self._guards
         try:
             result = yield
+            self._look([state])  # raises where warnings are errors
         except BaseException:
             # The world will not be used again, so its state may stay; but processes would outlive it.
-            self._look(self._guards[1:], failed=True)
+            self._look(others, failed=True)
             raise
-        self._look(self._guards)
+        self._look(others)
         return result
 
     def _look(self, guards: Sequence[Guard], failed: bool = False) -> None:
@@ -132,14 +135,14 @@ class ItemGuards:
 
     # Fixtures
 
-    @pytest.hookimpl(wrapper=True, trylast=True)
+    @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         if fixturedef.scope == "function":
-            return (yield from self._rank.forks.guard())
+            return (yield)
         befores = [guard.capture() for guard in self._guards]
         self._setups.append(befores)
         try:
-            result = yield from self._rank.forks.guard()
+            result = yield
         finally:
             self._setups.pop()
         changes = [(before, guard.capture()) for before, guard in zip(befores, self._guards, strict=True)]

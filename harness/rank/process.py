@@ -271,6 +271,10 @@ class Forks:
             os.write(2, f"rank {self._rank}: process {os.getpid()}, forked by the test, {how}\n".encode())
         os._exit(status)
 
+    @pytest.hookimpl(wrapper=True, trylast=True)  # innermost: no other plugin's code runs in a child
+    def pytest_fixture_setup(self) -> Generator[None, object, object]:
+        return (yield from self.guard())
+
     def guard(self) -> Generator[None, object, object]:
         """Run what a hook wraps; end a child that comes out of it."""
         __tracebackhide__ = True

@@ -1,5 +1,9 @@
 """Wrapping a module: its first values, what is ignored, and what is refused before anything changes."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,3 +288,20 @@ def test_a_module_on_another_device_is_refused_by_parameter_name():
         bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
         with pytest.raises(ValueError, match="'weight' is on cuda:0, but device_id is cpu; move the module"):
             FullyShardedDataParallel(bare, device_id=torch.device("cpu"))
+
+
+def test_a_unit_keeps_nothing_that_only_made_it():
+    class Init:
+        """Stands for a function that has a whole checkpoint in its closure."""
+
+        def __call__(self, module):
+            module.reset_parameters()
+
+    init = Init()
+    alive = weakref.ref(init)
+    model = FullyShardedDataParallel(nn.Linear(2, 2, device="meta"), param_init_fn=init)
+    twin = copy.deepcopy(model)
+    del init
+    gc.collect()
+    assert alive() is None
+    assert not twin.module.weight.is_meta
