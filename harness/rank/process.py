@@ -273,6 +273,7 @@ class Forks:
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # innermost: no other plugin's code runs in a child
     def pytest_fixture_setup(self) -> Generator[None, object, object]:
+        __tracebackhide__ = True
         return (yield from self.guard())
 
     def guard(self) -> Generator[None, object, object]:
