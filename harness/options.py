@@ -14,10 +14,15 @@ DEFAULTS: Mapping[str, Any] = {
     "world_timeout": 60.0,
     "fresh_worlds": False,
     "check_collectives": False,
+    "ranks_adopt": None,
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
 
-CHOICES = {"ranks_start_method": ("forkserver", "spawn"), "ranks_leaks": ("warn", "error", "off")}
+CHOICES = {
+    "ranks_start_method": ("forkserver", "spawn"),
+    "ranks_leaks": ("warn", "error", "off"),
+    "ranks_adopt_groups": ("own", "reuse"),
+}
 """The values that ini options take which pytest does not check."""
 
 
@@ -77,7 +82,25 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="run only the cases of run_subtests with these settings",
     )
+    group.addoption(
+        "--ranks-adopt",
+        metavar="KINDS",
+        help="run existing test classes on ranks, unchanged: torch (MultiProcessTestCase and "
+        "MultiProcContinuousTest), deepspeed (DistributedTest), or both with a comma between (default: the "
+        "ini option)",
+    )
+    group.addoption(
+        "--ranks-adopt-report",
+        action="store_true",
+        help="list the classes that were adopted, and those left to their own launcher, with the reason",
+    )
     _add_ini_options(parser)
+
+
+def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:
+    """Return the kinds of test classes that run on ranks: of `--ranks-adopt`, else of the ini option."""
+    given: str | None = config.getoption("ranks_adopt")
+    return tuple(config.getini("ranks_adopt") if given is None else given.replace(",", " ").split())
 
 
 def _add_ini_options(parser: pytest.Parser) -> None:
@@ -101,4 +124,13 @@ def _add_ini_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "ranks_wait", "seconds that a world waits for ranks or GPUs that other runs hold", "float", 600.0
+    )
+    parser.addini(
+        "ranks_adopt", "kinds of existing test classes to run on ranks: torch, deepspeed", "args", default=[]
+    )
+    parser.addini(
+        "ranks_adopt_groups",
+        "process groups of adopted tests: own (each makes its own), or reuse (a request for a group like the "
+        "rank's gets the rank's)",
+        default="own",
     )

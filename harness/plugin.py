@@ -14,7 +14,7 @@ import pytest
 from harness import fixtures, hookspecs
 from harness.fixtures import collectives, run_subtests, world
 from harness.marker import MarkError, read_mark
-from harness.options import add_options
+from harness.options import add_options, adopted_kinds
 from harness.protocol import RANK_PLUGIN
 
 __all__ = ["collectives", "run_subtests", "world"]
@@ -35,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "item for each size; on `backend`, in new processes if `fresh`, within `timeout` seconds. The "
         "nearest mark wins.",
     )
+    if adopted_kinds(config):
+        from harness.adopt.plugin import register
+
+        register(config)
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
     from harness.controller.plugin import Controller

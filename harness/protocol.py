@@ -12,6 +12,9 @@ from typing import Any, Literal
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
 
+SKIPS_ALL = "skips_all_ranks"
+"""The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
+
 VICTIM_OF_A_CASE = "this case failed on another rank: "
 """How a rank's subtest failure begins when the rank itself passed the case."""
 

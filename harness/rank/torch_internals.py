@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,14 +51,57 @@ def abort_nccl_groups() -> None:
     _c10d._abort_process_group()
 
 
-def forget_groups() -> None:
-    """Make torch forget all groups of this process without destroying them.
+# What torch knows of its groups: attributes of `_world`. If one moves: what
+# `dist.destroy_process_group()` clears.
+_MAPS = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
 
-    If it moves: what `dist.destroy_process_group()` does after it has shut the groups down.
-    """
+
+@dataclass(frozen=True, slots=True)
+class TakenGroups:
+    """All that torch knew of the process groups of this process at one moment."""
+
+    default: dist.ProcessGroup | None
+    count: int
+    maps: dict[str, dict[Any, Any]]
+
+    def put_back(self) -> None:
+        """Make these the groups of this process; torch forgets those it has now."""
+        forget_groups()
+        for name, known in self.maps.items():
+            getattr(_c10d._world, name, {}).update(known)
+        for group, name in self.maps["pg_names"].items():
+            torch._C._distributed_c10d._register_process_group(name, group)
+        _c10d._world.group_count = self.count
+        _c10d._update_default_pg(self.default)
+
+    def shut_down(self) -> None:
+        """Shut the groups down, the last ones first, as `dist.destroy_process_group()` does."""
+        for group in reversed(self.maps["pg_map"]):
+            group.shutdown()
+
+
+def take_groups() -> TakenGroups:
+    """Make torch forget all groups of this process, and return what it takes to put them back."""
+    world = _c10d._world
+    maps = {name: dict(getattr(world, name, {})) for name in _MAPS}
+    taken = TakenGroups(dist.group.WORLD, world.group_count, maps)
+    forget_groups()
+    return taken
+
+
+def forget_groups() -> None:
+    """Make torch forget all groups of this process without destroying them."""
     _c10d._update_default_pg(None)
     world = _c10d._world
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+    for name in _MAPS:
         getattr(world, name, {}).clear()
     torch._C._distributed_c10d._unregister_all_process_groups()
     world.group_count = 0

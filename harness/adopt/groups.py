@@ -1,0 +1,56 @@
+"""The process groups of adopted tests, while the rank's own are out of sight. Runs inside a rank."""
+
+from __future__ import annotations
+
+from harness.rank.process_group import DefaultGroup
+from harness.rank.torch_internals import TakenGroups, take_groups
+
+
+class ForeignGroups:
+    """Keeps the groups of the rank and those of adopted tests apart.
+
+    Args:
+        group: the rank's default group.
+    """
+
+    def __init__(self, group: DefaultGroup) -> None:
+        self._group = group
+        self._own: TakenGroups | None = None
+        self._kept: tuple[object, TakenGroups] | None = None
+        self._ended: list[TakenGroups] = []
+
+    def enter(self, owner: object) -> None:
+        """Hide the rank's groups; put back those that `owner` has kept."""
+        self._own = take_groups()
+        self._group.is_hidden = True
+        if self._kept is not None:
+            kept_for, groups = self._kept
+            self._kept = None
+            if kept_for is owner:
+                groups.put_back()
+            else:
+                self._ended.append(groups)
+
+    def end(self) -> None:
+        """Make torch forget the test's groups. They live on until all ranks have ended the item.
+
+        Another rank may still connect to them, and must find them.
+        """
+        self._ended.append(take_groups())
+
+    def leave(self, keep_for: object = None) -> None:
+        """Put the rank's groups back; keep the test's for their owner, or end them."""
+        if self._own is None:
+            return
+        if keep_for is not None:
+            self._kept = keep_for, take_groups()
+        else:
+            self.end()
+        self._own.put_back()
+        self._own = None
+        self._group.is_hidden = False
+
+    def drop_ended(self) -> None:
+        """Shut down what has ended: all ranks are past it."""
+        while self._ended:
+            self._ended.pop().shut_down()

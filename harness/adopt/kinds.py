@@ -1,0 +1,89 @@
+"""The kinds of test classes that can be adopted, and what each must know. Used on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import pytest
+
+FAMILIES = ("torch", "deepspeed")
+"""What `ranks_adopt` may name."""
+
+
+class LeftAlone(Exception):
+    """The reason for which a class or a test is left to its own launcher."""
+
+
+class NothingToRun(Exception):
+    """The reason for which a test is skipped before any rank is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The world that an adopted item needs."""
+
+    size: int
+    timeout: float = 0.0
+    """Seconds; `--world-timeout` holds where it is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an adopted item runs: one rank of a world, as kinds see it."""
+
+    rank: int
+    size: int
+    device: str
+    """Type of the device that the rank's tensors belong to: cpu or cuda."""
+    directory: str
+    """One directory of this item for all ranks, which exists."""
+    end_groups: Callable[[], None]
+    """Make torch forget the test's process groups; they are shut down when all ranks have ended the item."""
+    fail_peers: Callable[[], None]
+    """Break the connections of this rank, so that ranks that wait for it fail at once."""
+    skip_all: Callable[[str], NoReturn]
+    """Skip the test for a reason that, as the kind's own launcher judges it, skips it on all ranks."""
+    any_rank: Callable[[bool], bool]
+    """Return, when all ranks have called this, whether one of them gave true."""
+
+
+class Kind(Protocol):
+    """One kind of test classes.
+
+    Attributes:
+        family: the word of `ranks_adopt` that asks for it.
+    """
+
+    family: str
+
+    def matches(self, cls: type) -> bool:
+        """Return whether a class is of this kind. Called for each item that is collected."""
+        ...
+
+    def demand(self, item: pytest.Item) -> Demand:
+        """Return what an item asks for. Called in the controller.
+
+        Raises:
+            LeftAlone: the item, or its class, stays with its own launcher.
+            NothingToRun: the item is skipped.
+        """
+        ...
+
+    def owner_of_groups(self, item: pytest.Item) -> object:
+        """Return whose process groups the item uses: its own, or its class's if they outlive the item."""
+        ...
+
+    def running(self, item: pytest.Item, place: Place) -> AbstractContextManager[None]:
+        """Surround the call phase of an item in a rank; the item's own groups are up, or none."""
+        ...
+
+
+def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
+    """Return the kinds of these families; a class is of the first one that matches it."""
+    from harness.adopt.multi_process import MultiProcess
+
+    kinds: tuple[Kind, ...] = (MultiProcess(),)
+    return tuple(kind for kind in kinds if kind.family in families)

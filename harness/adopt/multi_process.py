@@ -1,0 +1,155 @@
+"""torch's `MultiProcessTestCase` and what derives from it: FSDPTest, DTensorTestBase, DistributedTestBase.
+
+torch's parent process makes an instance, runs its `setUp`, in which it spawns children, waits for them in
+place of the method, and judges their exit codes. A child makes an instance of its own and calls the method.
+Here each rank does both in turn: what spawns children notes only that it was called; what waits for them
+runs the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import unittest
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from harness.adopt import torch_internals
+from harness.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
+
+__tracebackhide__ = True
+
+# Methods of torch's launcher. A class with one of its own does with processes what only it knows.
+_LAUNCHER = ("_spawn_processes", "_start_processes", "_join_processes", "_check_return_codes", "join_or_run")
+_TORCHS_VARIABLES = ("WORLD_SIZE", "TORCH_NCCL_DESYNC_DEBUG")
+"""What torch's base classes set in every `setUp`: no news to the author of a test."""
+
+
+class MultiProcess:
+    """The kind of `MultiProcessTestCase`."""
+
+    family = "torch"
+
+    def matches(self, cls: type) -> bool:
+        base = torch_internals.base("MultiProcessTestCase")
+        return base is not None and issubclass(cls, base)
+
+    def demand(self, item: pytest.Item) -> Demand:
+        cls = item.cls  # type: ignore[attr-defined]
+        base = torch_internals.base("MultiProcessTestCase")
+        for name in _LAUNCHER:
+            owner = next(parent for parent in cls.__mro__ if name in vars(parent))
+            if owner is not base:
+                raise LeftAlone(f"{owner.__name__} has a launcher of its own: it overrides {name}")
+        method = item.name
+        try:
+            size = int(cls(method).world_size)
+        except Exception as error:
+            raise LeftAlone(f"its world_size cannot be read: {type(error).__name__}: {error}") from error
+        if size < 1:
+            raise NothingToRun(f"world_size is {size}: torch would start no process, and run nothing")
+        return Demand(size, torch_internals.timeout_of(method))
+
+    def owner_of_groups(self, item: pytest.Item) -> object:
+        return item
+
+    @contextlib.contextmanager
+    def running(self, item: pytest.Item, place: Place) -> Iterator[None]:
+        """Replace the launcher of the item's instance."""
+        case: Any = item.instance  # type: ignore[attr-defined]
+        launched: list[object] = []
+        kept = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
+        case._spawn_processes = lambda: launched.append("spawn")
+        case._start_processes = launched.append
+
+        def join(function: Any) -> None:
+            __tracebackhide__ = True
+            if not launched:
+                raise unittest.SkipTest("its setUp started no process, so nothing ran")
+            Child(case, place).run(function)
+
+        case._join_processes = join
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            if file := getattr(case, "file_name", None):  # made by setUp, for processes that were not started
+                with contextlib.suppress(OSError):
+                    os.remove(file)
+
+
+class Child:
+    """The part of a child process, in a rank.
+
+    Args:
+        parent: the instance whose `setUp` has run.
+    """
+
+    def __init__(self, parent: Any, place: Place) -> None:
+        self._parent = parent
+        self._place = place
+        self._method = str(parent._current_test_name())
+        self._messages: list[str] = []
+
+    def run(self, function: Any) -> None:
+        """Run the method as a child would, and judge the end as the parent would."""
+        __tracebackhide__ = True
+        base = torch_internals.base("MultiProcessTestCase")
+        assert base is not None
+        file = f"{self._place.directory}/rendezvous"
+        with mock.patch.object(base, "run_test", self._run_test_of()):
+            try:
+                fake_pg = getattr(self._parent, "fake_pg", False)
+                type(self._parent)._run(
+                    self._place.rank, self._method, file, Pipe(self._messages), fake_pg=fake_pg
+                )
+            except SystemExit as end:
+                self._judge(end)
+            except unittest.SkipTest as skip:
+                self._place.skip_all(str(skip))
+
+    def _run_test_of(self) -> Any:
+        """Return what replaces `run_test`: no thread that listens, and exceptions keep their traceback."""
+        place = self._place
+
+        def run_test(child: Any, test_name: str, parent_pipe: object) -> None:
+            __tracebackhide__ = True
+            torch_internals.seed()
+            try:
+                getattr(child, test_name)()
+            finally:
+                child.doCleanups()  # in torch's child the end of the process undoes what they would
+            if child.destroy_pg_upon_exit:
+                place.end_groups()
+
+        return run_test
+
+    def _judge(self, end: SystemExit) -> None:
+        __tracebackhide__ = True
+        code = 0 if end.code is None else end.code
+        if (message := torch_internals.skip_message(code)) is not None:
+            self._place.skip_all(message)
+        sent = "\n".join(self._messages)
+        pytest.fail(f"exited with {code!r} before its end{sent and ': '}{sent}")
+
+
+class Pipe:
+    """The end of a pipe to the parent: keeps what is sent."""
+
+    closed = False
+
+    def __init__(self, messages: list[str]) -> None:
+        self._messages = messages
+
+    def send(self, message: object) -> None:
+        self._messages.append(str(message))
+
+    def close(self) -> None:
+        """Nothing: there is no other end."""
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        return False

@@ -1,0 +1,156 @@
+"""The plugin of adoption: gives items of existing test classes the mark `ranks`, and runs them in a rank.
+
+Registered where `ranks_adopt` names a kind: in the controller to collect and to report, in a rank to run.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections import Counter
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from harness.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, Place, kinds_of
+from harness.options import adopted_kinds
+from harness.protocol import RANK_PLUGIN, SKIPS_ALL, Vote
+
+if TYPE_CHECKING:
+    from harness.rank.session import RankSession
+
+__tracebackhide__ = True
+
+_kind_key = pytest.StashKey[Kind]()
+_skips_all_key = pytest.StashKey[bool]()
+
+
+def register(config: pytest.Config) -> None:
+    """Register the plugin of this side.
+
+    Raises:
+        pytest.UsageError: `ranks_adopt` names an unknown kind.
+    """
+    families = adopted_kinds(config)
+    for family in families:
+        if family not in FAMILIES:
+            raise pytest.UsageError(f"ranks_adopt: unknown kind {family!r}; there are {', '.join(FAMILIES)}")
+    kinds = kinds_of(families)
+    session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
+    plugin = Adoption(config, kinds) if session is None else RankAdoption(session, kinds)
+    config.pluginmanager.register(plugin, "harness-adopt")
+
+
+def _kind_of(item: pytest.Item, kinds: tuple[Kind, ...]) -> Kind | None:
+    cls = getattr(item, "cls", None)
+    return None if cls is None else next((kind for kind in kinds if kind.matches(cls)), None)
+
+
+def _skip_all(item: pytest.Item, reason: str) -> NoReturn:
+    item.stash[_skips_all_key] = True
+    raise unittest.SkipTest(reason)
+
+
+class Adoption:
+    """Chooses what is adopted, in the controller."""
+
+    def __init__(self, config: pytest.Config, kinds: tuple[Kind, ...]) -> None:
+        self._config = config
+        self._kinds = kinds
+        self._adopted: Counter[str] = Counter()
+        self._left: Counter[tuple[str, str]] = Counter()
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        kind = _kind_of(item, self._kinds)
+        if kind is None or item.get_closest_marker("ranks") is not None:
+            return
+        name = item.cls.__name__  # type: ignore[attr-defined]
+        try:
+            demand = kind.demand(item)
+        except LeftAlone as reason:
+            self._left[name, str(reason)] += 1
+        except NothingToRun as reason:
+            item.add_marker(pytest.mark.skip(reason=str(reason)))
+        else:
+            self._adopted[name] += 1
+            timeout = max(demand.timeout, self._config.getoption("world_timeout"))
+            item.add_marker(pytest.mark.ranks(demand.size, timeout=timeout))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        write = terminalreporter.write_line
+        if self._left:
+            classes = len({name for name, _ in self._left})
+            write(f"{self._left.total()} tests of {classes} classes left to their own launcher")
+
+
+class RankAdoption:
+    """Runs adopted items, in a rank."""
+
+    def __init__(self, session: RankSession, kinds: tuple[Kind, ...]) -> None:
+        from harness.adopt.groups import ForeignGroups
+
+        self._session = session
+        self._kinds = kinds
+        self._groups = ForeignGroups(session.rank.group)
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        kind = _kind_of(item, self._kinds)
+        if kind is not None and item.get_closest_marker("ranks") is None:
+            item.stash[_kind_key] = kind
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._groups.drop_ended()
+        return (yield)
+
+    # Inside of the guards of the rank, so that they see the rank's own groups before and after.
+
+    @pytest.hookimpl
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if kind := item.stash.get(_kind_key, None):
+            self._groups.enter(kind.owner_of_groups(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        if (kind := item.stash.get(_kind_key, None)) is None:
+            return (yield)
+        with kind.running(item, self._place(item)):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        finally:
+            if kind := item.stash.get(_kind_key, None):
+                owner = kind.owner_of_groups(item)
+                self._groups.leave(None if owner is item else owner)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.skipped and item.stash.get(_skips_all_key, False):
+            vars(report)[SKIPS_ALL] = True
+        return report
+
+    def _place(self, item: pytest.Item) -> Place:
+        world = self._session.world
+        directory = Path(world.shared_tmp_path)
+        return Place(
+            rank=world.rank,
+            size=world.size,
+            device=world.device.type,
+            directory=str(directory),
+            end_groups=self._groups.end,
+            fail_peers=self._session.rank.abort,
+            skip_all=partial(_skip_all, item),
+            any_rank=self._any_rank,
+        )
+
+    def _any_rank(self, value: bool) -> bool:
+        votes = self._session.rank.agree(Vote("", "failed" if value else "passed"))
+        return any(vote.outcome == "failed" for vote in votes)

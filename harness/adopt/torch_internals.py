@@ -1,0 +1,36 @@
+"""Private names of torch's test classes, each with what to look for when it moves. Seen in torch 2.13.
+
+Used on both sides. A class derives from one of torch's only where its module is loaded, so modules are looked
+up, never imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+COMMON = "torch.testing._internal.common_distributed"
+
+
+def base(name: str) -> type | None:
+    """Return a base class of torch's by name, None if nothing in this process has imported it."""
+    found: type | None = getattr(sys.modules.get(COMMON), name, None)
+    return found
+
+
+def skip_message(code: object) -> str | None:
+    """Return what an exit code of TEST_SKIPS says, None if it is no such code."""
+    skips: dict[str, Any] = sys.modules[COMMON].TEST_SKIPS
+    return next((str(skip.message) for skip in skips.values() if skip.exit_code == code), None)
+
+
+def timeout_of(method: str) -> float:
+    """Return the seconds that torch allows a method beyond those of all, 0 for most."""
+    # `TIMEOUT_OVERRIDE`, which `get_timeout` reads.
+    overrides: dict[str, float] = getattr(sys.modules[COMMON], "TIMEOUT_OVERRIDE", {})
+    return float(overrides.get(method, 0.0))
+
+
+def seed() -> None:
+    """Seed as torch seeds a child before its test."""
+    sys.modules["torch.testing._internal.common_utils"].set_rng_seed()
