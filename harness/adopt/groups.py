@@ -5,6 +5,9 @@ from __future__ import annotations
 from harness.rank.process_group import DefaultGroup
 from harness.rank.torch_internals import TakenGroups, take_groups
 
+MAX_KEPT = 4
+"""Owners whose groups are kept for their next item. Usually items of a class follow each other."""
+
 
 class ForeignGroups:
     """Keeps the groups of the rank and those of adopted tests apart.
@@ -16,20 +19,16 @@ class ForeignGroups:
     def __init__(self, group: DefaultGroup) -> None:
         self._group = group
         self._own: TakenGroups | None = None
-        self._kept: tuple[object, TakenGroups] | None = None
+        self._kept: dict[object, TakenGroups] = {}
+        """The groups of owners that may have more items, the one that was up longest ago first."""
         self._ended: list[TakenGroups] = []
 
     def enter(self, owner: object) -> None:
         """Hide the rank's groups; put back those that `owner` has kept."""
         self._own = take_groups()
         self._group.is_hidden = True
-        if self._kept is not None:
-            kept_for, groups = self._kept
-            self._kept = None
-            if kept_for is owner:
-                groups.put_back()
-            else:
-                self._ended.append(groups)
+        if (kept := self._kept.pop(owner, None)) is not None:
+            kept.put_back()
 
     def end(self) -> None:
         """Make torch forget the test's groups. They live on until all ranks have ended the item.
@@ -43,7 +42,9 @@ class ForeignGroups:
         if self._own is None:
             return
         if keep_for is not None:
-            self._kept = keep_for, take_groups()
+            self._kept[keep_for] = take_groups()
+            if len(self._kept) > MAX_KEPT:
+                self._ended.append(self._kept.pop(next(iter(self._kept))))
         else:
             self.end()
         self._own.put_back()

@@ -83,7 +83,8 @@ class Kind(Protocol):
 
 def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
+    from harness.adopt.continuous import Continuous
     from harness.adopt.multi_process import MultiProcess
 
-    kinds: tuple[Kind, ...] = (MultiProcess(),)
+    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous())
     return tuple(kind for kind in kinds if kind.family in families)

@@ -6,8 +6,11 @@ up, never imported.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 COMMON = "torch.testing._internal.common_distributed"
 
@@ -34,3 +37,15 @@ def timeout_of(method: str) -> float:
 def seed() -> None:
     """Seed as torch seeds a child before its test."""
     sys.modules["torch.testing._internal.common_utils"].set_rng_seed()
+
+
+def is_initialized() -> bool:
+    """Return whether there is a default process group. Called in ranks, where torch is loaded."""
+    return bool(sys.modules["torch.distributed"].is_initialized())
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Keep torch's launchers from logging what they are about to do: here they are only asked."""
+    with mock.patch.object(sys.modules[COMMON], "logger", mock.Mock()):
+        yield

@@ -37,16 +37,17 @@ class Diagnosis:
     """Whether no rank can get on any more without help."""
 
 
-def diagnose(statuses: Mapping[int, RankStatus], size: int) -> Diagnosis | None:
+def diagnose(statuses: Mapping[int, RankStatus], size: int, deadline: float = math.inf) -> Diagnosis | None:
     """Return what is wrong between the ranks, None if nothing is found.
 
     Args:
         statuses: of ranks that stand still, or of the moment they failed or were ended; a rank that gets on
             must be missing, or the answer may be wrong.
         size: how many ranks the world has.
+        deadline: seconds that the test has: no collective with a longer timeout will end by itself.
     """
     ranks = _Ranks(_renumber(statuses), size)
-    return ranks.mismatch() or ranks.standstill()
+    return ranks.mismatch() or ranks.standstill(min(deadline, _PATIENT))
 
 
 def find_mismatch(
@@ -124,8 +125,12 @@ class _Ranks:
         waits = any(begun[rank].in_flight for rank in ranks)
         return ("is in" if waits else "was in") if len(ranks) == 1 else ("are in" if waits else "were in")
 
-    def standstill(self) -> Diagnosis | None:
-        """Find ranks that wait in a collective which others have not begun."""
+    def standstill(self, patience: float) -> Diagnosis | None:
+        """Find ranks that wait in a collective which others have not begun.
+
+        Args:
+            patience: seconds; a collective with a shorter timeout ends by itself.
+        """
         waiting: dict[int, Issued] = {}
         for rank, issued in self._issued.items():
             in_vain = [each for each in issued.values() if each.in_flight and self._missing(each)]
@@ -138,7 +143,7 @@ class _Ranks:
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
         sentence = self._describe_waiting(waiting, missing) if waiting else f"{_names(stopped)} is stopped"
-        ends_by_itself = any(issued.timeout < _PATIENT for issued in waiting.values())
+        ends_by_itself = any(issued.timeout < patience for issued in waiting.values())
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
 

@@ -199,7 +199,9 @@ class ItemRun:
         for rank in pending - self._answers.keys():
             if self._handles[rank].is_stopped():
                 self._answers[rank] = self._handles[rank].describe_silent()
-        found = diagnose(self._answers, len(self._handles)) if pending & self._answers.keys() else None
+        found = None
+        if pending & self._answers.keys():
+            found = diagnose(self._answers, len(self._handles), self._timeout)
         if found is not None and found.is_hopeless and found == self._suspicion:
             self._end_standstill(found, pending)
             found = None  # the answers to the next probe may come before a rank has noticed

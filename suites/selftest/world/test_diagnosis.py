@@ -150,6 +150,12 @@ def test_ranks_that_wait_for_a_timeout_are_not_hopeless() -> None:
     assert diagnosis_of(doing(long), doing(state="idle")).is_hopeless
 
 
+def test_a_timeout_beyond_the_deadline_of_the_test_is_hopeless() -> None:
+    statuses = {0: doing(issued("all_reduce", 1, timeout=120)), 1: doing(state="idle")}
+    found = [diagnose(statuses, 2, deadline) for deadline in (60, 300)]
+    assert [each is not None and each.is_hopeless for each in found] == [True, False]
+
+
 def test_only_members_of_a_group_are_missed() -> None:
     pair = doing(issued("all_reduce", 1, group="1", ranks=(0, 2)))
     assert diagnose({0: pair, 1: doing(state="idle"), 2: pair}, 3) is None
