@@ -19,9 +19,10 @@ from harness.engine import collectives
 from harness.engine.casting import Buffers
 from harness.engine.config import Ignored, UnitConfig
 from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
+from harness.engine.marks import OWNER, mark_sharded
 from harness.engine.materialise import Materialiser
 from harness.engine.mesh import device_of
-from harness.engine.param import OWNER, LocalShard, Param, ParamRef, joined, mark_sharded
+from harness.engine.param import LocalShard, Param, ParamRef, joined
 from harness.engine.param_group import ParamGroup
 from harness.engine.unit import Unit
 from harness.engine.unsharded import Precision

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from harness.engine import collectives
 from harness.engine.config import UnitConfig
 from harness.engine.layout import FlatLayout, Layout, RowLayout
+from harness.engine.marks import invalidate, mark_sharded
 from harness.engine.mesh import DTensorPlacement
 from harness.engine.torch_internals import dtensor_spec, local_tensor, set_local_tensor
 
@@ -20,20 +21,6 @@ INNER = "_sharded_module"
 """The attribute of a wrapper that holds the module it wraps."""
 FLAT = "flat_param"
 """The name of a group's flat parameter in its wrapper, and of this rank's shard in a local state dict."""
-
-OWNER = "_lockstep_unit"
-"""The attribute of a module or parameter that carries the name of the unit that shards it."""
-_INVALID = "_lockstep_invalid"
-
-
-class _Owner(str):
-    """The unit that shards what carries this mark. A copy of that belongs to no unit: its mark is empty."""
-
-    def __deepcopy__(self, _: object) -> str:
-        return ""
-
-    def __reduce__(self) -> tuple[type[str], tuple[()]]:
-        return str, ()
 
 
 @dataclass(frozen=True)
@@ -363,30 +350,6 @@ def _views(flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:
     """Return the pieces of shard number `index`, which lie in the 1-D `flat`, in their shapes."""
     pieces = ((layout.piece(i, index), layout.piece_shape(i, index)) for i in range(len(layout.shapes)))
     return tuple(flat[piece.shard_start : piece.shard_stop].view(shape) for piece, shape in pieces)
-
-
-def mark_sharded(params: Iterable[Param], unit: str) -> None:
-    """Mark parameters, and the modules that hold them, as sharded by `unit`: a second unit refuses them."""
-    for param in params:
-        setattr(param.parameter, OWNER, _Owner(f"{param.name} of {unit}"))
-        for ref in param.refs:
-            ref.module.__dict__[OWNER] = _Owner(unit)
-
-
-def invalidate(replaced: Iterable[Tensor], what: str) -> None:
-    """Mark tensors that no optimizer should hold, since others get the gradients; messages say `what`."""
-    for tensor in replaced:
-        setattr(tensor, _INVALID, what)
-
-
-def refuse_invalidated(optimized: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if an optimizer holds what was invalidated: it would never move."""
-    for parameter in optimized:
-        if what := getattr(parameter, _INVALID, None):
-            raise RuntimeError(
-                f"the optimizer holds {what}, to which no gradient comes. Make it from the "
-                "model's parameters() after sharding, and not between unshard and reshard."
-            )
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:

@@ -17,8 +17,9 @@ from harness.engine import collectives
 from harness.engine.api import GroupState
 from harness.engine.gradients import Gradients
 from harness.engine.layout import copy_in, copy_out
+from harness.engine.marks import invalidate
 from harness.engine.mesh import Axis
-from harness.engine.param import LocalShard, invalidate
+from harness.engine.param import LocalShard
 from harness.engine.torch_internals import outside_transforms
 from harness.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan, lay_out
 
