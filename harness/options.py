@@ -15,6 +15,7 @@ DEFAULTS: Mapping[str, Any] = {
     "fresh_worlds": False,
     "check_collectives": False,
     "ranks_adopt": None,
+    "ranks_adopt_cpu": False,
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
 
@@ -88,6 +89,12 @@ def add_options(parser: pytest.Parser) -> None:
         help="run existing test classes on ranks, unchanged: torch (MultiProcessTestCase and "
         "MultiProcContinuousTest), deepspeed (DistributedTest), or both with a comma between (default: the "
         "ini option)",
+    )
+    group.addoption(
+        "--ranks-adopt-cpu",
+        action="store_true",
+        help="run adopted tests that want accelerators on gloo and the CPU, as on a machine with four; "
+        "docs/adopt.md lists what is patched",
     )
     group.addoption(
         "--ranks-adopt-report",

@@ -41,6 +41,11 @@ def register(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     plugin = Adoption(config, kinds) if session is None else RankAdoption(session, kinds)
     config.pluginmanager.register(plugin, "harness-adopt")
+    if config.getoption("ranks_adopt_cpu"):
+        from harness.adopt.cpu import CpuDevices
+
+        cpu_devices = CpuDevices(runs_here=lambda item: _kind_key in item.stash)
+        config.pluginmanager.register(cpu_devices, "harness-adopt-cpu")
 
 
 def _kind_of(item: pytest.Item, kinds: tuple[Kind, ...]) -> Kind | None:
