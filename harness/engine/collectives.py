@@ -331,6 +331,17 @@ def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:
     return values[0]
 
 
+def local_gradient(gradient: DTensor, leaf: Tensor) -> Tensor:
+    """Return this rank's part of the `gradient` of the `DTensor` `leaf`, placed as that is.
+
+    It may come with other placements: as Partial, say, if ranks of an axis had parts of the batch.
+    """
+    assert isinstance(leaf, DTensor)
+    if gradient.placements != leaf.placements:
+        gradient = gradient.redistribute(placements=leaf.placements)
+    return gradient.to_local()
+
+
 def full_tensor(tensor: DTensor) -> Tensor:
     """Return `tensor` in full, on the device of its mesh."""
     there: Any = tensor.to(tensor.device_mesh.device_type)  # annotated as a plain tensor

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from harness.engine.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from harness.engine.mesh import DTensorPlacement, MeshInfo
+from harness.engine.mesh import MeshInfo
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class UnitConfig:
         output_dtype: Of floating-point results; None leaves them as they are.
         keeps_precision: The unit has full precision among units without: its floating-point arguments are
             cast up, and its results back to the dtype that came in.
-        dtensor: Set if parameters become `DTensor`s: each is sharded along dim 0, modules register unsharded
-            parameters, and gradients wait out of sight until they are reduced. None: parameters lie in one
-            flat shard, and the user always sees the gradients.
+        dtensor: The mesh over which parameters become `DTensor`s: each is sharded along one dim, modules
+            register unsharded parameters, and gradients wait out of sight until they are reduced. None:
+            parameters lie in one flat shard, and the user always sees the gradients.
         placement_fn: The user's `shard_placement_fn`.
         use_orig_params: The user sees the original parameters, and not the flat one.
         poison: Fill freed and sent memory with NaN, so that a late reader shows.
@@ -63,7 +64,7 @@ class UnitConfig:
     full_precision_in_eval: bool = False
     keeps_precision: bool = False
     output_dtype: torch.dtype | None = None
-    dtensor: DTensorPlacement | None = None
+    dtensor: DeviceMesh | None = None
     placement_fn: Callable[[nn.Parameter], Shard | None] | None = None
     ignored: Ignored = field(default=Ignored(), repr=False)
     param_init_fn: Callable[[nn.Module], None] | None = None

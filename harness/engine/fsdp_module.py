@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from harness.engine import optimizer_hooks
+from harness.engine.dtensor_param import DTensorParam
 from harness.engine.gradients import AccumulatedGradients
 from harness.engine.init import copy_unit
-from harness.engine.param import DTensorParam
 from harness.engine.param_group import ParamGroup
 from harness.engine.root import RootState
 from harness.engine.state_dict import refuse_when_busy

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Shard
 
 from harness.engine.api import (
     CPUOffloadPolicy,
@@ -27,7 +26,7 @@ from harness.engine.api import (
 from harness.engine.config import UnitConfig
 from harness.engine.fsdp_module import FSDPModule, adopt, class_of
 from harness.engine.init import build_unit, check_type, ignored_parameters
-from harness.engine.mesh import DTensorPlacement, MeshInfo, ProcessGroups, check_neighbours, device_of
+from harness.engine.mesh import MeshInfo, ProcessGroups, check_neighbours, device_of
 from harness.engine.unit import Unit
 from harness.engine.wrapping import has_forward
 
@@ -47,15 +46,17 @@ def fully_shard(
     """Shard the parameters of `module` over the ranks of `mesh`, in place; every rank calls it in step.
 
     Those that no module below has in a group of its own make one group: so apply it to submodules first. A
-    list of modules shares one group. Parameters become `DTensor`s with Shard(0), in the chunks of
-    torch.chunk; gradients are the mean over ranks. All ranks must start from the same parameters; only their
-    names, shapes and dtypes are compared. Make the optimizer afterwards: one made before refuses to step.
+    list of modules shares one group. Parameters become `DTensor`s with Shard, in the chunks of torch.chunk;
+    tensor parallel ones keep their axes. Gradients are the mean over ranks. All ranks must start from the
+    same parameters; only their names, shapes and dtypes are compared. Make the optimizer afterwards: one made
+    before refuses to step.
 
     Args:
-        mesh: Of one axis, or of two (replicate, shard); None is all ranks.
+        mesh: Of one axis, or of two (replicate, shard); None is all ranks. With tensor parallel parameters:
+            other axes of the mesh that has theirs, which must be named.
         reshard_after_forward: Reshard between forward and backward; None: all groups but the root's; an int:
             over that many neighbouring ranks.
-        shard_placement_fn: May return dim 0 only.
+        shard_placement_fn: Returns the dim along which a parameter is sharded, evenly or not; None: 0.
         mp_policy: Of this package, not torch's; `offload_policy` likewise.
         ignored_params: Are not sharded.
 
@@ -109,14 +110,12 @@ def _config(
     check_type(MixedPrecisionPolicy, f"{front}: mp_policy must be a", mp_policy)
     check_type(OffloadPolicy, "offload_policy must be an", offload_policy)
     groups: ProcessGroups
-    placements: tuple[Placement, ...]
     if front == "replicate":
-        strategy, placements, groups = ShardingStrategy.NO_SHARD, (Replicate(),), mesh.get_group()
+        strategy, groups = ShardingStrategy.NO_SHARD, mesh.get_group()
     elif mesh.ndim == 2:
-        strategy, placements = ShardingStrategy.HYBRID_SHARD, (Replicate(), Shard(0))
-        groups = (mesh.get_group(1), mesh.get_group(0))
+        strategy, groups = ShardingStrategy.HYBRID_SHARD, (mesh.get_group(1), mesh.get_group(0))
     else:
-        strategy, placements, groups = ShardingStrategy.FULL_SHARD, (Shard(0),), mesh.get_group()
+        strategy, groups = ShardingStrategy.FULL_SHARD, mesh.get_group()
     on_cpu = mesh.device_type == "cpu"
     casts = mp_policy.cast_forward_inputs
     return UnitConfig(
@@ -132,7 +131,7 @@ def _config(
         device=None if on_cpu else torch.device(mesh.device_type, torch.accelerator.current_device_index()),
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         output_dtype=mp_policy.output_dtype,
-        dtensor=DTensorPlacement(mesh, placements),
+        dtensor=mesh,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.engine import collectives
 from harness.engine.collectives import BufferPool, Sum
@@ -113,7 +114,8 @@ class Gradients(ABC):
         """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
         layout = self._shard.layout
         flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
-        gradients = [leaf.grad for leaf in full.leaves]
+        pairs = ((leaf.grad, leaf) for leaf in full.leaves)
+        gradients = [collectives.local_gradient(g, at) if isinstance(g, DTensor) else g for g, at in pairs]
         dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
         copy_in(dense, flat, layout)
         for leaf in full.leaves:

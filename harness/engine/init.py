@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 from harness.engine import collectives
 from harness.engine.casting import Buffers
 from harness.engine.config import Ignored, UnitConfig
+from harness.engine.dtensor_param import place
 from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
 from harness.engine.marks import OWNER, mark_sharded
 from harness.engine.materialise import Materialiser
 from harness.engine.mesh import device_of
-from harness.engine.param import LocalShard, Param, ParamRef, joined
+from harness.engine.param import LocalShard, Param, ParamRef, joined, local_of
 from harness.engine.param_group import ParamGroup
 from harness.engine.unit import Unit
 from harness.engine.unsharded import Precision
@@ -41,12 +42,15 @@ def build_unit(
         ValueError: For what cannot be sharded; the message says what, where, and the remedy.
     """
     owned = _own_modules(modules, lambda m: is_unit(m) or m in config.ignored.modules)
-    params = _materialised(owned, config)
+    params: Sequence[Param] = _materialised(owned, config)
     _place(params, owned, config)
     device = _compute_device(params, config)
     # Ranks compare before they check: an error of one rank alone would leave the others waiting.
-    _refuse_disagreement(params, config, device)
+    wanted = [config.placement_fn(param.parameter) if config.placement_fn else None for param in params]
+    _refuse_disagreement(params, wanted, config, device)
     _check(params, config)
+    if config.dtensor:
+        params = place(params, wanted, config)
     if config.sync_module_states:
         states = [param.parameter.data for param in params] + [buffer for _, buffer in _buffers(owned)]
         collectives.broadcast(states, config.mesh.groups)
@@ -90,10 +94,14 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     return copied
 
 
-def _refuse_disagreement(params: Sequence[Param], config: UnitConfig, device: torch.device) -> None:
+def _refuse_disagreement(
+    params: Sequence[Param], wanted: Sequence[object], config: UnitConfig, device: torch.device
+) -> None:
     """Raise ValueError if another rank wraps something else now: gloo would end the process later."""
-    wrapped = [f"{param.name!r} {list(param.shape)} {param.parameter.dtype}" for param in params]
-    mine = [config.name, config.strategy.name, *wrapped]
+    mine = [config.name, config.strategy.name]
+    for param, wish in zip(params, wanted, strict=True):
+        placed = [*getattr(param.parameter, "placements", ()), *([wish] if isinstance(wish, Shard) else [])]
+        mine.append(" ".join(map(str, (repr(param.name), list(param.shape), param.parameter.dtype, *placed))))
     found = [collectives.gather_wrapped(mine, group, device) for group in config.mesh.groups]
     for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):
         if theirs != mine:
@@ -213,9 +221,10 @@ def _check_one(param: Param, config: UnitConfig) -> None:
     parameter = param.parameter
     where = f"{config.name}: parameter {param.name!r}"
     remedy = "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
-    if type(parameter.data) is not Tensor:
+    held = local_of(parameter) if config.dtensor else parameter.data
+    if type(held) is not Tensor:
         raise NotImplementedError(
-            f"{where} is a {type(parameter.data).__name__}; a flat shard holds plain tensors only. {remedy}"
+            f"{where} is a {type(held).__name__}; a shard holds plain tensors only. {remedy}"
         )
     if not parameter.is_floating_point():
         raise ValueError(
@@ -225,10 +234,6 @@ def _check_one(param: Param, config: UnitConfig) -> None:
         raise ValueError(
             f"{where} is 0-dim and cannot be sharded; give it the shape (1,), or pass it in ignored_params."
         )
-    wanted = config.placement_fn(parameter) if config.placement_fn else None
-    if wanted is not None and wanted != Shard(0):
-        wish = f"shard_placement_fn wants {wanted!r} for parameter {param.name!r}"
-        raise NotImplementedError(f"{config.name}: {wish}; only Shard(0) is built.")
 
 
 def _check_uniform(params: Sequence[Param], config: UnitConfig, what: str, remedy: str) -> None:

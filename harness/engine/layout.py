@@ -84,6 +84,10 @@ class Layout(ABC):
     def piece_shape(self, index: int, shard: int) -> Sequence[int]:
         """Return the shape in which that part is shown."""
 
+    @abstractmethod
+    def select(self, index: int, shard: int, value: Tensor) -> Tensor:
+        """Return that part of `value`, which has the shape of parameter `index`; may share its memory."""
+
 
 @dataclass(frozen=True)
 class FlatLayout(Layout):
@@ -117,31 +121,46 @@ class FlatLayout(Layout):
         """1-D, but with one shard the parameter's own."""
         return self.shapes[index] if self.num_shards == 1 else (len(self.piece(index, shard)),)
 
+    def select(self, index: int, shard: int, value: Tensor) -> Tensor:
+        piece = self.piece(index, shard)
+        return value.reshape(-1)[piece.start : piece.stop]
+
 
 @dataclass(frozen=True)
 class RowLayout(Layout):
-    """Split each parameter along dim 0 as torch.chunk does; a shard has one piece of each, end to end.
+    """Split each parameter along one dim as torch.chunk does; a shard has one piece of each, end to end.
 
-    Pieces are padded at their ends to the size of the first. In full, all padding of a parameter comes after
-    it.
+    Pieces are contiguous, and padded at their ends to the size of the first. In full, all padding of a
+    parameter comes after it. A row is an index of the dim that is split.
+
+    Attributes:
+        dims: The dim of each parameter that is split; empty for dim 0 of all.
 
     >>> layout = RowLayout(shapes=((3, 2), (1,)), num_shards=2)
     >>> layout.starts, layout.shard_numel, layout.padding
     ((0, 8), 5, 3)
     >>> layout.piece(0, shard=1), layout.piece_shape(0, shard=1)
     (Piece(start=4, stop=6, shard_start=0), (1, 2))
+    >>> RowLayout(shapes=((2, 3),), num_shards=2, dims=(1,)).piece_shape(0, shard=1)
+    (2, 1)
     """
+
+    dims: tuple[int, ...] = ()
 
     @cached_property
     def in_order(self) -> bool:
-        return self.num_shards == 1 or len(self.shapes) == 1
+        return self.num_shards == 1 or self.num_runs == (1,)
+
+    @cached_property
+    def num_runs(self) -> tuple[int, ...]:
+        """Into how many runs of the full parameter a piece of it falls; 1: it is contiguous there."""
+        return tuple(math.prod(shape[:dim]) for shape, dim in zip(self.shapes, self._dims, strict=True))
 
     @cached_property
     def piece_numels(self) -> tuple[int, ...]:
         """Elements of a padded piece of each parameter; a 0-dim parameter is one row."""
-        return tuple(
-            -(-shape[0] // self.num_shards) * math.prod(shape[1:]) if shape else 1 for shape in self.shapes
-        )
+        first = (self._piece_shape(i, self._num_rows(i)) for i in range(len(self.shapes)))
+        return tuple(map(math.prod, first))
 
     @cached_property
     def shard_numel(self) -> int:
@@ -157,26 +176,50 @@ class RowLayout(Layout):
         return tuple(start * self.num_shards for start in self.shard_starts)
 
     def piece(self, index: int, shard: int) -> Piece:
+        """Return the part that `shard` holds, counted as if the dim that is split came first."""
         size, numel = self.piece_numels[index], self.numels[index]
         start, stop = min(shard * size, numel), min((shard + 1) * size, numel)
         return Piece(start, stop, self.shard_starts[index])
 
     def piece_shape(self, index: int, shard: int) -> Sequence[int]:
+        return self._piece_shape(index, len(self._rows(index, shard)))
+
+    def select(self, index: int, shard: int, value: Tensor) -> Tensor:
+        rows = self._rows(index, shard)
+        return value.narrow(self._dims[index], rows.start, len(rows)) if value.dim() else value
+
+    @cached_property
+    def _dims(self) -> tuple[int, ...]:
+        return self.dims or (0,) * len(self.shapes)
+
+    def _num_rows(self, index: int) -> int:
+        """Return the number of rows in the first piece."""
         shape = self.shapes[index]
-        if not shape:
-            return ()
-        rows = -(-shape[0] // self.num_shards)
-        return (max(min(rows, shape[0] - shard * rows), 0), *shape[1:])
+        return -(-shape[self._dims[index]] // self.num_shards) if shape else 1
+
+    def _rows(self, index: int, shard: int) -> range:
+        num_rows, shape = self._num_rows(index), self.shapes[index]
+        size = shape[self._dims[index]] if shape else 1
+        return range(min(shard * num_rows, size), min((shard + 1) * num_rows, size))
+
+    def _piece_shape(self, index: int, num_rows: int) -> Sequence[int]:
+        shape, dim = self.shapes[index], self._dims[index]
+        return (*shape[:dim], num_rows, *shape[dim + 1 :]) if shape else ()
 
 
 def copy_out(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
-    """Fill `full` (1-D, the layout's padded size) from all `shards`, in which pieces lie row by row."""
+    """Fill `full` (1-D, the layout's padded size) from all `shards`, in which pieces lie end to end."""
     assert isinstance(layout, RowLayout)
     sizes = list(layout.piece_numels)
     parameters = torch.split(full, [size * layout.num_shards for size in sizes])
-    for index, shard in enumerate(shards):
-        for parameter, piece, size in zip(parameters, torch.split(shard, sizes), sizes, strict=True):
-            parameter[index * size : (index + 1) * size].copy_(piece)
+    for shard, pieces in enumerate(torch.split(each, sizes) for each in shards):
+        for index, (parameter, piece, size) in enumerate(zip(parameters, pieces, sizes, strict=True)):
+            if layout.num_runs[index] == 1:
+                parameter[shard * size : (shard + 1) * size].copy_(piece)
+            else:
+                whole = parameter[: layout.numels[index]].view(layout.shapes[index])
+                into = layout.select(index, shard, whole)
+                into.copy_(piece[: into.numel()].view(into.shape))
 
 
 def copy_in(values: Sequence[Tensor | None], packed: Tensor, layout: Layout) -> None:
@@ -193,10 +236,17 @@ def copy_in(values: Sequence[Tensor | None], packed: Tensor, layout: Layout) -> 
 
 
 def _copy_in_rows(values: Sequence[Tensor | None], shards: Tensor, layout: RowLayout) -> None:
-    for value, start, size in zip(values, layout.shard_starts, layout.piece_numels, strict=True):
+    places = zip(values, layout.shard_starts, layout.piece_numels, layout.num_runs, strict=True)
+    for index, (value, start, size, num_runs) in enumerate(places):
         into = shards[:, start : start + size]
         if value is None or size == 0:
             into.zero_()
+            continue
+        if num_runs > 1:
+            for shard, piece in enumerate(into):
+                selected = layout.select(index, shard, value)
+                piece[: selected.numel()].view(selected.shape).copy_(selected)
+                piece[selected.numel() :].zero_()
             continue
         flat = value.reshape(-1)
         num_whole = flat.numel() // size

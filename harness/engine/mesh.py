@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from harness.engine.api import ShardingStrategy
 
@@ -237,30 +235,3 @@ def device_of(tensors: Iterable[Tensor], groups: ProcessGroups) -> torch.device:
     if accelerator is None or "cpu:" in backend_config(groups):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-@dataclass(frozen=True)
-class DTensorPlacement:
-    """The place of the `DTensor`s of one group on a device mesh."""
-
-    mesh: DeviceMesh
-    placements: Sequence[Placement]
-
-    def tensor(self, local: Tensor, shape: torch.Size) -> DTensor:
-        """Return the `DTensor` of `shape` of which this rank holds `local`; shares its memory."""
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            _at_start(local), self.mesh, self.placements, run_check=False, shape=shape, stride=stride
-        )
-
-
-def _at_start(tensor: Tensor) -> Tensor:
-    """Return `tensor` with a storage that begins where it does; shares its memory.
-
-    torch 2.13 cannot save a `DTensor` whose local tensor lies further on in its storage.
-    """
-    if tensor.is_meta or tensor.storage_offset() == 0:
-        return tensor
-    first = tensor.storage_offset() * tensor.itemsize
-    storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.itemsize]
-    return tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,8 +14,7 @@ from harness.engine import collectives
 from harness.engine.config import UnitConfig
 from harness.engine.layout import FlatLayout, Layout, RowLayout
 from harness.engine.marks import invalidate, mark_sharded
-from harness.engine.mesh import DTensorPlacement
-from harness.engine.torch_internals import dtensor_spec, local_tensor, set_local_tensor
+from harness.engine.torch_internals import local_tensor
 
 INNER = "_sharded_module"
 """The attribute of a wrapper that holds the module it wraps."""
@@ -59,12 +58,18 @@ class Param:
         name: Relative to the unit's module.
         parameter: The same object for the whole life of the unit, so that an optimizer may be built before or
             after sharding.
+        shape: That of the unsharded parameter on this rank.
     """
 
     name: str
     parameter: nn.Parameter
     refs: tuple[ParamRef, ...]
     shape: torch.Size
+
+    @property
+    def dim(self) -> int:
+        """The dim that is sharded, where the layout has rows."""
+        return 0
 
     @property
     def piece(self) -> Tensor:
@@ -83,6 +88,14 @@ class Param:
         """Show `gradient`, which is new and of the piece's shape, to the user."""
         attach_gradient(self.parameter, gradient)
 
+    def showing(self, piece: Tensor) -> Param:
+        """Return a `Param` for the same modules with a parameter of its own, which holds `piece`."""
+        raise NotImplementedError
+
+    def leaf(self, unsharded: Tensor, trainable: bool) -> Tensor:
+        """Return what modules compute with, which lies in the memory of `unsharded`."""
+        return unsharded
+
     def exchanged(self, found: object) -> Param | None:
         """Return the `Param` of what replaced the parameter in its module; None if it does not fit."""
         return None
@@ -94,49 +107,6 @@ class Param:
     def clear(self) -> None:
         for ref in self.refs:
             ref.clear()
-
-
-@dataclass(frozen=True)
-class DTensorParam(Param):
-    """One parameter of a unit that the user sees as a `DTensor`."""
-
-    placement: DTensorPlacement
-
-    @staticmethod
-    def of(param: Param, piece: Tensor, placement: DTensorPlacement) -> DTensorParam:
-        """Return the `Param` that shows `piece` in place of the plain parameter of `param`."""
-        parameter = nn.Parameter(placement.tensor(piece, param.shape), param.parameter.requires_grad)
-        return DTensorParam(param.name, parameter, param.refs, param.shape, placement)
-
-    @property
-    def piece(self) -> Tensor:
-        return local_tensor(self.parameter)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return None if self.parameter.grad is None else local_tensor(self.parameter.grad)
-
-    def hold(self, piece: Tensor) -> None:
-        shown = self.placement.tensor(piece, self.shape)
-        # A DTensor has dtype and device of its own, next to those of its local tensor: both are exchanged.
-        set_data(self.parameter, shown)
-        set_local_tensor(self.parameter, shown)
-
-    def set_gradient(self, gradient: Tensor) -> None:
-        # As `DTensorPlacement.tensor`, in an eighth of its time: done for each parameter in each step.
-        spec = dtensor_spec(self.parameter)
-        self.parameter.grad = DTensor(gradient, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-    def exchanged(self, found: object) -> Param | None:
-        """Accept what `load_state_dict` with `assign=True` puts in the parameter's place."""
-        if not (isinstance(found, DTensor) and isinstance(found, nn.Parameter)):
-            return None
-        fits = found.shape == self.shape and tuple(found.placements) == tuple(self.placement.placements)
-        return replace(self, parameter=found) if fits else None
-
-    def copy(self) -> DTensorParam:
-        """Return a `Param` for the same modules with a parameter of its own, over the same mesh."""
-        return DTensorParam.of(self, self.piece.clone(), self.placement)
 
 
 class LocalShard:
@@ -164,11 +134,11 @@ class LocalShard:
         """Return this rank's shard of the values that `params` hold in full."""
         trainable = any(param.parameter.requires_grad for param in params)
         layout, index = layout_of(params, config), config.mesh.index
-        values = params[0].parameter.detach().new_zeros(layout.shard_numel)
-        for i, param in enumerate(params):
+        unsharded = [local_of(param.parameter) for param in params]
+        values = unsharded[0].new_zeros(layout.shard_numel)
+        for i, whole in enumerate(unsharded):
             piece = layout.piece(i, index)
-            whole = param.parameter.detach().reshape(-1)
-            values[piece.shard_start : piece.shard_stop] = whole[piece.start : piece.stop]
+            values[piece.shard_start : piece.shard_stop] = layout.select(i, index, whole).reshape(-1)
         flat = nn.Parameter(values.cpu() if config.offload else values, trainable)
         if config.dtensor:
             mark_sharded(params, config.name)  # the plain parameters: another unit that shares one can refuse
@@ -176,7 +146,7 @@ class LocalShard:
                 (p.parameter for p in params), f"parameters of {config.name} as they were before sharding"
             )
             views = _views(flat.data, layout, index)
-            params = [DTensorParam.of(p, v, config.dtensor) for p, v in zip(params, views, strict=True)]
+            params = [param.showing(view) for param, view in zip(params, views, strict=True)]
         return LocalShard(params, config, flat)
 
     @cached_property
@@ -219,6 +189,18 @@ class LocalShard:
         else:
             for param, view in self.views():
                 param.put(view)
+
+    def leaves_in(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Return one leaf per parameter that lies in `buffer` (padded numel), whose memory must be allocated.
+
+        They are plain tensors, or parameters of the kind that the user sees outside of forward.
+        """
+        # Tensors made in inference mode could never be saved for a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            # `.data` gives each leaf a version counter of its own: filling the buffer for backward must not
+            # look like an in-place change of what autograd saved in forward.
+            views = (view.data for view in self.layout.views(buffer))
+            return tuple(p.leaf(v, self.is_trainable(p)) for p, v in zip(self.params, views, strict=True))
 
     def show_unsharded(self, leaves: Iterable[Tensor]) -> None:
         """Show modules one leaf per parameter, with gradients where the user wants them."""
@@ -317,9 +299,10 @@ class LocalShard:
 
     def _copy_into(self, view: Tensor, index: int, value: Tensor) -> None:
         """Copy `value`, a full parameter or this rank's piece of it, into the shard's `view`."""
-        param, piece = self.params[index], self.pieces[index]
+        param = self.params[index]
         if value.shape == param.shape:
-            view.view(-1).copy_(value.reshape(-1)[piece.start : piece.stop])
+            mine = self.layout.select(index, self.config.mesh.index, value)
+            view.view(-1).copy_(mine.reshape(-1))
         elif value.shape == view.shape:
             view.copy_(value)
         else:
@@ -342,8 +325,15 @@ def _current(param: Param) -> Param:
 
 
 def layout_of(params: Sequence[Param], config: UnitConfig) -> Layout:
-    kind = RowLayout if config.dtensor else FlatLayout
-    return kind(tuple(tuple(param.shape) for param in params), config.mesh.num_shards)
+    shapes, num_shards = tuple(tuple(param.shape) for param in params), config.mesh.num_shards
+    if not config.dtensor:
+        return FlatLayout(shapes, num_shards)
+    return RowLayout(shapes, num_shards, tuple(param.dim for param in params))
+
+
+def local_of(parameter: nn.Parameter) -> Tensor:
+    """Return what this rank has of a parameter that no unit shards yet."""
+    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _views(flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from harness.engine.marks import invalidate
 from harness.engine.mesh import Axis
 from harness.engine.param import LocalShard
 from harness.engine.torch_internals import outside_transforms
-from harness.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan, lay_out
+from harness.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan
 
 TRANSITIONS: Mapping[tuple[GroupState, str], GroupState] = {
     # in a forward, in a backward
@@ -147,7 +147,7 @@ class ParamGroup:
             with outside_transforms():
                 shards = torch.empty_like(self.full.buffer)
                 with torch.no_grad():
-                    copy_in(self.leaves, shards, self.shard.layout)
+                    copy_in(self.shard.layout.views(self.full.buffer), shards, self.shard.layout)
                 part = shards.view(axis.size, -1)[axis.rank].clone()
                 self.reshard()
                 self._part = (part, axis)
@@ -236,11 +236,10 @@ class ParamGroup:
             return full
         buffer = flat
         if not borrowed:
-            with torch.inference_mode(False):  # see lay_out
+            with torch.inference_mode(False):  # as the leaves
                 buffer = torch.empty(shard.layout.padded_numel, dtype=dtypes.compute, device=device)
-        registers = self.config.dtensor is not None
-        leaves = lay_out(buffer, shard.layout, map(shard.is_trainable, shard.params) if registers else None)
-        if registers:
+        leaves = shard.leaves_in(buffer)
+        if self.config.dtensor:
             invalidate(leaves, f"unsharded parameters of {self.config.name}")
         full = UnshardedParams(buffer, leaves, dtypes, borrowed, self.config.poison)
         self.variants[dtypes] = full

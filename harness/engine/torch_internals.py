@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
@@ -44,6 +46,13 @@ queue_after_backward: Callable[[Callable[[], None]], None] = Variable._execution
 # shape and dtype. If they move: the constructor of DTensor takes both.
 local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 dtensor_spec: Callable[[Tensor], Any] = attrgetter("_spec")
+
+# The placement, on an axis, of a dim that later axes have divided before, into `split_factor` parts. If it
+# moves: what torch's own FSDP2 makes of a `DTensor` that is tensor parallel on the same dim.
+StridedShard: Callable[..., Placement] = _StridedShard
+
+# The mesh that has the axes of several meshes of one root mesh, in their order. If it moves: as above.
+concatenated: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 
 
 def set_local_tensor(dtensor: Tensor, other: Tensor) -> None:

@@ -8,7 +8,7 @@ NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from harness.engine.api import MixedPrecision
-from harness.engine.layout import Layout
 from harness.engine.torch_internals import outside_transforms, will_run
 
 
@@ -140,21 +139,6 @@ class UnshardedParams:
         """Forget the backwards that were under way."""
         self._pending.clear()
         self._in_backward.clear()
-
-
-def lay_out(buffer: Tensor, layout: Layout, trainable: Iterable[bool] | None) -> tuple[Tensor, ...]:
-    """Return one leaf per parameter that lies in `buffer`, whose memory must be allocated.
-
-    They are plain tensors, or with `trainable`, a flag for each, parameters.
-    """
-    # Tensors made in inference mode could never be saved for a later backward.
-    with torch.inference_mode(False), torch.no_grad():
-        # `.data` gives each leaf a version counter of its own: filling the buffer for backward must not look
-        # like an in-place change of what autograd saved in forward.
-        leaves = tuple(view.data for view in layout.views(buffer))
-    if trainable is None:
-        return leaves
-    return tuple(nn.Parameter(leaf, wanted) for leaf, wanted in zip(leaves, trainable, strict=True))
 
 
 def fill_with_nan(tensor: Tensor) -> None:

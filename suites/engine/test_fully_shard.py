@@ -172,10 +172,16 @@ def test_resharding_to_a_wrong_number_of_ranks_is_refused(world, number):
         fully_shard(layers(world), reshard_after_forward=number)
 
 
-def test_sharding_along_another_dim_is_refused(world):
-    fully_shard(layers(world), shard_placement_fn=lambda _: Shard(0))
-    with pytest.raises(NotImplementedError, match=r"wants Shard\(dim=1\) for parameter '0\.weight'"):
+def test_a_placement_that_a_parameter_cannot_have_is_refused(world):
+    with pytest.raises(ValueError, match=r"'0\.bias' has 1 dims, but shard_placement_fn wants Shard"):
         fully_shard(layers(world), shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(TypeError, match=r"must return None or Shard\(dim\), got 1"):
+        fully_shard(layers(world), shard_placement_fn=lambda _: 1)
+
+
+def test_ranks_that_shard_along_different_dims_are_refused(world):
+    with pytest.raises(ValueError, match=r"wrap different things: '0\.weight' \[4, 4\] torch.float32 S"):
+        fully_shard(layers(world), shard_placement_fn=lambda p: Shard(world.rank % p.dim()))
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])

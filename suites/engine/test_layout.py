@@ -180,6 +180,51 @@ def test_row_slices_lie_in_the_shard_in_order(shapes, num_shards):
     assert layout.padded_numel == layout.numel + layout.padding == layout.shard_numel * num_shards
 
 
+DIMS = [
+    pytest.param(shape, dim, num, id=f"{'x'.join(map(str, shape))}-dim{dim}-{num}")
+    for shape in [(4, 6), (3, 5), (2, 3, 4), (1, 7), (5, 1), (0, 3), (3, 0)]
+    for dim in range(1, len(shape))
+    for num in (1, 2, 3, 7)
+]
+ANY_DIM = pytest.mark.parametrize(("shape", "dim", "num_shards"), DIMS)
+
+
+@ANY_DIM
+def test_any_dim_is_split_as_torch_chunk_does(shape, dim, num_shards):
+    layout, value = RowLayout((shape,), num_shards, (dim,)), values_of([shape])[0]
+    chunks = value.chunk(num_shards, dim)
+    for shard in range(num_shards):
+        expected = chunks[shard] if shard < len(chunks) else value.narrow(dim, 0, 0)
+        if not value.size(dim):  # torch.chunk gives one empty chunk
+            expected = value
+        assert torch.equal(layout.select(0, shard, value), expected)
+        assert layout.piece_shape(0, shard) == tuple(expected.shape)
+        assert len(layout.piece(0, shard)) == expected.numel()
+
+
+@ANY_DIM
+def test_pieces_of_any_dim_are_contiguous_padded_and_come_back_whole(shape, dim, num_shards):
+    shapes = ((3, 2), shape, (2,))
+    layout, values = RowLayout(shapes, num_shards, (0, dim, 0)), values_of(shapes)
+    packed, full = torch.full((2, layout.padded_numel), float("nan"))
+    copy_in(values, packed, layout)
+    shards = packed.view(num_shards, layout.shard_numel)
+    for (index, value), shard in itertools.product(enumerate(values), range(num_shards)):
+        piece, start = layout.piece(index, shard), layout.shard_starts[index]
+        expected = torch.zeros(layout.piece_numels[index])
+        expected[: len(piece)] = layout.select(index, shard, value).flatten()
+        assert torch.equal(shards[shard, start : start + len(expected)], expected)
+    copy_out(shards, full, layout)
+    for value, view in zip(values, layout.views(full), strict=True):
+        assert torch.equal(view, value)
+
+
+def test_one_parameter_is_in_order_only_if_its_pieces_are_contiguous_in_it():
+    assert RowLayout(((4, 6),), 2, (0,)).in_order
+    assert not RowLayout(((4, 6),), 2, (1,)).in_order
+    assert RowLayout(((1, 6),), 2, (1,)).in_order
+
+
 # packing
 
 

@@ -205,4 +205,11 @@ MIXED: tuple[Deviation, ...] = (
     ),
 )
 
-DEVIATIONS = FSDPS + DTENSOR_NORMS + AMP_SCALER + CORE + REPLICATE + SCALER + MIXED
+TWO_D: tuple[Deviation, ...] = (
+    Deviation(
+        claims=expand("two_d/test_placement.py::*uneven*{2,3}-ranks]", "two_d/test_placement.py::*[uneven]"),
+        why="a dim other than 0 that the ranks do not divide evenly is refused",
+    ),
+)
+
+DEVIATIONS = FSDPS + DTENSOR_NORMS + AMP_SCALER + CORE + REPLICATE + SCALER + MIXED + TWO_D
