@@ -83,6 +83,8 @@ class RankSpec:
     """What the world has leased of the machine: the path of its files in the store, without suffix."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that the world has leased, as CUDA_VISIBLE_DEVICES has them; empty on CPUs."""
+    port: int = 0
+    """MASTER_PORT of the ranks."""
 
     @property
     def gpu(self) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from harness.rank.process_group import DefaultGroup
 from harness.rank.torch_internals import TakenGroups, take_groups
 
@@ -18,15 +20,14 @@ class ForeignGroups:
 
     def __init__(self, group: DefaultGroup) -> None:
         self._group = group
-        self._own: TakenGroups | None = None
         self._kept: dict[object, TakenGroups] = {}
         """The groups of owners that may have more items, the one that was up longest ago first."""
         self._ended: list[TakenGroups] = []
 
     def enter(self, owner: object) -> None:
         """Hide the rank's groups; put back those that `owner` has kept."""
-        self._own = take_groups()
-        self._group.is_hidden = True
+        self._group.hide()
+        self._excepthook = sys.excepthook
         if (kept := self._kept.pop(owner, None)) is not None:
             kept.put_back()
 
@@ -39,17 +40,14 @@ class ForeignGroups:
 
     def leave(self, keep_for: object = None) -> None:
         """Put the rank's groups back; keep the test's for their owner, or end them."""
-        if self._own is None:
-            return
+        groups = self._group.show()
+        sys.excepthook = self._excepthook  # each `init_process_group` wraps the one before
         if keep_for is not None:
-            self._kept[keep_for] = take_groups()
+            self._kept[keep_for] = groups
             if len(self._kept) > MAX_KEPT:
                 self._ended.append(self._kept.pop(next(iter(self._kept))))
         else:
-            self.end()
-        self._own.put_back()
-        self._own = None
-        self._group.is_hidden = False
+            self._ended.append(groups)
 
     def drop_ended(self) -> None:
         """Shut down what has ended: all ranks are past it."""

@@ -21,6 +21,15 @@ class NothingToRun(Exception):
     """The reason for which a test is skipped before any rank is asked."""
 
 
+class NotOnRanks(Exception):
+    """The item is skipped anyway, by `unittest.skip` for example: no rank need start for that."""
+
+
+def is_skipped(test: object) -> bool:
+    """Return whether `unittest.skip`, or what calls it, is on a class or a method."""
+    return bool(getattr(test, "__unittest_skip__", False))
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """The world that an adopted item needs."""
@@ -69,6 +78,7 @@ class Kind(Protocol):
         Raises:
             LeftAlone: the item, or its class, stays with its own launcher.
             NothingToRun: the item is skipped.
+            NotOnRanks: pytest runs the item as any other.
         """
         ...
 
@@ -84,7 +94,7 @@ class Kind(Protocol):
 def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
     from harness.adopt.continuous import Continuous
-    from harness.adopt.multi_process import MultiProcess
+    from harness.adopt.multi_process import MultiProcess, MultiThreaded
 
-    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous())
+    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded())
     return tuple(kind for kind in kinds if kind.family in families)

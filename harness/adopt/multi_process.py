@@ -9,16 +9,18 @@ runs the child.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import unittest
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from harness.adopt import torch_internals
-from harness.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
+from harness.adopt.kinds import Demand, LeftAlone, NothingToRun, NotOnRanks, Place, is_skipped
 
 __tracebackhide__ = True
 
@@ -26,6 +28,25 @@ __tracebackhide__ = True
 _LAUNCHER = ("_spawn_processes", "_start_processes", "_join_processes", "_check_return_codes", "join_or_run")
 _TORCHS_VARIABLES = ("WORLD_SIZE", "TORCH_NCCL_DESYNC_DEBUG")
 """What torch's base classes set in every `setUp`: no news to the author of a test."""
+
+
+class MultiThreaded:
+    """The kind of `MultiThreadedTestCase`, which no rank can run better."""
+
+    family = "torch"
+
+    def matches(self, cls: type) -> bool:
+        base = torch_internals.base("MultiThreadedTestCase")
+        return base is not None and issubclass(cls, base)
+
+    def demand(self, item: pytest.Item) -> Demand:
+        raise LeftAlone("its ranks are threads of one process")
+
+    def owner_of_groups(self, item: pytest.Item) -> object:
+        raise NotImplementedError
+
+    def running(self, item: pytest.Item, place: Place) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
 
 class MultiProcess:
@@ -39,6 +60,8 @@ class MultiProcess:
 
     def demand(self, item: pytest.Item) -> Demand:
         cls = item.cls  # type: ignore[attr-defined]
+        if is_skipped(cls) or is_skipped(getattr(cls, item.name)):
+            raise NotOnRanks
         base = torch_internals.base("MultiProcessTestCase")
         for name in _LAUNCHER:
             owner = next(parent for parent in cls.__mro__ if name in vars(parent))
@@ -61,25 +84,57 @@ class MultiProcess:
         """Replace the launcher of the item's instance."""
         case: Any = item.instance  # type: ignore[attr-defined]
         launched: list[object] = []
-        kept = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
-        case._spawn_processes = lambda: launched.append("spawn")
-        case._start_processes = launched.append
 
         def join(function: Any) -> None:
             __tracebackhide__ = True
             if not launched:
                 raise unittest.SkipTest("its setUp started no process, so nothing ran")
-            Child(case, place).run(function)
+            for name in launcher:
+                delattr(case, name)
+            if function in case.special_return_code_checks or function in case.skip_return_code_checks:
+                _launch(case, function, place)
+            else:
+                Child(case, place).run(function)
 
-        case._join_processes = join
+        launcher = {
+            "_spawn_processes": lambda: launched.append("spawn"),
+            "_start_processes": launched.append,
+            "_join_processes": join,
+        }
+        vars(case).update(launcher)
+        with _as_in_a_child():
+            try:
+                yield
+            finally:
+                if file := getattr(case, "file_name", None):  # made by setUp, for its processes
+                    with contextlib.suppress(OSError):
+                        os.remove(file)
+
+
+@contextlib.contextmanager
+def _as_in_a_child() -> Iterator[None]:
+    """Start processes as torch's children do, and restore the variables that torch's base classes set."""
+    variables = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+        for name, value in variables.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _launch(case: Any, function: Any, place: Place) -> None:
+    """Run a test by torch's own launcher, from one rank: its processes are to exit, or to be killed."""
+    __tracebackhide__ = True
+    if place.rank == 0:
+        case._spawn_processes()
         try:
-            yield
+            case._join_processes(function)
         finally:
-            for name, value in kept.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            if file := getattr(case, "file_name", None):  # made by setUp, for processes that were not started
-                with contextlib.suppress(OSError):
-                    os.remove(file)
+            for process in case.processes:
+                process.join(1.0)
 
 
 class Child:
@@ -97,6 +152,23 @@ class Child:
 
     def run(self, function: Any) -> None:
         """Run the method as a child would, and judge the end as the parent would."""
+        __tracebackhide__ = True
+        expected = "__unittest_expecting_failure__"
+        if not getattr(self._parent, expected, getattr(function, expected, False)):
+            self._run()
+            return
+        try:
+            self._run()
+        except (Exception, pytest.fail.Exception) as error:
+            if isinstance(error, unittest.SkipTest):
+                raise
+            self._place.fail_peers()
+            self._place.any_rank(True)
+            raise
+        if self._place.any_rank(False):
+            pytest.fail("another rank failed, as the test expects", pytrace=False)
+
+    def _run(self) -> None:
         __tracebackhide__ = True
         base = torch_internals.base("MultiProcessTestCase")
         assert base is not None

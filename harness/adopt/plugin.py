@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-from harness.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, Place, kinds_of
+from harness.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, NotOnRanks, Place, kinds_of
 from harness.options import adopted_kinds
 from harness.protocol import RANK_PLUGIN, SKIPS_ALL, Vote
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __tracebackhide__ = True
 
 _kind_key = pytest.StashKey[Kind]()
+_entered_key = pytest.StashKey[bool]()
 _skips_all_key = pytest.StashKey[bool]()
 
 
@@ -76,6 +77,8 @@ class Adoption:
             demand = kind.demand(item)
         except LeftAlone as reason:
             self._left[name, str(reason)] += 1
+        except NotOnRanks:
+            pass
         except NothingToRun as reason:
             item.add_marker(pytest.mark.skip(reason=str(reason)))
         else:
@@ -116,6 +119,7 @@ class RankAdoption:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if kind := item.stash.get(_kind_key, None):
             self._groups.enter(kind.owner_of_groups(item))
+            item.stash[_entered_key] = True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -129,7 +133,8 @@ class RankAdoption:
         try:
             return (yield)
         finally:
-            if kind := item.stash.get(_kind_key, None):
+            if (kind := item.stash.get(_kind_key, None)) and item.stash.get(_entered_key, False):
+                item.stash[_entered_key] = False
                 owner = kind.owner_of_groups(item)
                 self._groups.leave(None if owner is item else owner)
 
@@ -157,5 +162,5 @@ class RankAdoption:
         )
 
     def _any_rank(self, value: bool) -> bool:
-        votes = self._session.rank.agree(Vote("", "failed" if value else "passed"))
+        votes = self._session.rank.agree(Vote("the expected failure", "failed" if value else "passed"))
         return any(vote.outcome == "failed" for vote in votes)

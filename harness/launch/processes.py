@@ -121,6 +121,13 @@ class RankProgram:
     """Modules that every rank imports: the server imports them once."""
     preload: tuple[str, ...] = ()
     """Modules of the ini option `ranks_preload`: the server imports them after the others."""
+    hints: tuple[str, ...] = ()
+    """Modules that most tests import: the server does so last, and need not succeed."""
+
+    def imports(self) -> dict[str, tuple[str, ...]]:
+        """Return all names for the server."""
+        modules = (self.rank.split(":")[0], *self.modules)
+        return {"modules": modules, "preload": self.preload, "hints": self.hints}
 
 
 def is_of_torch(module: str) -> bool:
@@ -156,8 +163,7 @@ class ProcessLauncher:
         program = self._program
         setup = {
             "sys_path": sys.path,
-            "modules": [program.rank.split(":")[0], *program.modules] if self._forks else None,
-            "preload": program.preload,
+            "imports": program.imports() if self._forks else None,
             "directory": self.directory,
             "controller": os.getpid(),
         }

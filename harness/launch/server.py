@@ -44,9 +44,11 @@ def status_path(directory: str) -> Path:
 
 
 def _prepare(
-    sys_path: list[str], modules: list[str] | None, preload: list[str], directory: str, controller: int
+    sys_path: list[str], imports: dict[str, list[str]] | None, directory: str, controller: int
 ) -> None:
-    """Import what ranks need, then `preload`, and write how it went; import nothing if `modules` is None.
+    """Import what ranks need, then `imports`, and write how it went; import nothing if that is None.
+
+    Of `imports["hints"]` only what can be imported is; `modules` and `preload` must be importable.
 
     The garbage collector is off meanwhile, which saves a fifth of the time, and what is imported then is
     frozen: ranks neither traverse nor copy it.
@@ -56,11 +58,16 @@ def _prepare(
     _end_with(controller, directory)
     gc.disable()
     failures = {}
-    for name in () if modules is None else (*EVERY_RANK_IMPORTS, *modules, *_pytest_plugins(), *preload):
+    for name in () if imports is None else _needed(**imports):
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever a user's module raises is reported to the user
             failures[name] = f"{type(error).__name__}: {error}"
+    # torch's modules for tests ask for GPUs, and an answer by CUDA itself would spoil CUDA for the ranks.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for name in () if imports is None else imports["hints"]:
+        with contextlib.suppress(Exception, SystemExit):
+            importlib.import_module(name)
     gc.freeze()
     adopt_orphans()  # of ranks that were killed: what a test has put into a session of its own
     warnings.filterwarnings("ignore", STRAY_CHILD_WARNING)
@@ -103,6 +110,10 @@ def last_words(directory: str) -> str:
     words = path.read_text() if path.exists() else ""
     path.unlink(missing_ok=True)
     return words
+
+
+def _needed(modules: list[str], preload: list[str], hints: list[str]) -> tuple[str, ...]:
+    return (*EVERY_RANK_IMPORTS, *modules, *_pytest_plugins(), *preload)
 
 
 def _pytest_plugins() -> list[str]:

@@ -35,6 +35,7 @@ from harness.protocol import (
 )
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
+from harness.rank.rendezvous import Rendezvous
 from harness.rank.reporter import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.state import CrashReports
@@ -62,6 +63,7 @@ class Rank:
     def __init__(self, spec: RankSpec, wire: Connection, lease: LeaseShare | None) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
+        self._rendezvous = Rendezvous(spec)
         self.world = RankWorld(spec, self.group.device)
         self.interrupted = False
         """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
@@ -84,6 +86,7 @@ class Rank:
         self.crash_reports.enable()
         threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
         self.group.join()
+        self._rendezvous.install()
 
     def run(self) -> None:
         """Run items until the controller closes the session."""
@@ -227,6 +230,7 @@ class Rank:
                     signal.pthread_kill(main, signal.SIGINT)
                 case RunItem():
                     self._activity.state, self._activity.began = "runs", time.time_ns()
+                    self._rendezvous.item += 1
                     self._inbox.put(message)
                 case Agreed() | Close():
                     self._inbox.put(message)

@@ -9,13 +9,20 @@ import os
 import socket
 import stat
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from harness.protocol import RankSpec
-from harness.rank.torch_internals import abort_nccl_groups, forget_groups, process_groups
+from harness.rank.torch_internals import (
+    TakenGroups,
+    abort_nccl_groups,
+    forget_groups,
+    process_groups,
+    take_groups,
+)
 
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
@@ -33,10 +40,12 @@ class DefaultGroup:
         self.device = torch.device("cpu") if spec.gpu is None else torch.device("cuda", spec.gpu)
         self.is_aborted = False
         """Whether the group that was joined last has been aborted."""
-        self.joined = 0
-        """When that was, nanoseconds since the epoch."""
-        self.is_hidden = False
-        """Whether torch does not know the group for now, as an adopted test has groups of its own."""
+        self._joined = 0
+        """When that was."""
+        self._hidden: TakenGroups | None = None
+        self._hidden_at = 0
+        self._foreign: deque[tuple[int, int]] = deque(maxlen=MAX_RECORDED)
+        """From when to when the group was hidden, of which torch's flight recorder still has collectives."""
 
     def join(self) -> None:
         """Meet the other ranks in a file of the world's private directory: no port, no host name."""
@@ -58,7 +67,7 @@ class DefaultGroup:
             torch.cuda.set_device(self.device)
         self._generation += 1
         self.is_aborted = False
-        self.joined = time.time_ns()
+        self._joined = time.time_ns()
         dist.init_process_group(
             key.backend,
             store=dist.FileStore(f"{self._spec.directory}/store-{self._generation}", key.size),
@@ -73,7 +82,7 @@ class DefaultGroup:
         Destroying the group would not suffice: it lives on while a traceback's frames, a model or work in
         flight refer to it, and its destructor waits for that work.
         """
-        if not (dist.is_initialized() or self.is_hidden):
+        if not (dist.is_initialized() or self._hidden):
             return
         self.is_aborted = True
         if self._spec.key.backend == "nccl":
@@ -97,6 +106,25 @@ class DefaultGroup:
             os.dup2(null, fd)
         os.close(null)
         forget_groups()
+
+    def hide(self) -> None:
+        """Make torch forget all groups of this rank, which stay connected, so that a test has its own."""
+        self._hidden, self._hidden_at = take_groups(), time.time_ns()
+
+    def show(self) -> TakenGroups:
+        """Make torch know the groups again; return those that it has had meanwhile."""
+        assert self._hidden is not None
+        groups = take_groups()
+        self._hidden.put_back()
+        self._hidden = None
+        self._foreign.append((self._hidden_at, time.time_ns()))
+        return groups
+
+    def has_begun(self, at: int) -> bool:
+        """Whether a collective that began then, nanoseconds since the epoch, is of the groups of now."""
+        if self._hidden is not None:
+            return at >= self._hidden_at
+        return at >= self._joined and not any(start <= at < end for start, end in self._foreign)
 
     def repair(self) -> None:
         """Leave the group and meet the other ranks in a new one. Every rank must do so."""

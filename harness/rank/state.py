@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from harness.rank.torch_internals import process_groups
+from harness.rank.torch_internals import process_groups, set_cudnn_flags
 
 # Snapshots and their differences
 
@@ -225,7 +225,7 @@ class RankState(Snapshot):
         now = RankState.capture()
         torch.set_default_dtype(self.default_dtype)
         torch.set_grad_enabled(self.grad_mode)
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self.cudnn_flags
+        set_cudnn_flags(*self.cudnn_flags)
         if now.default_device != self.default_device:
             torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
         if now.deterministic_algorithms != self.deterministic_algorithms:  # the call imports torch's compiler

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from harness.rank.torch_internals import group_members, recorded_collectives
 from harness.tracebacks import Stack, is_installed, parse
 
 WIRE_THREAD = "lockstep-wire"
+_ADOPTION = str(Path(harness.properties.__file__).parents[1] / "adopt")
 _OUR_PROPERTIES = str(Path(harness.properties.__file__).parent)
 
 
@@ -73,7 +75,7 @@ class StatusReader:
 
     def collectives(self) -> RankStatus:
         """Return the collectives that this rank has begun in this test, and no more."""
-        issued, before = issued_since(self._activity.began, self._group.joined)
+        issued, before = issued_since(self._activity.began, self._group.has_begun)
         return RankStatus("", "", "", issued, before, self._activity.state, self._activity.case)
 
     def _describe(self) -> RankStatus:
@@ -140,7 +142,8 @@ def _is_of_property_tests(filename: str) -> bool:
 
 
 def _is_of_pytest(filename: str) -> bool:
-    return pytest_internals.FOLDER in filename or filename.startswith(str(pluggy.__path__[0]))
+    """Whether a file is pytest's, or ours that runs what pytest would."""
+    return pytest_internals.FOLDER in filename or filename.startswith((str(pluggy.__path__[0]), _ADOPTION))
 
 
 def _user_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
@@ -153,18 +156,17 @@ def _user_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
     return (f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "?"), ""
 
 
-def issued_since(begun: int, joined: int) -> tuple[tuple[Issued, ...], dict[str, int]]:
+def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[Issued, ...], dict[str, int]]:
     """Return the collectives that this rank has begun since then, and each group's number of them before.
 
-    Those from before the rank joined its default group do not count: their groups are gone, and one of them
-    had the same name.
+    Those of groups that are gone, or hidden, do not count: one of them has the same name.
 
     Read from torch's flight recorder, which keeps the latest of all groups. A group whose last collective
     before `begun` it has forgotten is missing from the second value.
     """
     entries = recorded_collectives()
     may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
-    entries = [entry for entry in entries if entry["time_created_ns"] >= joined]
+    entries = [entry for entry in entries if is_current(entry["time_created_ns"])]
     generation = {_name(entry): entry["pg_id"] for entry in entries}  # a repaired group takes over a name
     entries = [entry for entry in entries if entry["pg_id"] == generation[_name(entry)]]
     news = [entry for entry in entries if entry["time_created_ns"] >= begun]

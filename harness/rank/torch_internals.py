@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,26 @@ def forget_groups() -> None:
         getattr(world, name, {}).clear()
     torch._C._distributed_c10d._unregister_all_process_groups()
     world.group_count = 0
+
+
+def set_cudnn_flags(deterministic: bool, benchmark: bool) -> None:
+    """Set two flags of `torch.backends.cudnn`, also where `torch.backends.disable_global_flags()` forbids it.
+
+    torch's own modules for tests, in `torch.testing._internal`, have called that when they are imported.
+    """
+    torch._C._set_cudnn_deterministic(deterministic)
+    torch._C._set_cudnn_benchmark(benchmark)
+
+
+def replace_store_maker(make: Callable[..., dist.Store]) -> Callable[..., dist.Store]:
+    """Let `env://` and `tcp://` make their stores by `make`; return what made them until now.
+
+    If it moves: what the handlers in torch.distributed.rendezvous call for a host and a port.
+    """
+    module: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name
+    before: Callable[..., dist.Store] = module._create_c10d_store
+    module._create_c10d_store = make
+    return before
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

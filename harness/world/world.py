@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ class World:
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
         self._handles: list[RankHandle] = []
+        self._port: socket.socket | None = None
         self._close_within = CLOSE_WITHIN
         self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
@@ -75,10 +77,12 @@ class World:
         deadline = time.monotonic() + timeout
         self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
-        leased = () if self.lease is None else (self.lease.path, self.lease.gpus)
+        self._port = _reserve_port()
+        port = self._port.getsockname()[1]
+        lease, gpus = (None, ()) if self.lease is None else (self.lease.path, self.lease.gpus)
         stem = f"{basetemp}/{self.name}-rank"
         specs = [
-            RankSpec(rank, self.key, self._session, seed, self._directory, f"{stem}{rank}", *leased)
+            RankSpec(rank, self.key, self._session, seed, self._directory, f"{stem}{rank}", lease, gpus, port)
             for rank in range(self.key.size)
         ]
         started = self._launcher.start(specs, deadline)
@@ -190,5 +194,15 @@ class World:
                 self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)
         self._handles = []
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._port is not None:
+            self._port.close()
         if self.lease is not None:
             self.lease.end()
+
+
+def _reserve_port() -> socket.socket:
+    """Bind a free port, which the system then gives to no one; SO_REUSEADDR lets a rank listen there."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound
