@@ -1,4 +1,4 @@
-"""Marks on parameters and modules: the unit that shards them, and which no optimizer should hold. On ranks."""
+"""Marks on parameters and modules: the unit that shards them; which no optimizer should hold. On ranks."""
 
 from __future__ import annotations
 
