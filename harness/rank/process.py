@@ -33,6 +33,7 @@ from harness.protocol import (
     ToRank,
     Vote,
 )
+from harness.rank.exchanges import Exchanges
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
 from harness.rank.rendezvous import Rendezvous
@@ -72,6 +73,7 @@ class Rank:
         self._sending = threading.Lock()
         self._phases = os.open(spec.path_of("phases"), os.O_WRONLY | os.O_CREAT, 0o600)
         self._activity = Activity()
+        self.exchanges = Exchanges(spec.session.cwd)
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
@@ -87,6 +89,7 @@ class Rank:
         threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
         self.group.join()
         self._rendezvous.install()
+        self.exchanges.install()
 
     def run(self) -> None:
         """Run items until the controller closes the session."""
@@ -196,6 +199,7 @@ class Rank:
         """
         self._own_connections()
         self.group.repair()
+        self.exchanges.clear()
         self.agree(Vote(self._activity.case, "met"))
 
     def _own_connections(self) -> None:

@@ -130,7 +130,8 @@ class RankSession:
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = torch.distributed.is_initialized() and self._state.is_restored
-        self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing))
+        exchanged = self.rank.exchanges.take()
+        self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Return the item and its next one. What a file changes when it is imported stands from then on."""

@@ -219,11 +219,10 @@ def _add_unnoticed_mismatch(
 
 
 def _add_out_of_step(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:
-    """Fail a test that ends with a collective that not all ranks have begun, even if none waited for it."""
+    """Fail a test that leaves a collective, send or receive which others have not begun."""
     for rank in ranks:
         if rank.left_in_flight is not None:
-            title = f"left {rank.left_in_flight} in flight: not every rank has joined it"
-            found["call"].append(_wrong(context, rank.rank, title))
+            found["call"].append(_wrong(context, rank.rank, f"left {rank.left_in_flight}"))
 
 
 def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Phase, list[Problem]]) -> None:

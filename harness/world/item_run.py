@@ -32,7 +32,7 @@ from harness.protocol import (
     Vote,
     Warned,
 )
-from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
+from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
 from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
@@ -287,12 +287,18 @@ class ItemRun:
     def _look_for_work_in_flight(self) -> None:
         """Find out what is still in flight on ranks that ended after unequal numbers of collectives.
 
-        The number alone proves nothing: it counts sends and receives too.
+        The number alone proves nothing: it counts sends and receives too. Of these, what a rank has left in
+        a test that passed is known; after a failure it is a consequence.
         """
         finished = {each.rank: each.fate for each in self._outcomes if isinstance(each.fate, Finished)}
+        exchanged = {rank: fate.exchanged for rank, fate in finished.items()}
+        if any(exchanged.values()) and all(each.has_passed() for each in self._outcomes):
+            for rank, left in find_unpaired(exchanged).items():
+                self._outcomes[rank].left_in_flight = left
         if len({fate.collectives for fate in finished.values()}) < 2:
             return
         for rank, status in self._request_statuses(set(finished)).items():
             issued = in_flight(status)
             if issued is not None and issued.group == DEFAULT_GROUP:
-                self._outcomes[rank].left_in_flight = name_of(issued)
+                left = f"{name_of(issued)} in flight: not every rank has joined it"
+                self._outcomes[rank].left_in_flight = left

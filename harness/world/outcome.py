@@ -78,7 +78,8 @@ class RankOutcome:
     example: RunningExample | None = None
     """The example of a property test that it was in at the end, unless the outcome is clean."""
     left_in_flight: str | None = None
-    """A collective of the default group that the rank had begun and others had not, at the item's end."""
+    """What the rank had begun and others had not at the item's end, and who had not: a collective of the
+    default group, a send or a receive."""
 
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
@@ -86,6 +87,11 @@ class RankOutcome:
             report["outcome"] == "failed" and report.get("$report_type") == "TestReport"
             for report in self.reports
         )
+
+    def has_passed(self) -> bool:
+        """Whether the rank has ended the item, and every phase of it passed."""
+        is_over = isinstance(self.fate, Finished)
+        return is_over and all(report["outcome"] == "passed" for report in self.reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,8 @@ class ItemOutcome:
             len(finished) == len(self.ranks)
             and all(fate.usable for fate in finished)
             and len({(fate.collectives, fate.groups) for fate in finished}) == 1
+            # Without its handle a message may be lost, and the next one of its kind be taken for it.
+            and all(each.waited == each.begun for fate in finished for each in fate.exchanged)
             # One that was expected to fail leaves its world no better.
             and not any(
                 report["outcome"] == "failed" or (report["outcome"] == "skipped" and "wasxfail" in report)

@@ -1,11 +1,22 @@
 """A healthy test after every fault of a file, on the same ranks: a plugin, and what the file imports."""
 
+import os
+
 import pytest
+
+if "RANK" in os.environ:
+    import torch
+    import torch.distributed as dist
 
 
 def test_healthy(world, after):
     """Nothing that a fault has left behind reaches the test after it."""
     assert world.gather(world.rank) == [0, 1]
+    received = torch.empty(2)
+    sent = dist.isend(torch.full((2,), float(world.rank)), 1 - world.rank)
+    dist.recv(received, 1 - world.rank)
+    sent.wait()
+    assert received.tolist() == [1 - world.rank] * 2
 
 
 def pytest_generate_tests(metafunc):

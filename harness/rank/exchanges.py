@@ -1,0 +1,149 @@
+"""Sends and receives that a test has begun. Runs inside a rank.
+
+The flight recorder has those of nccl, and of gloo collectives alone (seen in torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged
+from harness.rank.torch_internals import group_members
+from harness.tracebacks import is_installed
+
+__tracebackhide__ = True  # a send that fails is the user's, and torch's
+
+
+@dataclass(slots=True, eq=False)
+class _Channel:
+    """The messages of one kind, in one group, to or from one peer, with one tag."""
+
+    group: weakref.ref[dist.ProcessGroup]
+    is_send: bool
+    peer: int | None
+    """Its rank in the group; None stands for any."""
+    tag: int
+    begun: int = 0
+    waited: int = 0
+    call: str = ""
+    tensor: str = ""
+    line: str = ""
+
+
+class Exchanges:
+    """Counts the sends and receives of this process, and those that were waited for.
+
+    A message whose handle is dropped before its `wait` is lost on gloo, and what the other rank sends or
+    receives next does not match: the world cannot be used again.
+
+    Args:
+        base: directory that the user's files are named from.
+    """
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._channels: dict[tuple[object, ...], _Channel] = {}
+        self._works: weakref.WeakKeyDictionary[dist.Work, _Channel] = weakref.WeakKeyDictionary()
+        self._changing = threading.Lock()
+
+    def install(self) -> None:
+        """See all sends and receives from now on, by whatever name the user has imported the function."""
+        group: Any = dist.ProcessGroup
+        group.send = self._recorded(group.send, is_send=True)
+        group.recv = self._recorded(group.recv, is_send=False)
+        group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
+        work: Any = dist.Work
+        work.wait = self._waiting(work.wait)
+
+    def clear(self) -> None:
+        """Forget everything: a test begins, or the groups are new."""
+        with self._changing:
+            self._channels.clear()
+            self._works.clear()
+
+    def take(self) -> tuple[Exchanged, ...]:
+        """Return what the groups that still live have exchanged, and forget it."""
+        if not self._channels:
+            return ()
+        with self._changing:
+            for work, channel in list(self._works.items()):
+                channel.waited += work.is_completed()
+            channels = list(self._channels.values())
+        members = dict(group_members())
+        self.clear()
+        living = [
+            (each, group) for each in channels if (group := each.group()) in members and group is not None
+        ]
+        return tuple(_describe(channel, group, members[group]) for channel, group in living)
+
+    def _recorded(self, begin: Callable[..., dist.Work], is_send: bool) -> Callable[..., dist.Work]:
+        @functools.wraps(begin)
+        def recorded(group: dist.ProcessGroup, tensors: list[torch.Tensor], *peer_and_tag: int) -> dist.Work:
+            __tracebackhide__ = True
+            work = begin(group, tensors, *peer_and_tag)
+            *peer, tag = peer_and_tag
+            self._record(
+                work, tensors[0], _Channel(weakref.ref(group), is_send, peer[0] if peer else None, tag)
+            )
+            return work
+
+        return recorded
+
+    def _record(self, work: dist.Work, tensor: torch.Tensor, new: _Channel) -> None:
+        key = new.group, new.is_send, new.peer, new.tag
+        call, line = self._caller()
+        with self._changing:
+            channel = self._channels.setdefault(key, new)
+            channel.begun += 1
+            channel.call, channel.line = call, line
+            channel.tensor = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            if tensor.device.type == "cpu":
+                self._works[work] = channel
+            else:  # nccl sends what it has begun, with or without its handle
+                channel.waited += 1
+
+    def _caller(self) -> tuple[str, str]:
+        """Return the function of torch that the user has called, and the user's line."""
+        call, frame = "", sys._getframe(3)
+        while frame.f_back is not None and is_installed(frame.f_code.co_filename):
+            name = frame.f_code.co_name
+            call = name if name != "wrapper" else call  # torch wraps some of them
+            frame = frame.f_back
+        return call, f"{frame.f_code.co_filename.removeprefix(f'{self._base}/')}:{frame.f_lineno}"
+
+    def _waiting(self, wait: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(wait)
+        def waiting(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            __tracebackhide__ = True
+            done = wait(work, *args, **kwargs)
+            if self._works:
+                with self._changing:
+                    channel = self._works.pop(work, None)
+                    if channel is not None:
+                        channel.waited += 1
+            return done
+
+        return waiting
+
+
+def _describe(channel: _Channel, group: dist.ProcessGroup, members: tuple[int, ...]) -> Exchanged:
+    return Exchanged(
+        group=DEFAULT_GROUP if group is dist.group.WORLD else group.group_name,
+        is_send=channel.is_send,
+        peer=ANY_RANK if channel.peer is None else members[channel.peer],
+        tag=channel.tag,
+        begun=channel.begun,
+        waited=channel.waited,
+        call=channel.call,
+        tensor=channel.tensor,
+        line=channel.line,
+    )

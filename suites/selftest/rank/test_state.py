@@ -1,0 +1,35 @@
+"""State of a rank that is restored where torch's test utilities forbid to assign it."""
+
+from __future__ import annotations
+
+from suites.selftest.project import Project
+
+# As `torch.testing._internal.common_utils` does when it is imported: from then on flags of
+# `torch.backends` cannot be assigned, for good.
+FROZEN = """
+import os, torch
+
+torch.backends.disable_global_flags()
+
+
+def test_touches_the_environment(world):
+    os.environ["LEFT"] = "1"
+
+
+def test_calls_set_flags(world):
+    assert "LEFT" not in os.environ
+    torch.backends.cudnn.set_flags(_benchmark=True, _deterministic=True)
+
+
+def test_sees_nothing_of_it(world):
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.deterministic
+"""
+
+
+def test_flags_that_cannot_be_assigned_are_restored(project: Project) -> None:
+    project.write(FROZEN)
+    output = project.run()
+    assert "3 passed, 4 warnings" in output
+    assert "test left behind environ: LEFT" in output
+    assert "test left behind cudnn flags: (True, True) (was (False, False))" in output
