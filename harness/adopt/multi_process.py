@@ -26,8 +26,10 @@ __tracebackhide__ = True
 
 # Methods of torch's launcher. A class with one of its own does with processes what only it knows.
 _LAUNCHER = ("_spawn_processes", "_start_processes", "_join_processes", "_check_return_codes", "join_or_run")
-_TORCHS_VARIABLES = ("WORLD_SIZE", "TORCH_NCCL_DESYNC_DEBUG")
-"""What torch's base classes set in every `setUp`: no news to the author of a test."""
+_RANKS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a rank has as if torchrun had started it, and a child of torch's launcher has not."""
+_TORCHS_VARIABLES = (*_RANKS_VARIABLES, "TORCH_NCCL_DESYNC_DEBUG")
+"""With what torch's base classes set in every `setUp`: no news to the author of a test."""
 
 
 class MultiThreaded:
@@ -113,8 +115,10 @@ class MultiProcess:
 
 @contextlib.contextmanager
 def _as_in_a_child() -> Iterator[None]:
-    """Start processes as torch's children do, and restore the variables that torch's base classes set."""
+    """Start processes, and see the environment, as torch's children do; restore what its base classes set."""
     variables = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
+    for name in _RANKS_VARIABLES:
+        os.environ.pop(name, None)
     method = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("spawn", force=True)
     try:
