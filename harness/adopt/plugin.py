@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 __tracebackhide__ = True
 
 _kind_key = pytest.StashKey[Kind]()
+_fate_key = pytest.StashKey[str]()
 _entered_key = pytest.StashKey[bool]()
 _skips_all_key = pytest.StashKey[bool]()
+
+_OUTPUT = "harness-adopted"
+"""Where a worker of pytest-xdist leaves its counts for the main process."""
 
 
 def register(config: pytest.Config) -> None:
@@ -40,7 +44,7 @@ def register(config: pytest.Config) -> None:
             raise pytest.UsageError(f"ranks_adopt: unknown kind {family!r}; there are {', '.join(FAMILIES)}")
     kinds = kinds_of(families)
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
-    plugin = Adoption(config, kinds) if session is None else RankAdoption(session, kinds)
+    plugin = Adoption(config, kinds) if session is None else RankAdoption(config, session, kinds)
     config.pluginmanager.register(plugin, "harness-adopt")
     if config.getoption("ranks_adopt_cpu"):
         from harness.adopt.cpu import CpuDevices
@@ -65,43 +69,71 @@ class Adoption:
     def __init__(self, config: pytest.Config, kinds: tuple[Kind, ...]) -> None:
         self._config = config
         self._kinds = kinds
-        self._adopted: Counter[str] = Counter()
-        self._left: Counter[tuple[str, str]] = Counter()
+        self._fates: Counter[tuple[str, str]] = Counter()
+        """Tests by class and by why the class's own launcher runs them, "" where ranks do."""
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         kind = _kind_of(item, self._kinds)
         if kind is None or item.get_closest_marker("ranks") is not None:
             return
-        name = item.cls.__name__  # type: ignore[attr-defined]
         try:
             demand = kind.demand(item)
         except LeftAlone as reason:
-            self._left[name, str(reason)] += 1
+            item.stash[_fate_key] = str(reason)
         except NotOnRanks:
             pass
         except NothingToRun as reason:
             item.add_marker(pytest.mark.skip(reason=str(reason)))
         else:
-            self._adopted[name] += 1
+            item.stash[_fate_key] = ""
             timeout = max(demand.timeout, self._config.getoption("world_timeout"))
             item.add_marker(pytest.mark.ranks(demand.size, timeout=timeout))
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        chosen = (item for item in session.items if _fate_key in item.stash)
+        self._fates = Counter((item.nodeid.rpartition("::")[0], item.stash[_fate_key]) for item in chosen)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workerinput"):  # of pytest-xdist: all workers have collected the same
+            self._config.workeroutput[_OUTPUT] = list(self._fates.items())  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._fates.update(
+            dict(getattr(node, "workeroutput", {}).get(_OUTPUT, ())) if not self._fates else {}
+        )
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        write = terminalreporter.write_line
-        if self._left:
-            classes = len({name for name, _ in self._left})
-            write(f"{self._left.total()} tests of {classes} classes left to their own launcher")
+        left = {key: count for key, count in self._fates.items() if key[1]}
+        if self._config.getoption("ranks_adopt_report") and self._fates:
+            terminalreporter.section("adopted test classes", sep="-")
+            for (name, reason), count in sorted(self._fates.items()):
+                fate = f"left to its own launcher: {reason}" if reason else "on ranks"
+                terminalreporter.write_line(f"{name}: {_tests(count)} {fate}")
+        elif left:
+            classes = len({name for name, _ in left})
+            terminalreporter.write_line(
+                f"ranks_adopt: {_tests(sum(left.values()))} of {classes} class{'es' if classes > 1 else ''} "
+                "left to their own launcher (--ranks-adopt-report says why)"
+            )
+
+
+def _tests(count: int) -> str:
+    return "1 test" if count == 1 else f"{count} tests"
 
 
 class RankAdoption:
     """Runs adopted items, in a rank."""
 
-    def __init__(self, session: RankSession, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, config: pytest.Config, session: RankSession, kinds: tuple[Kind, ...]) -> None:
         from harness.adopt.groups import ForeignGroups
 
         self._session = session
         self._kinds = kinds
         self._groups = ForeignGroups(session.rank.group)
+        if config.getini("ranks_adopt_groups") == "reuse" and session.world.backend == "gloo":
+            self._groups.reuse_default(session.world)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         kind = _kind_of(item, self._kinds)

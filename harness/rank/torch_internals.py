@@ -83,10 +83,25 @@ class TakenGroups:
         _c10d._world.group_count = self.count
         _c10d._update_default_pg(self.default)
 
+    def lend_default(self, store: dist.Store) -> dist.ProcessGroup:
+        """Make torch know the default group alone, over another store; return it."""
+        group, world = self.default, _c10d._world
+        assert group is not None
+        for name in set(_MAPS) - {"tags_to_pg"}:
+            if group in self.maps[name]:
+                getattr(world, name)[group] = self.maps[name][group]
+        for tag, groups in self.maps["tags_to_pg"].items():
+            if group in groups:
+                world.tags_to_pg.setdefault(tag, []).append(group)
+        world.pg_map[group] = (self.maps["pg_map"][group][0], store)
+        torch._C._distributed_c10d._register_process_group(self.maps["pg_names"][group], group)
+        return group
+
     def shut_down(self) -> None:
-        """Shut the groups down, the last ones first, as `dist.destroy_process_group()` does."""
+        """Shut down those that torch does not know now, the last ones first, as `destroy_process_group()`."""
         for group in reversed(self.maps["pg_map"]):
-            group.shutdown()
+            if group not in _c10d._world.pg_map:
+                group.shutdown()
 
 
 def take_groups() -> TakenGroups:
@@ -115,6 +130,21 @@ def set_cudnn_flags(deterministic: bool, benchmark: bool) -> None:
     """
     torch._C._set_cudnn_deterministic(deterministic)
     torch._C._set_cudnn_benchmark(benchmark)
+
+
+def replace_group_maker(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `init_process_group` and `new_group` make groups by `make`; return what made them until now.
+
+    If it moves: what both call with size, rank, ranks, backend, store, name, and options by keyword.
+    """
+    before: Callable[..., Any] = _c10d._new_process_group_helper
+    _c10d._new_process_group_helper = make
+    return before
+
+
+def is_default_timeout(timeout: object, backend: str) -> bool:
+    """Return whether a timeout is the one that groups of a backend have unless a test says otherwise."""
+    return timeout is None or timeout == _c10d._get_default_timeout(_c10d.Backend(backend))
 
 
 def replace_store_maker(make: Callable[..., dist.Store]) -> Callable[..., dist.Store]:
