@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from harness.engine.layout import Usage, keep
 from harness.engine.mesh import Axis, MeshInfo
 
 
@@ -83,12 +84,15 @@ class Sum:
     Attributes:
         divisor: Divides the sum; None is the number of ranks.
         carried: A shard from an earlier `start_inside`, which is added before the sum across replicas.
+        usage: Keep its marks in the sum.
     """
 
     divisor: float | None = None
     carried: Tensor | None = None
+    usage: Usage | None = None
 
-    def divided_by(self, mesh: MeshInfo) -> float:
+    def over(self, mesh: MeshInfo) -> float:
+        """Return the divisor of a sum over all ranks of `mesh`."""
         return mesh.size if self.divisor is None else self.divisor
 
 
@@ -132,24 +136,30 @@ def start_mean(
     the shard axis exchange pieces and add them in rank order, in fp32 (fp64 for fp64), and so do those of the
     replicate axis in low precision: the result is rounded once per axis, with the same bits on every run.
     """
-    across, divisor = mesh.replicate, sum_.divided_by(mesh)
+    across, divisor, usage = mesh.replicate, sum_.over(mesh), sum_.usage
+    # The marks of the result matter to a rank that looks at them.
+    own = usage if usage and usage.needed else None
     with record_function(REDUCE):
         if not full.numel() or mesh.size == 1:
-            return lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
+            if own:
+                own.set(full)
+            return lambda: keep(own, full, lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype))
         if mesh.shard is None:
             assert across is not None
-            reduced = _start_all_reduce(full, across, divisor, pool)
-            return lambda: reduced().to(dtype)
-        scattered = _start_reduce_scatter(full, mesh.shard, divisor, full.dtype if across else dtype, pool)
-    if across is None:
-        return scattered
+            reduced = _start_all_reduce(full, across, Sum(divisor, usage=usage), pool)
+            return lambda: _cast(reduced(), dtype, own)
+        if across is None:
+            return _start_reduce_scatter(full, mesh.shard, Sum(divisor, usage=usage), dtype, pool)
+        scattered = start_inside(full, mesh, pool, Sum(divisor, usage=usage))
+    of_shard = usage.piece(*_piece(full, mesh.shard)) if usage else None
 
     def finish() -> Tensor:
         with record_function(REDUCE):
             shard = scattered()
             if sum_.carried is not None:
                 shard += sum_.carried
-            return _start_all_reduce(shard, across, 1, pool)().to(dtype)
+            reduced = _start_all_reduce(shard, across, Sum(1, usage=of_shard), pool)()
+            return _cast(reduced, dtype, of_shard if own else None)
 
     return finish
 
@@ -157,8 +167,11 @@ def start_mean(
 def start_inside(full: Tensor, mesh: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
     """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of `full`."""
     assert mesh.shard is not None
+    if not full.numel():
+        return lambda: full
     with record_function(REDUCE):
-        return _start_reduce_scatter(full, mesh.shard, sum_.divided_by(mesh), full.dtype, pool)
+        usage = sum_.usage and sum_.usage.sent_on()
+        return _start_reduce_scatter(full, mesh.shard, Sum(sum_.over(mesh), usage=usage), full.dtype, pool)
 
 
 def total(values: Tensor, groups: Iterable[dist.ProcessGroup], largest: bool = False) -> Tensor:
@@ -239,33 +252,49 @@ def _swap(other: Tensor, shard: Tensor, axis: Axis) -> dist.Work:
 
 
 def _start_reduce_scatter(
-    full: Tensor, axis: Axis, divisor: float, dtype: torch.dtype, pool: BufferPool
+    full: Tensor, axis: Axis, sum_: Sum, dtype: torch.dtype, pool: BufferPool
 ) -> Finish:
     """Start the sum over `axis`, divided; the result is this rank's piece of it in `dtype`."""
+    divisor, usage = sum_.divisor or axis.size, sum_.usage
+    kept = usage.piece(*_piece(full, axis)) if usage and usage.needed else None
     if axis.backends.get(full.device.type) == "nccl":
         # nccl sums in the dtype that it sends. Half of the division comes before the sum, so that this
         # neither overflows nor underflows.
         before, after = divide_factors(divisor)
         shard = full.new_empty(full.numel() // axis.size)
-        work = _reduce_scatter(shard, full.div_(before), group=axis.group, async_op=True)
-        return _after(work, lambda: shard.div_(after).to(dtype))
+        full.div_(before)
+        if usage:
+            usage.set(full)
+        work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
+        return _after(work, lambda: keep(kept, shard, lambda: shard.div_(after).to(dtype)))
+    if usage:
+        usage.set(full)
     received = pool.take_like(full)
 
     def result() -> Tensor:
-        shard = _sum_in_order(received.view(axis.size, -1), divisor, dtype)
+        parts = received.view(axis.size, -1)
+        shard = keep(kept, parts, lambda: _sum_in_order(parts, divisor, dtype))
         pool.give(received)
         return shard
 
     return _after(dist.all_to_all_single(received, full, group=axis.group, async_op=True), result)
 
 
-def _start_all_reduce(full: Tensor, axis: Axis, divisor: float, pool: BufferPool) -> Finish:
+def _piece(full: Tensor, axis: Axis) -> tuple[int, int]:
+    """Return where the shard of this rank starts and ends in `full`."""
+    numel = full.numel() // axis.size
+    return axis.rank * numel, (axis.rank + 1) * numel
+
+
+def _start_all_reduce(full: Tensor, axis: Axis, sum_: Sum, pool: BufferPool) -> Finish:
     """Start the sum over `axis`, divided; the result has all of it and may share memory with `full`."""
+    divisor, usage = sum_.divisor or axis.size, sum_.usage
     if full.dtype in LOW_PRECISION and axis.backends.get(full.device.type) != "nccl":
         # gloo would round after each addition: sum pieces in fp32 as a reduce-scatter does, and spread them.
         padded = full.new_zeros(-(-full.numel() // axis.size) * axis.size)
         padded[: full.numel()] = full
-        scattered = _start_reduce_scatter(padded, axis, divisor, full.dtype, pool)
+        sent = Sum(divisor, usage=usage and usage.sent_on())
+        scattered = _start_reduce_scatter(padded, axis, sent, full.dtype, pool)
 
         def finish() -> Tensor:
             with record_function(SPREAD):
@@ -274,8 +303,17 @@ def _start_all_reduce(full: Tensor, axis: Axis, divisor: float, pool: BufferPool
 
         return finish
     before, after = divide_factors(divisor)
-    work = dist.all_reduce(full.div_(before), group=axis.group, async_op=True)
-    return _after(work, lambda: full.div_(after))
+    full.div_(before)
+    if usage:
+        usage.set(full)
+    work = dist.all_reduce(full, group=axis.group, async_op=True)
+    return _after(
+        work, lambda: keep(usage if usage and usage.needed else None, full, lambda: full.div_(after))
+    )
+
+
+def _cast(reduced: Tensor, dtype: torch.dtype, usage: Usage | None) -> Tensor:
+    return reduced if reduced.dtype == dtype else keep(usage, reduced, lambda: reduced.to(dtype))
 
 
 def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ The fronts differ in where unreduced ones are: `VisibleGradients` of the wrapper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from harness.engine import collectives
 from harness.engine.collectives import BufferPool, Sum
-from harness.engine.layout import copy_in
+from harness.engine.layout import Layout, RowLayout, Usage, copy_in
 from harness.engine.param import LocalShard, attach_gradient
+from harness.engine.torch_internals import gradient_hooks
 from harness.engine.unsharded import UnshardedParams, fill_with_nan
 
 
@@ -71,7 +72,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def _add_shard(self, reduced: Tensor) -> None:
-        """Add `reduced`, a 1-D shard in the gradient dtype, to what the user sees."""
+        """Add `reduced`, a 1-D shard in the gradient dtype, to what the user sees; call hooks."""
 
     @torch.no_grad()
     def reduce(self, full: UnshardedParams, pool: BufferPool) -> None:
@@ -111,20 +112,26 @@ class Gradients(ABC):
         return collectives.start_mean(flat, self._shard.config.mesh, dtype, pool)
 
     def _pack(self, full: UnshardedParams, pool: BufferPool) -> Tensor:
-        """Return all leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
-        layout = self._shard.layout
-        flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
+        """Return leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
         pairs = ((leaf.grad, leaf) for leaf in full.leaves)
         gradients = [collectives.local_gradient(g, at) if isinstance(g, DTensor) else g for g, at in pairs]
         dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
-        copy_in(dense, flat, layout)
+        layout, sent = self._message(dense)
+        flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
+        copy_in(sent, flat, layout)
         for leaf in full.leaves:
             leaf.grad = None
         return flat
 
+    def _message(self, gradients: Sequence[Tensor | None]) -> tuple[Layout, Sequence[Tensor | None]]:
+        """Return which of `gradients`, one for each parameter, are packed, and how they lie there."""
+        return self._shard.layout, gradients
+
 
 class AccumulatedGradients(Gradients):
     """Show reduced gradients, one per parameter; accumulate unreduced ones in the reduce dtype, out of sight.
+
+    Only those of trainable parameters travel. What no rank has used stays without a gradient.
 
     Attributes:
         divisor: Divides sums over ranks; None is the number of ranks.
@@ -137,6 +144,12 @@ class AccumulatedGradients(Gradients):
         self.across = True
         self._accumulated: Tensor | None = None
         self._carried: Tensor | None = None
+        # The parameters of which gradients are packed, by index; which of them this rank has used, in what is
+        # accumulated too; their layout; the marks of both.
+        self._indices: tuple[int, ...] = ()
+        self._used: tuple[bool, ...] = ()
+        self._layout = self._rows.only(())
+        self._usage = Usage.of(self._layout, (), shard.device)
 
     def like(self, shard: LocalShard) -> Self:
         copied = super().like(shard)
@@ -181,9 +194,53 @@ class AccumulatedGradients(Gradients):
     def _start(self, flat: Tensor, dtype: torch.dtype, pool: BufferPool) -> Callable[[], Tensor]:
         mesh = self._shard.config.mesh
         if self._stays_inside:
-            return collectives.start_inside(flat, mesh, pool, Sum(self.divisor))
-        sum_, self._carried = Sum(self.divisor, self._carried), None
+            return collectives.start_inside(flat, mesh, pool, Sum(self.divisor, usage=self._usage))
+        sum_, self._carried = Sum(self.divisor, self._carried, self._usage), None
         return collectives.start_mean(flat, mesh, dtype, pool, sum_)
+
+    @property
+    def _rows(self) -> RowLayout:
+        assert isinstance(self._shard.layout, RowLayout)
+        return self._shard.layout
+
+    def _message(self, gradients: Sequence[Tensor | None]) -> tuple[Layout, Sequence[Tensor | None]]:
+        shard = self._shard
+        # What was accumulated before its parameter was frozen is reduced, too.
+        waits = () if self._accumulated is None and self._carried is None else self._indices
+        indices = tuple(
+            i for i, param in enumerate(shard.params) if param.parameter.requires_grad or i in waits
+        )
+        if indices != self._indices:
+            self._change_message(indices)
+        sent = [gradients[index] for index in indices]
+        used = [gradient is not None for gradient in sent]
+        if self._accumulated is not None:
+            used = [now or before for now, before in zip(used, self._used, strict=True)]
+        if tuple(used) != self._used or self._usage.used.device != shard.device:
+            self._used = tuple(used)
+            self._usage = Usage.of(self._layout, used, shard.device)
+        return self._layout, sent
+
+    def _change_message(self, indices: tuple[int, ...]) -> None:
+        """Pack the gradients of other parameters from now on, and pack accumulated and carried ones again."""
+        old, new = self._layout, self._rows.only(indices)
+        starts = dict(zip(self._indices, old.shard_starts, strict=True))
+
+        def again(packed: Tensor | None) -> Tensor | None:
+            if packed is None or not packed.numel():
+                return None
+            rows = packed.view(-1, old.shard_numel)
+            fresh = rows.new_full((len(rows), new.shard_numel), -0.0)
+            for index, start, size in zip(indices, new.shard_starts, new.piece_numels, strict=True):
+                if (before := starts.get(index)) is not None:
+                    fresh[:, start : start + size] = rows[:, before : before + size]
+            return fresh.view(-1)
+
+        self._accumulated, self._carried = again(self._accumulated), again(self._carried)
+        used = dict(zip(self._indices, self._used, strict=True))
+        self._indices, self._layout = indices, new
+        self._used = tuple(used.get(index, False) for index in indices)
+        self._usage = Usage.of(new, self._used, self._shard.device)
 
     @property
     def _waits(self) -> bool:
@@ -197,8 +254,27 @@ class AccumulatedGradients(Gradients):
     def _add_shard(self, reduced: Tensor) -> None:
         if self._stays_inside:
             self._carried = reduced if self._carried is None else self._carried.add_(reduced)
-        else:
-            self._shard.add_gradients(reduced.to(self._shard.flat.device))
+            return
+        unused, views = self._unused(reduced), tuple(self._shard.views())
+        reduced = reduced.to(self._shard.flat.device)
+        for index, start in zip(self._indices, self._layout.shard_starts, strict=True):
+            if index not in unused:
+                param, view = views[index]
+                fresh = reduced[start : start + view.numel()].view(view.shape)
+                if (shown := param.gradient) is None:
+                    param.set_gradient(fresh)
+                else:
+                    shown.add_(fresh)
+                for hook in tuple((gradient_hooks(param.parameter) or {}).values()):
+                    hook(param.parameter)
+
+    def _unused(self, reduced: Tensor) -> Collection[int]:
+        """Return the parameters, by index, that no rank has used; with elements, as others leave no trace."""
+        if not self._usage.needed:
+            return ()
+        layout = self._layout
+        found = iter(self._usage.piece(0, layout.shard_numel).unused(reduced).tolist())
+        return {i for i, size in zip(self._indices, layout.piece_numels, strict=True) if size and next(found)}
 
 
 class VisibleGradients(Gradients):
@@ -267,6 +343,8 @@ class VisibleGradients(Gradients):
                 attach_gradient(parameter, fresh)
             else:
                 parameter.grad.add_(fresh)
+            for hook in tuple((gradient_hooks(parameter) or {}).values()):
+                hook(parameter)
 
     def _show_full(self, full: Tensor) -> None:
         self._synced, self._unsynced = self._shown(), True

@@ -8,7 +8,7 @@ from harness.engine.api import GroupInfo
 from harness.engine.fsdp_module import FSDPModule
 from harness.engine.param import clean_name, joined
 from harness.engine.param_group import ParamGroup
-from harness.engine.torch_internals import num_gradient_hooks
+from harness.engine.torch_internals import gradient_hooks
 from harness.engine.unit import Unit
 from harness.engine.wrapper import FullyShardedDataParallel
 
@@ -42,7 +42,7 @@ def _info(group: ParamGroup, module: nn.Module, names: Mapping[nn.Module, str]) 
         reduce_dtype=dtypes.reduce,
         flat_dtype=shard.flat.dtype,
         gradient_dtype=gradients[0].dtype if gradients else None,
-        post_backward_hooks=tuple(map(num_gradient_hooks, group.leaves)),
+        post_backward_hooks=tuple(len(gradient_hooks(leaf) or ()) for leaf in group.leaves),
         local_numel=layout.shard_numel,
         full_numel=layout.padded_numel,
         padding=layout.padding,

@@ -1,9 +1,11 @@
 """Offsets of parameters in shards, and the copies in and out of them; needs no process group."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -206,6 +208,11 @@ class RowLayout(Layout):
         shape, dim = self.shapes[index], self._dims[index]
         return (*shape[:dim], num_rows, *shape[dim + 1 :]) if shape else ()
 
+    def only(self, indices: Sequence[int]) -> RowLayout:
+        """Return the layout of these parameters alone."""
+        chosen = [(self.shapes[index], self._dims[index]) for index in indices]
+        return replace(self, shapes=tuple(s for s, _ in chosen), dims=tuple(dim for _, dim in chosen))
+
 
 def copy_out(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
     """Fill `full` (1-D, the layout's padded size) from all `shards`, in which pieces lie end to end."""
@@ -225,10 +232,10 @@ def copy_out(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
 def copy_in(values: Sequence[Tensor | None], packed: Tensor, layout: Layout) -> None:
     """Fill `packed`, the shards end to end, with one value per parameter, in its shape and any dtype.
 
-    Padding, and what belongs to a value of None, becomes zero.
+    Padding, and what belongs to a value of None, becomes zero: -0.0 for None where pieces lie row by row.
     """
     if isinstance(layout, RowLayout):
-        _copy_in_rows(values, packed.view(layout.num_shards, -1), layout)
+        _copy_in_rows(values, packed.view(layout.num_shards, layout.shard_numel), layout)
         return
     for value, view in zip(values, layout.views(packed), strict=True):
         view.zero_() if value is None else view.copy_(value)
@@ -240,7 +247,7 @@ def _copy_in_rows(values: Sequence[Tensor | None], shards: Tensor, layout: RowLa
     for index, (value, start, size, num_runs) in enumerate(places):
         into = shards[:, start : start + size]
         if value is None or size == 0:
-            into.zero_()
+            into.fill_(-0.0)  # see `Usage`
             continue
         if num_runs > 1:
             for shard, piece in enumerate(into):
@@ -256,3 +263,66 @@ def _copy_in_rows(values: Sequence[Tensor | None], shards: Tensor, layout: RowLa
             into[num_whole, : rest.numel()].copy_(rest)
             into[num_whole, rest.numel() :].zero_()
             into[num_whole + 1 :].zero_()
+
+
+@dataclass(frozen=True, eq=False)
+class Usage:
+    """Marks in one packed buffer of gradients, whose sign says if any rank used a parameter.
+
+    -0.0 is the one number that adds nothing, not even a sign: a sum is -0.0 only if all its terms are. So a
+    rank sends -0.0 throughout for a parameter that it has not used, and never -0.0 at the mark of one that it
+    has: the first element of each shard's piece of it (padding, if that is empty). What is -0.0 at a mark
+    of the result was used by no rank, and its gradient is None, for no byte and no collective more.
+
+    Attributes:
+        places: Their positions in the buffer, on CPU.
+        used: Those of parameters that this rank has used, on the buffer's device.
+        needed: In the result: this rank has not used all parameters and looks at them, or they are sent on.
+    """
+
+    places: Tensor
+    used: Tensor
+    needed: bool
+
+    @staticmethod
+    def of(layout: RowLayout, used: Sequence[bool], device: torch.device) -> Usage:
+        """Return the marks of the parameters of `layout`, none of those without elements."""
+        pieces = zip(layout.shard_starts, layout.piece_numels, used, strict=True)
+        marked = [(start, mine) for start, size, mine in pieces if size]
+        shards = torch.arange(layout.num_shards).view(-1, 1) * layout.shard_numel
+        places = shards + torch.tensor([start for start, _ in marked], dtype=torch.int64)
+        used_places = places[:, torch.tensor([mine for _, mine in marked], dtype=torch.bool)]
+        return Usage(places.view(-1), used_places.reshape(-1).to(device), not all(used))
+
+    def sent_on(self) -> Usage:
+        return replace(self, needed=True)
+
+    def piece(self, start: int, stop: int) -> Usage:
+        """Return the marks in a piece of the buffer, of which other ranks have used parameters as well."""
+        inside = self.places[(self.places >= start) & (self.places < stop)]
+        return Usage(inside - start, self.used[:0], self.needed)
+
+    def set(self, packed: Tensor) -> None:
+        """Make what is -0.0 at marks of used parameters +0.0."""
+        packed.index_add_(0, self.used, packed.new_zeros(self.used.numel()))
+
+    def unused(self, values: Tensor) -> Tensor:
+        """Return for each mark in the last dim of `values` whether it is -0.0."""
+        marked = values[..., self.places]
+        return (marked == 0) & marked.signbit()
+
+
+def keep(usage: Usage | None, before: Tensor, change: Callable[[], Tensor]) -> Tensor:
+    """Return `change()`, rounded from `before` or from the sum over its rows, with the same marks.
+
+    Rounding makes -0.0 of a tiny negative number.
+    """
+    if usage is None:
+        return change()
+    unused = usage.unused(before)
+    if unused.dim() > 1:
+        unused = unused.all(0)
+    changed = change()
+    places = usage.places.to(changed.device)
+    kept = (changed[places] + 0.0).masked_fill_(unused.to(changed.device), -0.0)
+    return changed.index_copy_(0, places, kept)

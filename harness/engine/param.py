@@ -231,16 +231,6 @@ class LocalShard:
             self._viewed = key
         return zip(self.params, self._views, strict=True)
 
-    def add_gradients(self, reduced: Tensor) -> None:
-        """Add `reduced`, 1-D and in the shard's order, to the gradients of trainable parameters."""
-        for (param, view), span in zip(self.views(), self.spans, strict=True):
-            if param.parameter.requires_grad:
-                fresh = reduced[span].view(view.shape)
-                if (shown := param.gradient) is None:
-                    param.set_gradient(fresh)
-                else:
-                    shown.add_(fresh)
-
     def gather(self, shard: Tensor) -> Tensor:
         """Return every rank's 1-D `shard` end to end, as a new tensor on the group's device."""
         shard = shard.to(self.device)

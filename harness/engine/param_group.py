@@ -67,6 +67,8 @@ class ParamGroup:
         self._arrive: Callable[[], Tensor | tuple[Tensor, ...]] | None = None
         # `shard.versions` when unsharded parameters were pinned.
         self._pinned: Sequence[object] | None = None
+        # An optimizer stepped, in a hook of a backward, while modules saw unsharded parameters.
+        self._outdated = False
         # What this rank keeps in SHARDED_POST_FORWARD, and the ranks that have all of it.
         self._part: tuple[Tensor, Axis] | None = None
         # The copy of the local shard that the last all-gather sent, if it had to be cast or moved for it.
@@ -136,7 +138,7 @@ class ParamGroup:
                 self.full.free()
                 self.shard.show()
             self.state = after
-        self._pinned = None
+        self._pinned, self._outdated = None, False
 
     def reshard_to(self, axis: Axis) -> None:
         """Show modules their shards again, and keep this rank's part of unsharded parameters for backward.
@@ -155,14 +157,18 @@ class ParamGroup:
 
     def pin(self) -> None:
         """Make unsharded parameters, there or on their way, outlast `reset` until the shard changes."""
+        if self._outdated:
+            self.reshard()
         self._pinned = self.shard.versions
 
     def invalidate(self, stepped: Collection[Tensor]) -> None:
         """Give pinned parameters up if any of `stepped` is one: the shard has changed."""
-        if self._pinned is not None and any(param.parameter in stepped for param in self.shard.params):
-            if self.state is not GroupState.UNSHARDED:
+        unsharded = self.state is GroupState.UNSHARDED
+        may_be_pinned = unsharded or self._pinned is not None
+        if may_be_pinned and any(param.parameter in stepped for param in self.shard.params):
+            if not unsharded:
                 self.reshard()
-            self._pinned = None
+            self._pinned, self._outdated = None, unsharded
 
     def drop_prefetched(self) -> None:
         """Give up what was prefetched and then not needed."""

@@ -54,16 +54,17 @@ StridedShard: Callable[..., Placement] = _StridedShard
 # The mesh that has the axes of several meshes of one root mesh, in their order. If it moves: as above.
 concatenated: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 
+# The hooks of `register_post_accumulate_grad_hook` on a leaf, by number, or None. If it moves: what that
+# function writes to.
+gradient_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
 
 def set_local_tensor(dtensor: Tensor, other: Tensor) -> None:
     """Make `dtensor` hold what the `DTensor` `other` holds."""
     dtensor._local_tensor = other._local_tensor  # type: ignore[attr-defined]
     dtensor._spec = other._spec  # type: ignore[attr-defined]
-
-
-def num_gradient_hooks(leaf: Tensor) -> int:
-    """Return the number of hooks of `register_post_accumulate_grad_hook` on `leaf`."""
-    return len(leaf._post_accumulate_grad_hooks or ())
 
 
 def new_state_dict(

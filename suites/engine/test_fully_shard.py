@@ -342,17 +342,6 @@ def test_groups_have_names_of_the_unsharded_model(world, front):
 
 
 @FRONTS
-def test_an_unused_parameter_of_a_used_group_has_a_zero_gradient(world, front):
-    model = layers(world, number=3)
-    model.forward = model[0].forward
-    front(model[2])
-    front(model)
-    model(torch.ones(2, 4, device=world.device)).sum().backward()
-    assert model[1].weight.grad.full_tensor().tolist() == [[0.0] * 4] * 4
-    assert model[2].weight.grad is None
-
-
-@FRONTS
 def test_second_derivatives_are_refused(world, front):
     loss = front(layers(world))(torch.ones(2, 4, device=world.device)).sum()
     with pytest.raises(NotImplementedError, match="create_graph=True"):
