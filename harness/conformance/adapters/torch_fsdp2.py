@@ -27,16 +27,13 @@ class TorchFsdp2(Composed):
     name = "torch-fsdp2"
     capabilities = Composed.capabilities - {Capability.HOOKS, Capability.SCALARS, Capability.EARLY_REDUCTION}
 
-    def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
-        # A hint about in-place changes of outputs, not about values.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        return super().shard(model, spec)
-
     def _check_dimensions(self, model: nn.Module, spec: ShardSpec) -> None:
         super()._check_dimensions(model, replace(spec, strategy="FULL_SHARD"))  # replicas have none either
 
     @property
     def composable(self) -> Composable:
+        # A hint about in-place changes of outputs, not about values.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         return Composable(
             fsdp.fully_shard,
             replicate(),

@@ -22,6 +22,7 @@ from harness.conformance.models.nested import (
     NonUniformReqGradNWM,
 )
 from harness.conformance.models.networks import TransformerWithSharedParams, resnet50
+from harness.conformance.models.parallel import TensorParallelModel
 from harness.conformance.models.parameters import MLP, KnownGradient, KnownGradients, UnevenShapes
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "NonUniformReqGradNWM",
+    "TensorParallelModel",
     "TransformerWithSharedParams",
     "UnevenShapes",
     "resnet50",
