@@ -60,7 +60,7 @@ class Place:
 
 
 class Kind(Protocol):
-    """One kind of test classes.
+    """One kind of test classes. It is registered as a plugin too, and may have hooks of pytest's.
 
     Attributes:
         family: the word of `ranks_adopt` that asks for it.
@@ -94,7 +94,8 @@ class Kind(Protocol):
 def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
     from harness.adopt.continuous import Continuous
+    from harness.adopt.distributed_test import DistributedTest
     from harness.adopt.multi_process import MultiProcess, MultiThreaded
 
-    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded())
+    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
     return tuple(kind for kind in kinds if kind.family in families)

@@ -46,6 +46,8 @@ def register(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     plugin = Adoption(config, kinds) if session is None else RankAdoption(config, session, kinds)
     config.pluginmanager.register(plugin, "harness-adopt")
+    for kind in kinds:
+        config.pluginmanager.register(kind)
     if config.getoption("ranks_adopt_cpu"):
         from harness.adopt.cpu import CpuDevices
 
