@@ -30,6 +30,7 @@ DEVICES = 4
 _FSDP = "torch.testing._internal.common_fsdp"
 _DTENSOR = "torch.testing._internal.distributed._tensor.common_dtensor"
 _DEVICE_TYPE = "torch.testing._internal.common_device_type"
+_ON_RANKS = ("MultiProcessTestCase", "MultiProcContinuousTest")
 _ACCELERATOR_BACKENDS = ("nccl", "xccl", "hccl")
 
 
@@ -118,7 +119,9 @@ def _unless_in_threads(function: Any, skipping: Any, enough: bool) -> Any:
 def _with_cpu(original: Any) -> Any:
     def instantiate_device_type_tests(cls: type, scope: Any, *args: Any, **options: Any) -> Any:
         only: Any = options.get("only_for")
-        if only is not None and issubclass(cls, importlib.import_module(COMMON).MultiProcessTestCase):
+        common = importlib.import_module(COMMON)
+        kinds = tuple(getattr(common, name) for name in _ON_RANKS if hasattr(common, name))
+        if only is not None and issubclass(cls, kinds):
             options["only_for"] = (*([only] if isinstance(only, str) else only), "cpu")
         return original(cls, scope, *args, **options)
 

@@ -8,12 +8,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal import common_fsdp
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch.testing._internal.common_fsdp import FSDPTest, FSDPTestMultiThread
 from torch.testing._internal.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 
 AT_IMPORT = torch.device("cuda")
+Continuous = getattr(common_fsdp, "FSDPTestContinuous", FSDPTest)  # not in each version of torch
 
 
 class TestSharded(FSDPTest):
@@ -62,6 +64,15 @@ class TestSize(FSDPTest):
     @skip_if_lt_x_gpu(4)
     def test_four(self):
         self.assertEqual(dist.get_world_size(), 4)
+
+
+class TestKeptGroup(Continuous):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    def test_fully_shard(self):
+        module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cuda", (2,)))
+        self.assertEqual(module(torch.ones(1, 4, device="cuda")).device, torch.device("cpu"))
 
 
 class TestOnly(FSDPTest):
