@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from harness.conformance import command
+from harness.conformance import command as conformance
+from harness.port import command as port
 
 
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m harness", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command.add_to(commands)
+    conformance.add_to(commands)
+    port.add_to(commands)
     options, others = parser.parse_known_args(arguments)
     return int(options.run(options, others))
 

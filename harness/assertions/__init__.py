@@ -7,6 +7,7 @@ check that finds nothing to compare fails, and where ranks compare values, all o
 from harness.assertions.agreement import assert_same_across_ranks, fail_together
 from harness.assertions.closeness import TOLERANCES, Tolerance, assert_named_close
 from harness.assertions.dtypes import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
+from harness.assertions.equality import assert_equal
 from harness.assertions.parity import (
     Run,
     Trainee,
@@ -28,6 +29,7 @@ __all__ = [
     "Trainee",
     "Training",
     "assert_buffer_dtypes",
+    "assert_equal",
     "assert_gradient_dtypes",
     "assert_named_close",
     "assert_parameter_dtypes",

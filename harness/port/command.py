@@ -1,0 +1,111 @@
+"""`python -m harness port`: its arguments, its files and its exit status. Must not import libcst or torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.port.module import Ported
+
+ALL_CONVERTED, SOME_LEFT, NOT_RUN = 0, 1, 2
+"""Exit status: nothing is left to do; comments say what is; wrong usage or a file that is no Python."""
+
+NEEDS_LIBCST = "python -m harness port needs libcst: pip install 'lockstep-harness[port]'"
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of `python -m harness`."""
+    parser = commands.add_parser(
+        "port",
+        help="write test classes of torch's and DeepSpeed's launchers as tests on ranks",
+        description="Convert classes derived from MultiProcessTestCase, FSDPTest, DTensorTestBase, "
+        "DistributedTestBase, MultiProcContinuousTest and DeepSpeed's DistributedTest into plain tests on "
+        "ranks. Exit status: 0 if everything was converted, 1 if comments say what was not, 2 if a file "
+        "cannot be read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="count only, and write nothing (the default)")
+    action.add_argument("--diff", action="store_true", help="print the changes as a unified diff")
+    action.add_argument("--write", action="store_true", help="change the files")
+    action.add_argument("--output", type=Path, metavar="DIR", help="write the converted files to a directory")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="world size where a class takes its number of GPUs"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    try:
+        import libcst
+    except ImportError:
+        return _refuse(NEEDS_LIBCST)
+    from harness.port.module import port
+
+    if others:
+        return _refuse(f"python -m harness port: unknown arguments: {' '.join(others)}")
+    if options.ranks < 1:
+        return _refuse(f"python -m harness port: --ranks {options.ranks}: a world has at least 1 rank")
+    status = ALL_CONVERTED
+    for file, path in _targets(options.files, options.output):
+        try:
+            code = file.read_bytes().decode()
+            ported = port(code, options.ranks)
+        except (OSError, UnicodeDecodeError) as error:
+            return _refuse(f"python -m harness port: {file}: {error}")
+        except libcst.ParserSyntaxError as error:
+            line = f"line {error.raw_line}: {error.message}"
+            return _refuse(f"python -m harness port: {file} is no Python that libcst can read: {line}")
+        if options.write or options.output:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(ported.code.encode())
+            shutil.copymode(file, path)
+        if options.diff:
+            sys.stdout.writelines(_diff(file, code, ported.code))
+        sys.stdout.write("".join(f"{line}\n" for line in _summary(file, ported)))
+        status = max(status, SOME_LEFT if ported.notes else ALL_CONVERTED)
+    return status
+
+
+def _targets(files: Sequence[Path], output: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Yield each file with the path to write to: below `output` files keep their place among the others."""
+    parents = [file.resolve().parent for file in files]
+    common = Path(*_common_parts([parent.parts for parent in parents]))
+    for file in files:
+        yield file, output / file.resolve().relative_to(common) if output else file
+
+
+def _common_parts(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return shared
+
+
+def _diff(file: Path, before: str, after: str) -> Iterator[str]:
+    old, new = (text.splitlines(keepends=True) for text in (before, after))
+    return difflib.unified_diff(old, new, fromfile=str(file), tofile=f"{file} (ported)")
+
+
+def _summary(file: Path, ported: Ported) -> Iterator[str]:
+    whole, commented, left = ported.whole, ported.commented, ported.left
+    if not whole + commented + left:
+        yield f"{file}: no test class of a multi-process kind"
+    else:
+        total = whole + commented + left
+        yield f"{file}: {total} tests: {whole} converted, {commented} with comments, {left} left"
+    yield from (f"  {note}" for note in ported.notes)
+
+
+def _refuse(why: str) -> int:
+    sys.stderr.write(f"{why}\n")
+    return NOT_RUN

@@ -1,0 +1,147 @@
+"""`setUp`, `tearDown`, `setUpClass` and `tearDownClass` as fixtures, without what the launcher needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+
+from harness.port.groups import FamilyGroups
+from harness.port.methods import MethodConverter, Needs
+from harness.port.plans import ClassPlan
+from harness.port.source import Source, attribute_of_self, find_all, is_docstring, lone_call, super_call
+
+INSTANCE_SETUP = ("setUp", "tearDown")
+CLASS_SETUP = ("setUpClass", "tearDownClass")
+SETUP_METHODS = (*INSTANCE_SETUP, *CLASS_SETUP)
+
+
+@dataclass
+class Setup:
+    """A fixture in the place of a pair of methods."""
+
+    node: cst.FunctionDef
+    needs: Needs
+
+
+def has_setup(plan: ClassPlan, source: Source, family: FamilyGroups, names: tuple[str, str]) -> bool:
+    """Return whether anything but the launcher's part is in a class's own set-up or tear-down."""
+    return any(_kept(plan, name, source, family) for name in names)
+
+
+def convert_setup(
+    plan: ClassPlan,
+    source: Source,
+    family: FamilyGroups,
+    names: tuple[str, str],
+    attributes: dict[str, str],
+) -> Setup | None:
+    """Return the fixture for the class's own set-up and tear-down, or None if there is nothing to do."""
+    before, after = (_kept(plan, name, source, family) for name in names)
+    if not before and not after:
+        return None
+    needs = Needs()
+    body: list[cst.BaseStatement] = []
+    for name, statements in zip(names, (before, after), strict=True):
+        if name == names[1] and statements:
+            body.append(cst.SimpleStatementLine([cst.Expr(cst.Yield())]))
+        if statements:
+            method = plan.methods[name]
+            converter = MethodConverter(plan, method, source, family, True, attributes)
+            block = cst.IndentedBlock(statements).visit(converter)
+            assert isinstance(block, cst.IndentedBlock)
+            if names is INSTANCE_SETUP:  # monkeypatch restores after each test, too soon for a class
+                block = block.visit(_Environment(source, converter))
+            body += block.body  # type: ignore[union-attr]
+            needs.fixtures |= converter.needs.fixtures
+            needs.on_self |= converter.needs.on_self
+            needs.imports |= converter.needs.imports
+            needs.reasons += converter.needs.reasons
+    return Setup(_fixture(names, [*needs.fixtures], body), needs)
+
+
+def _fixture(names: tuple[str, str], fixtures: list[str], body: list[cst.BaseStatement]) -> cst.FunctionDef:
+    if names is INSTANCE_SETUP:
+        head = f"@pytest.fixture(autouse=True)\ndef set_up({', '.join(['self', *fixtures])}):\n    pass\n"
+    else:
+        parameters = ", ".join(["cls", *fixtures])
+        mark = '@pytest.fixture(scope="class", autouse=True)\n@classmethod\n'
+        head = f"{mark}def set_up_class({parameters}):\n    pass\n"
+    function = cst.parse_statement(head)
+    assert isinstance(function, cst.FunctionDef)
+    return function.with_changes(body=cst.IndentedBlock(body))
+
+
+def _kept(plan: ClassPlan, name: str, source: Source, family: FamilyGroups) -> list[cst.BaseStatement]:
+    """Return the statements of a method that mean something to a test on ranks."""
+    method = plan.methods.get(name)
+    if method is None or not isinstance(method.body, cst.IndentedBlock):
+        return []
+    groups = family.of(plan, name)
+    kept = [
+        statement
+        for statement in method.body.body
+        if not groups.is_dropped(statement) and not _is_launchers(statement, source)
+    ]
+    return [] if all(map(is_docstring, kept)) else kept
+
+
+def _is_launchers(statement: cst.CSTNode, source: Source) -> bool:
+    """Return whether a statement of a set-up is about processes, the test's file or its group."""
+    call = lone_call(statement)
+    if call is not None:
+        return (
+            super_call(call) in SETUP_METHODS
+            or attribute_of_self(call.func) == "_spawn_processes"
+            or _removes_own_file(call, source)
+            or source.distributed_name(call.func) == "destroy_process_group"
+        )
+    if isinstance(statement, cst.Try):
+        parts = [*statement.body.body, *(one for handler in statement.handlers for one in handler.body.body)]
+        return all(_is_launchers(part, source) or _is_pass(part) for part in parts)
+    if isinstance(statement, cst.If) and statement.orelse is None:
+        return all(_is_launchers(part, source) for part in statement.body.body) and not any(
+            _writes(statement)
+        )
+    return False
+
+
+def _removes_own_file(call: cst.Call, source: Source) -> bool:
+    is_remove = source.code(call.func) in ("os.remove", "os.unlink")
+    return is_remove and len(call.args) == 1 and attribute_of_self(call.args[0].value) == "file_name"
+
+
+def _is_pass(statement: cst.CSTNode) -> bool:
+    match statement:
+        case cst.SimpleStatementLine(body=[cst.Pass()]):
+            return True
+    return False
+
+
+def _writes(statement: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    yield from find_all(statement, cst.NamedExpr)
+
+
+class _Environment(cst.CSTTransformer):
+    """Sets variables of the environment through monkeypatch, which restores them."""
+
+    def __init__(self, source: Source, converter: MethodConverter) -> None:
+        super().__init__()
+        self.source, self.converter = source, converter
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        match updated_node.body:
+            case [
+                cst.Assign(
+                    targets=[cst.AssignTarget(target=cst.Subscript(value=target, slice=[index]))], value=value
+                )
+            ]:
+                if self.source.code(target) == "os.environ" and isinstance(index.slice, cst.Index):
+                    patch = self.converter.fixture("monkeypatch")
+                    args = [cst.Arg(index.slice.value), cst.Arg(value)]
+                    call = cst.Call(cst.parse_expression(f"{patch}.setenv"), args)
+                    return updated_node.with_changes(body=[cst.Expr(call)])
+        return updated_node

@@ -1,0 +1,291 @@
+"""Each construct that `python -m harness port` converts, and what it leaves with a comment."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from harness.port.module import port
+from suites.selftest.project import PROJECTS
+
+HEAD = """\
+import os
+import unittest
+from unittest import mock
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import *
+from torch.testing._internal.common_distributed import MultiProcessTestCase, TEST_SKIPS, run_subtests
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu, requires_world_size
+from torch.testing._internal.common_distributed import skip_but_pass_in_sandcastle_if
+from torch.testing._internal.common_fsdp import check_sharded_parity
+from torch.testing._internal.common_utils import parametrize, subtest
+
+class TestOne(MultiProcessTestCase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+"""
+
+
+def method(code: str, *, name: str = "test_one", decorators: str = "") -> str:
+    """Return a class with one method that has this body, converted; its lines from the method on."""
+    body = textwrap.indent(textwrap.dedent(code).strip("\n"), " " * 8)
+    text = f"{HEAD}{textwrap.indent(decorators, ' ' * 4)}    def {name}(self, x, y):\n{body}\n"
+    converted = port(text).code
+    lines = converted[converted.index("class TestOne") :].splitlines()[1:]
+    return textwrap.dedent("\n".join(lines))
+
+
+def statement(code: str) -> str:
+    converted = method(code)
+    return textwrap.dedent(converted.partition("\n")[2])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("self.assertTrue(x)", "assert x"),
+        ("self.assertTrue(x, 'why')", "assert x, 'why'"),
+        ("self.assertFalse(x)", "assert not x"),
+        ("self.assertFalse(x or y)", "assert not (x or y)"),
+        ("self.assertFalse(x in y)", "assert x not in y"),
+        ("self.assertIs(x, y)", "assert x is y"),
+        ("self.assertIsNot(x, y)", "assert x is not y"),
+        ("self.assertIsNone(x)", "assert x is None"),
+        ("self.assertIsNotNone(x)", "assert x is not None"),
+        ("self.assertIn(x, y)", "assert x in y"),
+        ("self.assertNotIn(x, y, msg='why')", "assert x not in y, msg='why'".replace("msg=", "")),
+        ("self.assertIsInstance(x, (int, str))", "assert isinstance(x, (int, str))"),
+        ("self.assertNotIsInstance(x, int)", "assert not isinstance(x, int)"),
+        ("self.assertGreater(x, y)", "assert x > y"),
+        ("self.assertGreaterEqual(x, y)", "assert x >= y"),
+        ("self.assertLess(x, y)", "assert x < y"),
+        ("self.assertLessEqual(x if y else 1, y)", "assert (x if y else 1) <= y"),
+        ("self.assertRegex(x, 'a.')", "assert re.search('a.', x)"),
+        ("self.assertDictEqual(x, {1: 2})", "assert x == {1: 2}"),
+        ("self.assertListEqual(sorted(x), y)", "assert sorted(x) == y"),
+        # torch's assertEqual: close numbers and tensors, containers by element; `==` where no other is meant
+        ("self.assertEqual(x, y)", "assert_equal(x, y)"),
+        ("self.assertEqual(x, 1)", "assert_equal(x, 1)"),
+        ("self.assertEqual(x, y, 'why')", "assert_equal(x, y, 'why')"),
+        ("self.assertEqual(x, y, atol=0, rtol=0)", "assert_equal(x, y, atol=0, rtol=0)"),
+        ("self.assertEqual(x, y, exact_dtype=False)", "assert_equal(x, y, exact_dtype=False)"),
+        ("self.assertEqual(len(x), 2)", "assert len(x) == 2"),
+        ("self.assertEqual(x, None)", "assert x is None"),
+        ("self.assertEqual(None, x)", "assert x is None"),
+        ("self.assertEqual(x, 'a')", "assert x == 'a'"),
+        ("self.assertEqual(x.dtype, torch.float32)", "assert x.dtype == torch.float32"),
+        ("self.assertEqual(x, [1])", "assert_equal(x, [1])"),
+        ("self.assertEqual(x, True)", "assert_equal(x, True)"),
+        ("self.assertNotEqual(x, 'a')", "assert x != 'a'"),
+        ("self.assertNotEqual(x, y)", "with pytest.raises(AssertionError):\n    assert_equal(x, y)"),
+        (
+            "self.assertAlmostEqual(x, y, delta=2)",
+            "assert_equal(x, y, rtol=0, atol=2, exact_dtype=False)",
+        ),
+        ("[self.assertEqual(i, x) for i in y]", "[assert_equal(i, x) for i in y]"),
+        ("self.assertRaises(ValueError, x, 1, k=2)", "with pytest.raises(ValueError):\n    x(1, k=2)"),
+        ("with self.assertRaises(ValueError):\n    x()", "with pytest.raises(ValueError):\n    x()"),
+        (
+            "with self.assertRaisesRegex(ValueError, 'a'):\n    x()",
+            "with pytest.raises(ValueError, match='a'):\n    x()",
+        ),
+        (
+            "with self.assertWarnsRegex(UserWarning, 'a'):\n    x()",
+            "with pytest.warns(UserWarning, match='a'):\n    x()",
+        ),
+        ("self.skipTest('why')", "pytest.skip('why')"),
+        ("self.fail('why')", "pytest.fail('why')"),
+        ("sys.exit(TEST_SKIPS['no_cuda'].exit_code)", "pytest.skip(TEST_SKIPS['no_cuda'].message)"),
+    ],
+)
+def test_a_statement_becomes(before: str, after: str) -> None:
+    assert statement(before) == after
+
+
+def test_a_long_assertion_keeps_its_lines_and_its_comments() -> None:
+    before = """
+        self.assertTrue(
+            # of both
+            first_condition_of_some_length
+            and second_condition_of_some_length_and_more,  # or none
+        )
+        """
+    after = """\
+        # of both
+        # or none
+        assert (
+            first_condition_of_some_length
+            and second_condition_of_some_length_and_more
+        )"""
+    assert statement(before) == textwrap.dedent(after)
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        ("self.assertExpectedInline(x, y)", "assertExpectedInline has no counterpart here"),
+        ("self.assertTrue(*x)", "starred arguments"),
+        ("self.assertTrue((x, y))", "assertTrue of something that is always true"),
+        ("self.assertEqual(x, y, exact_layout=True)", "assertEqual with exact_layout"),
+        ("self.assertEqual(x, y, atol=1)", "assertEqual with one of rtol and atol"),
+        ("self.assertDictEqual(x, y)", "assertDictEqual: the types of both sides are open"),
+        ("x(self)", "`self` is passed on, perhaps as a test case"),
+        ("x(self.file_name)", "self.file_name is of the class MultiProcessTestCase"),
+        ("self.id()", "self.id is of the class MultiProcessTestCase"),
+        ("x = self.assertNotEqual", "self.assertNotEqual as a value"),
+        ("super().test_one()", "super().test_one() is of the class MultiProcessTestCase"),
+        ("dist.init_process_group('gloo', timeout=x)", "init_process_group with timeout"),
+        ("dist.init_process_group('mpi')", "init_process_group with the backend 'mpi'"),
+        ("dist.init_process_group('gloo', rank=0)", "init_process_group with a rank of its own"),
+    ],
+)
+def test_what_is_not_known_stays_with_a_comment(before: str, why: str) -> None:
+    assert statement(before) == f"# lockstep: not converted: {why}\n{before}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("@unittest.skip('why')", "@pytest.mark.skip(reason='why')"),
+        ("@unittest.skipIf(A, 'why')", "@pytest.mark.skipif(A, reason='why')"),
+        ("@unittest.skipUnless(A or B, 'why')", "@pytest.mark.skipif(not (A or B), reason='why')"),
+        ("@skip_but_pass_in_sandcastle_if(A, 'why')", "@pytest.mark.skipif(A, reason='why')"),
+        ("@unittest.expectedFailure", "@pytest.mark.xfail(strict=True)"),
+        (
+            "@skip_if_lt_x_gpu(2)",
+            '@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs 2 accelerators")',
+        ),
+        ("@parametrize('x', [1, 2])", "@pytest.mark.parametrize('x', [1, 2])"),
+        ("@parametrize('x', [1], name_fn=str)", "@pytest.mark.parametrize('x', [1], ids=str)"),
+        (
+            "@parametrize('x,y', [subtest((1, 2), name='a')])",
+            "@pytest.mark.parametrize('x,y', [pytest.param(1, 2, id='a')])",
+        ),
+        (
+            "@parametrize('x', [subtest((1, 2), name='a')])",
+            "@pytest.mark.parametrize('x', [pytest.param((1, 2), id='a')])",
+        ),
+        ("@mock.patch('os.getcwd')", "@mock.patch('os.getcwd')"),
+    ],
+)
+def test_a_decorator_becomes(before: str, after: str) -> None:
+    assert method("pass", decorators=f"{before}\n").splitlines()[0] == after
+
+
+def test_a_test_with_a_world_size_of_its_own_has_a_mark_of_its_own() -> None:
+    lines = method("pass", decorators="@requires_world_size(3)\n").splitlines()
+    assert lines[:2] == [
+        '@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs 3 GPUs")',
+        "@pytest.mark.ranks(3)",
+    ]
+
+
+def test_an_unknown_decorator_stays_with_a_comment() -> None:
+    lines = method("pass", decorators="@strange\n").splitlines()
+    assert lines[:2] == ["# lockstep: not converted: the decorator strange", "@strange"]
+
+
+def test_self_of_another_class_is_left_alone() -> None:
+    code = """
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return x + self.rank
+        return Model, self.rank"""
+    assert "return x + self.rank" in statement(code)
+    assert "return Model, world.rank" in statement(code)
+
+
+def test_a_helper_finds_the_world_on_self() -> None:
+    helper = "    def help(self):\n        return self.rank\n"
+    converted = port(f"{HEAD}    def test_one(self):\n        self.help()\n\n{helper}").code
+    assert "def test_one(self):" in converted
+    assert "return self.world.rank" in converted
+    assert "def _on_ranks(self, world):\n        self.world = world" in converted
+
+
+def test_a_test_that_binds_the_name_world_finds_the_fixture_on_self() -> None:
+    assert method("world = self.world_size").endswith("    world = self.world.size")
+
+
+def test_functions_of_torch_get_a_test_case_or_none() -> None:
+    assert statement("run_subtests(self, {'a': x}, y)") == "run_subtests({'a': x}, y)"
+    assert statement("check_sharded_parity(self, x, y)") == "check_sharded_parity(TestCase(), x, y)"
+
+
+def test_a_group_of_its_own_goes_and_a_store_stays_where_it_is_used() -> None:
+    code = """
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group(backend="gloo", store=store, rank=self.rank, world_size=self.world_size)
+        store.set("a", "b")
+        dist.destroy_process_group()"""
+    after = """\
+        store = dist.FileStore(str(world.shared_tmp_path / "store"), world.size)
+        store.set("a", "b")"""
+    assert statement(code) == textwrap.dedent(after)
+
+
+def test_backends_that_differ_stand_on_the_tests() -> None:
+    tests = "".join(
+        f"    def test_{name}(self):\n        dist.init_process_group('{name}')\n        {name}()\n\n"
+        for name in ("gloo", "nccl")
+    )
+    converted = port(HEAD + tests).code
+    assert "@pytest.mark.ranks(4)\nclass TestOne:" in converted
+    assert '@pytest.mark.ranks(4, backend="gloo")\n    def test_gloo(self):\n        gloo()' in converted
+    assert '@pytest.mark.ranks(4, backend="nccl")\n    def test_nccl(self):\n        nccl()' in converted
+
+
+def test_what_is_left_is_commented_and_counted() -> None:
+    text = (PROJECTS / "port" / "test_left.py").read_text()
+    ported = port(text)
+    assert (ported.whole, ported.commented, ported.left) == (1, 5, 4)
+    comments = [line.strip() for line in ported.code.splitlines() if "lockstep:" in line]
+    assert comments == [
+        "# lockstep: not converted: its ranks are threads of one process",
+        "# lockstep: not converted: it is derived from Mixin, which this file does not define",
+        "# lockstep: not converted: its _run is part of a launcher of its own",
+        "# lockstep: not converted: LauncherTest, of the same family, is left: "
+        "its _run is part of a launcher of its own",
+        "# lockstep: not converted: assertExpectedInline has no counterpart here",
+        "# lockstep: not converted: `self` is passed on, perhaps as a test case",
+        "# lockstep: not converted: the decorator elsewhere.decorator",
+        "# lockstep: not converted: init_process_group with timeout",
+        "# lockstep: not converted: assertTrue inside an expression",
+        "# lockstep: not converted: self.file_name is of the class MultiProcessTestCase",
+    ]
+    assert "# the text stays\n" in ported.code
+    plain = "class PlainTest(TestCase):\n    def test_nothing_of_ranks(self):\n        self.assertEqual(1, 1)"
+    assert plain in ported.code
+    assert ported.code.endswith('if __name__ == "__main__":\n    run_tests()\n')
+
+
+def test_deepspeeds_tests_take_its_sizes_and_the_directory_of_all_ranks() -> None:
+    ported = port((PROJECTS / "port" / "test_deepspeed.py").read_text())
+    assert (ported.whole, ported.commented, ported.left) == (3, 0, 1)
+    assert (
+        '@pytest.mark.usefixtures("deepspeed_comm")\n@pytest.mark.ranks(1, 2)\nclass TestSizes:'
+        in ported.code
+    )
+    assert '@pytest.mark.ranks(4)\n    def test_own_size(self, number, world, color="red"):' in ported.code
+    assert 'assert int(os.environ["WORLD_SIZE"]) == world.size' in ported.code
+    assert "def test_directory(self, number, world):" in ported.code
+    assert 'open(os.path.join(world.shared_tmp_path, "shared"), "a")' in ported.code
+    assert "deepspeed.init_distributed(dist_backend=world.backend)" in ported.code
+
+
+@pytest.mark.parametrize("name", ["test_launched", "test_left", "test_deepspeed"])
+def test_a_second_run_changes_nothing(name: str) -> None:
+    once = port((PROJECTS / "port" / f"{name}.py").read_text())
+    twice = port(once.code)
+    assert twice.code == once.code
+    assert twice.whole == twice.commented == 0
+
+
+def test_a_file_without_such_classes_stays_as_it_is() -> None:
+    text = Path(__file__).read_text()
+    assert port(text).code == text
