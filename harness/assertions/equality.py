@@ -93,6 +93,8 @@ def _difference(actual: Any, expected: Any, rules: _Rules, where: str) -> str | 
         equal = bool(_number(actual)) is bool(_number(expected))
     elif _is_scalar(actual) and _is_scalar(expected):
         equal = _close(_number(actual), _number(expected), rules)
+    elif isinstance(actual, _ARRAYS) or isinstance(expected, _ARRAYS):
+        equal = False  # `==` would compare each element
     else:
         equal = bool(actual == expected)
     return None if equal else f"{at}{actual!r} is not equal to {expected!r}"
