@@ -38,7 +38,7 @@ class NotConverted(Exception):
 
 @dataclass
 class Converted:
-    """What an assertion becomes.
+    """The statement that an assertion becomes.
 
     Attributes:
         statement: a small statement, or a `with` statement.

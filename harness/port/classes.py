@@ -27,7 +27,7 @@ ON_RANKS = "_on_ranks"
 
 @dataclass
 class ClassReport:
-    """What became of a class.
+    """A converted class, and what to report of it.
 
     Attributes:
         node: its converted form.
@@ -44,7 +44,7 @@ class ClassReport:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the conversion of every class of a file needs.
+    """The input of the conversion that all classes of a file share.
 
     Attributes:
         families: the scans of process groups, by name of the class.
@@ -68,7 +68,7 @@ class ClassConverter:
         self.report = ClassReport(plan.node)
         self.on_self: dict[str, None] = {}
         self.decorated = {
-            name: convert_decorators(method.decorators, self.source, self.is_deepspeed)
+            name: convert_decorators(method.decorators, self.source, plan.kind)
             for name, method in plan.methods.items()
         }
 
@@ -156,8 +156,13 @@ class ClassConverter:
         family = self.plan.family()
         if any(one.name in self.setting.devices for one in family):
             found["device_type"] = "{}.device.type"
-        names = [decorator for one in family for method in one.tests for decorator in method.decorators]
-        if any(self.source.testing_name(one.decorator) == "with_temp_dir" for one in names):
+        with_directory = [
+            convert_decorators(method.decorators, self.source, one.kind)
+            for one in family
+            for method in one.tests
+            if any(self.source.testing_name(two.decorator) == "with_temp_dir" for two in method.decorators)
+        ]
+        if with_directory and all(one.joined for one in with_directory):
             found["temp_dir"] = "str({}.shared_tmp_path)"
         return found
 
@@ -246,7 +251,7 @@ class ClassConverter:
         return stated or (next(iter(only)) if len(only) == 1 else "")
 
     def _with_marks(self, node: cst.ClassDef) -> cst.ClassDef:
-        decorated = convert_decorators(node.decorators, self.source, self.is_deepspeed)
+        decorated = convert_decorators(node.decorators, self.source, self.plan.kind)
         self.report.imports |= decorated.imports
         self.report.reasons[""] = decorated.reasons
         decorators = list(decorated.decorators)

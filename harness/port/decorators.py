@@ -9,6 +9,7 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from harness.port.asserts import NotConverted
+from harness.port.kinds import Kind
 from harness.port.source import Source, find_all
 
 _DEVICES = "torch.accelerator.device_count()"
@@ -56,7 +57,7 @@ _PASSES_THROUGH = {
 
 @dataclass
 class Decorated:
-    """What the decorators of a function or class become.
+    """The decorators of a function or class, converted.
 
     Attributes:
         decorators: those that stay and those that are new.
@@ -64,7 +65,7 @@ class Decorated:
         reasons: what was not converted.
         backend: of the test's group, as code, "" where they do not say.
         size: of the test's world, as code.
-        shares_directory: whether the test had a directory that its ranks share, `self.temp_dir`.
+        joined: whether the process group is up when the next decorator is entered.
         comments: those above decorators that went, if none came after them.
     """
 
@@ -73,13 +74,14 @@ class Decorated:
     reasons: list[str] = field(default_factory=list)
     backend: str = ""
     size: str = ""
-    shares_directory: bool = False
+    joined: bool = False
     comments: list[cst.EmptyLine] = field(default_factory=list)
 
 
-def convert_decorators(decorators: Sequence[cst.Decorator], source: Source, is_deepspeed: bool) -> Decorated:
+def convert_decorators(decorators: Sequence[cst.Decorator], source: Source, kind: Kind | None) -> Decorated:
     """Convert the decorators of a test, a helper or a class."""
-    result = Decorated()
+    result = Decorated(joined=kind is not None and kind.joins)
+    is_deepspeed = kind is not None and kind.is_deepspeed
     for decorator in decorators:
         try:
             new = _Convert(source, result, is_deepspeed).convert(decorator)
@@ -232,6 +234,7 @@ class _Convert:
         return self._skipif(decorator, condition, reason)
 
     def _with_comms(self, decorator: cst.Decorator, call: cst.Call | None) -> None:
+        self.result.joined = True
         for arg in call.args if call is not None else ():
             match arg:
                 case cst.Arg(keyword=cst.Name("backend"), value=cst.SimpleString() as value) if (
@@ -244,7 +247,8 @@ class _Convert:
                     raise NotConverted("with_comms with a backend that a world may not have")
 
     def _with_temp_dir(self, decorator: cst.Decorator, call: cst.Call | None) -> None:
-        self.result.shares_directory = True
+        if not self.result.joined:
+            raise NotConverted("with_temp_dir where no group is up: each rank had a directory of its own")
 
     def _instantiate_parametrized_tests(self, decorator: cst.Decorator, call: cst.Call | None) -> None:
         return None

@@ -23,7 +23,7 @@ _INIT_KEYWORDS = {"backend", "init_method", "world_size", "rank", "store"}
 
 @dataclass
 class MethodGroups:
-    """What a method does with process groups.
+    """The use that a method makes of process groups.
 
     Attributes:
         dropped: statements that the rank's own group makes superfluous.
@@ -44,7 +44,7 @@ class MethodGroups:
 
 @dataclass(frozen=True)
 class FamilyGroups:
-    """What the methods of related classes do with process groups, and which of them do nothing else."""
+    """The use that related classes make of process groups, and the methods that do nothing else."""
 
     methods: dict[tuple[str, str], MethodGroups]
     emptied: frozenset[str]

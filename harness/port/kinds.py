@@ -38,6 +38,11 @@ class Kind:
         return self.name == "DistributedTest"
 
     @property
+    def joins(self) -> bool:
+        """Whether the launcher joins the process group, and not the test."""
+        return self.name.startswith("FSDPTest") or self.is_continuous
+
+    @property
     def is_continuous(self) -> bool:
         return "Continuous" in self.name or "Continous" in self.name
 

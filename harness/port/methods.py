@@ -36,7 +36,7 @@ _TAKES_A_TEST_CASE = {"check_sharded_parity"}
 
 @dataclass
 class Needs:
-    """What converted code needs.
+    """The needs of converted code.
 
     Attributes:
         fixtures: as parameters, in order.
@@ -235,6 +235,15 @@ class MethodConverter(cst.CSTTransformer):
         if self.source.distributed_name(node.func) == "FileStore":
             # The test's own file: new for each test, and the same on all ranks, as this one is.
             self._files += [arg.value for arg in node.args[:1] if attribute_of_self(arg.value) == "file_name"]
+        if self.source.distributed_name(node.func) == "init_process_group":
+            self._leave_out("init_process_group whose result is used")
+        if isinstance(node.func, cst.Name) and node.func.value in self.source.joining:
+            self._leave_out(f"{node.func.value} joins a process group")
+        if self.source.distributed_name(node.func) == "register_backend":
+            self._leave_out("a backend stays registered on warm ranks; ranks(fresh=True) has new ones")
+        is_asked = self.source.distributed_name(node.func) == "get_node_local_rank"
+        if is_asked and not self.kind.is_deepspeed:
+            self._leave_out("ranks have LOCAL_RANK in their environment")
         function = self.source.testing_name(node.func)
         if function in {"run_subtests", *_TAKES_A_TEST_CASE} and node.args and is_self(node.args[0].value):
             self._handled.append(node.args[0].value)

@@ -54,7 +54,7 @@ class ClassPlan:
 
     @cached_property
     def assigned(self) -> dict[str, cst.BaseExpression]:
-        """What the body of the class assigns, `if` statements in it included."""
+        """The names that the body of the class assigns, with values; those in `if` statements too."""
         found: dict[str, cst.BaseExpression] = {}
         for statement in simple_statements(self.node.body.body):
             match statement:

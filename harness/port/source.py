@@ -40,6 +40,18 @@ class Source:
         calls = [lone_call(line) for line in find_all(self.tree, cst.SimpleStatementLine)]
         return [call for call in calls if call is not None]
 
+    @cached_property
+    def joining(self) -> frozenset[str]:
+        """The functions at module level that call `init_process_group`."""
+        return frozenset(
+            item.name.value
+            for item in self.tree.body
+            if isinstance(item, cst.FunctionDef)
+            and any(
+                self.distributed_name(call.func) == "init_process_group" for call in find_all(item, cst.Call)
+            )
+        )
+
     def origin(self, node: cst.CSTNode) -> str:
         """Return the dotted name of what an expression names, by its import; "" for other expressions."""
         name = get_full_name_for_node(node) if isinstance(node, cst.Name | cst.Attribute) else None

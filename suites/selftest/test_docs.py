@@ -46,6 +46,7 @@ def test_there_is_a_page():
         "conformance",
         "faults",
         "mixed_precision",
+        "port",
         "properties",
         "your_engine",
     ]

@@ -88,6 +88,7 @@ CONTROLLERS_SIDE = [
     "harness.controller.plugin",
     "harness.conformance.plugin",
     "harness.__main__",
+    "harness.port.module",
 ]
 
 

@@ -23,6 +23,9 @@ from torch.testing._internal.common_distributed import skip_but_pass_in_sandcast
 from torch.testing._internal.common_fsdp import check_sharded_parity
 from torch.testing._internal.common_utils import parametrize, subtest
 
+def join(rank):
+    dist.init_process_group("gloo", rank=rank)
+
 class TestOne(MultiProcessTestCase):
     def setUp(self):
         super().setUp()
@@ -140,6 +143,13 @@ def test_a_long_assertion_keeps_its_lines_and_its_comments() -> None:
         ("x = self.assertNotEqual", "self.assertNotEqual as a value"),
         ("super().test_one()", "super().test_one() is of the class MultiProcessTestCase"),
         ("dist.init_process_group('gloo', timeout=x)", "init_process_group with timeout"),
+        ("return dist.init_process_group('gloo')", "init_process_group whose result is used"),
+        ("join(x)", "join joins a process group"),
+        (
+            "dist.Backend.register_backend('x', y)",
+            "a backend stays registered on warm ranks; ranks(fresh=True) has new ones",
+        ),
+        ("dist.get_node_local_rank()", "ranks have LOCAL_RANK in their environment"),
         ("dist.init_process_group('mpi')", "init_process_group with the backend 'mpi'"),
         ("dist.init_process_group('gloo', rank=0)", "init_process_group with a rank of its own"),
     ],
@@ -188,6 +198,18 @@ def test_a_test_with_a_world_size_of_its_own_has_a_mark_of_its_own() -> None:
 def test_an_unknown_decorator_stays_with_a_comment() -> None:
     lines = method("pass", decorators="@strange\n").splitlines()
     assert lines[:2] == ["# lockstep: not converted: the decorator strange", "@strange"]
+
+
+def test_a_directory_is_shared_where_a_group_was_up_and_else_left() -> None:
+    base = HEAD.replace("(MultiProcessTestCase)", "(FSDPTest)").replace(
+        "import check_sharded_parity", "import check_sharded_parity, FSDPTest"
+    )
+    imports = "from torch.testing._internal.distributed.checkpoint_utils import with_temp_dir\n"
+    test = "    @with_temp_dir\n    def test_one(self):\n        return self.temp_dir\n"
+    assert "        return str(world.shared_tmp_path)\n" in port(imports + base + test).code
+    left = port(imports + HEAD + test)
+    assert "    @with_temp_dir\n    def test_one(self):\n" in left.code
+    assert left.notes[0].endswith("where no group is up: each rank had a directory of its own")
 
 
 def test_self_of_another_class_is_left_alone() -> None:

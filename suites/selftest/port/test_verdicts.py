@@ -17,7 +17,7 @@ VERDICTS = {
     "test_one_rank_fails": "failure",
     "test_expected_failure": "skipped: ",  # how a report in XML writes xfailed
     "test_skipped": "skipped: not today",
-    "test_of_many_gpus": "skipped: needs 64 accelerators",
+    "test_of_many_gpus": "skipped: needs 8 accelerators",
     "test_skip_inside": "skipped: said inside",
     "test_mesh": "passed",
     "test_subtests": "passed",

@@ -80,7 +80,7 @@ class GroupTest(MultiProcessTestCase):
     def test_skipped(self):
         self.fail("it ran")
 
-    @skip_if_lt_x_gpu(64)
+    @skip_if_lt_x_gpu(8)
     def test_of_many_gpus(self):
         self.fail("it ran")
 

@@ -1,4 +1,4 @@
-"""What `python -m harness port` leaves, as a whole or in part: each with a comment that says why."""
+"""Classes that `python -m harness port` leaves, as a whole or in part, with a comment that says why."""
 
 import elsewhere
 import torch.distributed as dist
