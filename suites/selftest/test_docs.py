@@ -40,6 +40,7 @@ def names_of_tests(path):
 
 def test_there_is_a_page():
     assert [page.stem for page in PAGES] == [
+        "adopt",
         "adopt_pytorch",
         "architecture",
         "composable",

@@ -1,0 +1,81 @@
+"""Adopted classes among other tests: the verdicts do not depend on what else runs, or on the order."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.selftest.adopt.verdicts import verdicts_of
+from suites.selftest.project import Project
+
+FAILURES = {
+    "TestTwo.test_fails": "failure: rank 1: ValueError: of rank 1",
+    "TestContinuous.test_fails": "failure: rank 1: AssertionError: Scalars are not equal!",
+}
+VERDICTS = FAILURES | {
+    "TestTwo.test_total": "passed",
+    "TestTwo.test_state": "passed",
+    "TestTwo.test_expected": "skipped: ",
+    "TestThree.test_total": "passed",
+    "TestContinuous.test_total": "passed",
+    "TestContinuous.test_again": "passed",
+    "TestThreads.test_size": "passed",
+    "test_mixed.test_on_ranks": "passed",
+    "test_mixed.test_without_ranks": "passed",
+}
+
+
+@pytest.fixture
+def mixed(project: Project) -> Project:
+    project.plugins = True
+    project.copy("adopt/mixed", "ranks_adopt = torch")
+    return project
+
+
+@pytest.mark.parametrize("order", ["", "reversed", "shuffled"])
+def test_the_order_changes_no_verdict(mixed: Project, order: str) -> None:
+    assert verdicts_of(mixed, f"--order={order}") == VERDICTS
+
+
+def test_workers_change_no_verdict(mixed: Project) -> None:
+    assert verdicts_of(mixed, "-n4", "-pxdist") == VERDICTS
+
+
+def test_reused_groups_change_no_verdict(mixed: Project) -> None:
+    assert verdicts_of(mixed, "-oranks_adopt_groups=reuse") == VERDICTS
+
+
+def test_a_selection_changes_no_verdict(mixed: Project) -> None:
+    chosen = {name: said for name, said in VERDICTS.items() if name.endswith("total")}
+    assert verdicts_of(mixed, "-k", "total") == chosen
+
+
+def test_the_first_failure_ends_the_run(mixed: Project) -> None:
+    found = verdicts_of(mixed, "-x", "--order=reversed")
+    assert found == {name: said for name, said in VERDICTS.items() if name in found}
+    assert [name for name in found if name in FAILURES] == ["TestContinuous.test_fails"]
+
+
+def test_the_last_failures_run_again(mixed: Project) -> None:
+    mixed.run("-pcacheprovider", "-q")
+    assert verdicts_of(mixed, "-pcacheprovider", "--lf") == FAILURES
+
+
+def test_the_summary_counts_what_is_left(mixed: Project) -> None:
+    counts = "ranks_adopt: 1 test of 1 class left to their own launcher (--ranks-adopt-report says why)"
+    assert counts in mixed.run("--collect-only").splitlines()
+    lines = mixed.run("--ranks-adopt-report", "-n2", "-pxdist", "-k", "Threads or again").splitlines()
+    assert "test_mixed.py::TestContinuous: 1 test on ranks" in lines
+    reason = "left to its own launcher: its ranks are threads of one process"
+    assert f"test_mixed.py::TestThreads: 1 test {reason}" in lines
+
+
+def test_without_the_option_nothing_is_adopted(project: Project) -> None:
+    project.copy("adopt/mixed")
+    output = project.run("-k", "TestThree", "-rA", "-v")
+    assert "PASSED test_mixed.py::TestThree::test_total" in output
+    assert "ranks_adopt" not in output
+
+
+def test_an_unknown_kind_is_refused(mixed: Project) -> None:
+    output = mixed.run("--ranks-adopt=horovod")
+    assert "ERROR: ranks_adopt: unknown kind 'horovod'; there are torch, deepspeed" in output
