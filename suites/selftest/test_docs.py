@@ -41,6 +41,7 @@ def names_of_tests(path):
 def test_there_is_a_page():
     assert [page.stem for page in PAGES] == [
         "adopt",
+        "adopt_deepspeed",
         "adopt_pytorch",
         "architecture",
         "composable",
