@@ -55,7 +55,7 @@ def fully_shard(
         mesh: Of one axis, or of two (replicate, shard); None is all ranks. With tensor parallel parameters:
             other axes of the mesh that has theirs, which must be named.
         reshard_after_forward: Reshard between forward and backward; None: all groups but the root's; an int:
-            over that many neighbouring ranks.
+            over that many neighbouring ranks; 1 keeps.
         shard_placement_fn: Returns the dim along which a parameter is sharded, evenly or not; None: 0.
         mp_policy: Of this package, not torch's; `offload_policy` likewise.
         ignored_params: Are not sharded.
@@ -69,8 +69,10 @@ def fully_shard(
     config = replace(config, ignored=ignored, placement_fn=shard_placement_fn)
     reshard_to = None
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        reshard_to, reshard_after_forward = reshard_after_forward, True
-        check_neighbours(config.mesh, reshard_to)
+        check_neighbours(config.mesh, reshard_after_forward)
+        count = reshard_after_forward
+        reshard_to = count if 1 < count < config.mesh.num_shards else None
+        reshard_after_forward = count > 1  # one rank that has all of it retains it
     options = _compose(modules, config, "FSDP").options
     options.reshard_to, options.reshard_after_forward = reshard_to, reshard_after_forward
     return module

@@ -181,10 +181,10 @@ def _by_host() -> ProcessGroups:
 def check_neighbours(mesh: MeshInfo, count: int) -> None:
     """Raise ValueError unless the shard axis can be divided into groups of `count`."""
     size = mesh.num_shards
-    if not isinstance(count, int) or not 1 < count < size or size % count:
+    if not isinstance(count, int) or not 1 <= count <= size or size % count:
         raise ValueError(
             f"reshard_after_forward: {count!r} is no number of ranks into which {size} can be divided; pass "
-            "True, False, None, or a divisor that is neither 1 nor all."
+            "True, False, None, or a divisor."
         )
 
 

@@ -139,7 +139,8 @@ class LocalShard:
         for i, whole in enumerate(unsharded):
             piece = layout.piece(i, index)
             values[piece.shard_start : piece.shard_stop] = layout.select(i, index, whole).reshape(-1)
-        flat = nn.Parameter(values.cpu() if config.offload else values, trainable)
+        offloads = config.offload and not values.is_meta
+        flat = nn.Parameter(values.cpu() if offloads else values, trainable)
         if config.dtensor:
             mark_sharded(params, config.name)  # the plain parameters: another unit that shares one can refuse
             invalidate(

@@ -166,7 +166,7 @@ def test_a_mesh_of_another_type_or_too_many_axes_is_refused(world, front):
         front(layers(world), mesh=ranks)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3, "half"])
+@pytest.mark.parametrize("number", [0, 3, -1, "half"])
 def test_resharding_to_a_wrong_number_of_ranks_is_refused(world, number):
     with pytest.raises(ValueError, match=f"reshard_after_forward: {number!r} is no number of ranks"):
         fully_shard(layers(world), reshard_after_forward=number)

@@ -72,6 +72,18 @@ def test_groups_resharded_after_forward_are_gathered_in_backward(
     check_gathers(GROUPS, in_backward)
 
 
+def test_to_reshard_to_one_rank_is_to_keep(world, fully_shard, step, check_gathers):
+    model = fully_shard.shard(NestedWrappedModule(), reshard_after_forward=1)
+    model.module[1].set_reshard_after_forward(True, recurse=False)
+    step(model)
+    check_gathers(GROUPS, ["module.1"])
+
+
+def test_all_ranks_may_be_given_by_their_number(world, fully_shard, step, check_gathers):
+    step(fully_shard.shard(NestedWrappedModule(), reshard_after_forward=world.size))
+    check_gathers(GROUPS, GROUPS)
+
+
 @pytest.mark.ranks(4)
 # The engine makes a process group of the few ranks, which lives as long as the process.
 @pytest.mark.filterwarnings("ignore:.*left behind.*process group")

@@ -213,13 +213,16 @@ def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, a
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_a_model_made_on_meta_is_filled_after_it_was_sharded(world, front, assign):
+@pytest.mark.parametrize("offload", [False, True], ids=["on_device", "offloaded"])
+def test_a_model_made_on_meta_is_filled_after_it_was_sharded(world, front, assign, offload):
     with torch.device("meta"):
         bare = Uneven()
+    composable = front.engine.composable
+    policy = composable.CPUOffloadPolicy(pin_memory=False) if offload else composable.OffloadPolicy()
     for module in (bare.first, bare.gate, bare):
-        model = front(module)
+        model = front(module, offload_policy=policy)
     if not assign:
-        model.to_empty(device=world.device)
+        model.to_empty(device="cpu" if offload else world.device)
     source = front.shard(Uneven(seed=1))
     model.load_state_dict(source.state_dict(), assign=assign)
     x = torch.ones(2, 8, device=world.device)
