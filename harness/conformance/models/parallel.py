@@ -16,18 +16,17 @@ from torch.distributed.tensor.parallel import (
 
 _VOCABULARY = 12
 _WIDTH = 6
-_HIDDEN = 10  # two ranks have 5 each, which two more do not divide evenly
 _LENGTH = 4
 
 
 class _Block(nn.Module):
     """A residual block of a norm and two linear layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(_WIDTH)
-        self.up = nn.Linear(_WIDTH, _HIDDEN)
-        self.down = nn.Linear(_HIDDEN, _WIDTH)
+        self.up = nn.Linear(_WIDTH, hidden)
+        self.down = nn.Linear(hidden, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         change: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
@@ -39,16 +38,17 @@ class TensorParallelModel(nn.Module):
 
     In the plan "columns" norms and the two ends stay whole, plain tensors. In "sequence" all parameters are
     `DTensor`s, and between the layers each rank has a part of the positions: gradients of the norms are sums
-    over ranks that are made when they are reduced.
+    over ranks that are made when they are reduced. Two ranks have 5 of the 10 `hidden` features each, which two
+    more do not divide evenly.
     """
 
     units: ClassVar[tuple[str, ...]] = ("blocks.0", "blocks.1")
     plans: ClassVar[tuple[str, ...]] = ("columns", "sequence")
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 10) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.blocks = nn.Sequential(_Block(), _Block())
+        self.blocks = nn.Sequential(_Block(hidden), _Block(hidden))
         self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
