@@ -38,8 +38,8 @@ class TensorParallelModel(nn.Module):
 
     In the plan "columns" norms and the two ends stay whole, plain tensors. In "sequence" all parameters are
     `DTensor`s, and between the layers each rank has a part of the positions: gradients of the norms are sums
-    over ranks that are made when they are reduced. Two ranks have 5 of the 10 `hidden` features each, which two
-    more do not divide evenly.
+    over ranks that are made when they are reduced. Two ranks have 5 of the 10 `hidden` features each, which
+    two more do not divide evenly.
     """
 
     units: ClassVar[tuple[str, ...]] = ("blocks.0", "blocks.1")
