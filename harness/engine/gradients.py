@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.engine import collectives
+from harness.engine.arrivals import Arrivals
 from harness.engine.collectives import BufferPool, Sum
 from harness.engine.layout import Layout, RowLayout, Usage, copy_in
 from harness.engine.param import LocalShard, attach_gradient
@@ -29,6 +30,8 @@ class Gradients(ABC):
         self._shard = shard
         self.started: Callable[[], Tensor] | None = None
         """Finishes the reduction that `reduce` started and `settle` has not finished."""
+        self.arrivals = Arrivals(shard)
+        """Gradients that come to visible parameters, and not through the unit."""
 
     def like(self, shard: LocalShard) -> Self:
         """Return an object with the same options for `shard`, without gradients."""
@@ -116,6 +119,8 @@ class Gradients(ABC):
         pairs = ((leaf.grad, leaf) for leaf in full.leaves)
         gradients = [collectives.local_gradient(g, at) if isinstance(g, DTensor) else g for g, at in pairs]
         dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
+        for index, gradient in self.arrivals.take().items():
+            dense[index] = gradient if (own := dense[index]) is None else own + gradient
         layout, sent = self._message(dense)
         flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
         copy_in(sent, flat, layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.engine import collectives
 from harness.engine.config import UnitConfig
+from harness.engine.guard import Guard, stand_in
 from harness.engine.layout import FlatLayout, Layout, RowLayout
 from harness.engine.marks import invalidate, mark_sharded
 from harness.engine.torch_internals import local_tensor
@@ -114,6 +115,9 @@ class LocalShard:
 
     The visible parameters are the originals, each a view of its piece of `flat` (`use_orig_params`), or
     `flat` itself.
+
+    Attributes:
+        guarded: Modules hold stand-ins in place of the shard, as a forward of the root is going on.
     """
 
     def __init__(self, params: Sequence[Param], config: UnitConfig, flat: nn.Parameter) -> None:
@@ -123,7 +127,13 @@ class LocalShard:
         self.pieces = tuple(self.layout.piece(i, config.mesh.index) for i in range(len(params)))
         self.spans = tuple(slice(piece.shard_start, piece.shard_stop) for piece in self.pieces)
         self.flat = flat
+        self.guarded = False
         self._flat_ref: ParamRef | None = None
+        # What modules hold now, as the object that stands for all of it; None if others may put something.
+        self._shown: object = None
+        self._guards: tuple[Guard, ...] = ()
+        self._tracked: tuple[Tensor, ...] = ()
+        self._tracked_as: object = None
         self._views: tuple[Tensor, ...] = ()
         self._viewed: tuple[int, torch.dtype] | None = None
         mark_sharded(params, config.name)
@@ -181,15 +191,18 @@ class LocalShard:
         ref.put(self.flat)
 
     def show(self) -> None:
-        """Show modules the shard: as their parameters, or as plain tensors and `flat`."""
+        """Show modules the shard: as their parameters, or as views of `flat`; stand-ins while `guarded`."""
         if self._flat_ref:
             self._flat_ref.put(self.flat)
-        if self.config.use_orig_params:
+        if self.guarded:
+            self._guards = self._guards or tuple(map(self._stand_in, self.params))
+            self.show_unsharded(self._guards)
+        elif not self.config.use_orig_params:
+            self._put(self.tracked_views())
+        elif self._shown is not self.params:
             for param in self.params:
                 param.put(param.parameter)
-        else:
-            for param, view in self.views():
-                param.put(view)
+            self._shown = self.params
 
     def leaves_in(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return one leaf per parameter that lies in `buffer` (padded numel), whose memory must be allocated.
@@ -203,12 +216,13 @@ class LocalShard:
             views = (view.data for view in self.layout.views(buffer))
             return tuple(p.leaf(v, self.is_trainable(p)) for p, v in zip(self.params, views, strict=True))
 
-    def show_unsharded(self, leaves: Iterable[Tensor]) -> None:
-        """Show modules one leaf per parameter, with gradients where the user wants them."""
-        for param, leaf in zip(self.params, leaves, strict=True):
-            if leaf.requires_grad != (trainable := self.is_trainable(param)):
-                leaf.requires_grad_(trainable)
-            param.put(leaf)
+    def show_unsharded(self, leaves: Sequence[Tensor]) -> None:
+        """Show modules one of `leaves` per parameter, with gradients where the user wants them."""
+        if self._shown is not leaves:
+            for param, leaf in zip(self.params, leaves, strict=True):
+                if leaf.requires_grad != (trainable := self.is_trainable(param)):
+                    leaf.requires_grad_(trainable)
+            self._put(leaves)
 
     def show_original(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
         """Register full original parameters that lie in `full`, with `gradients` if given."""
@@ -219,6 +233,7 @@ class LocalShard:
             param.put(original)
 
     def hide(self) -> None:
+        self._shown = None
         if self._flat_ref:
             self._flat_ref.clear()
         for param in self.params:
@@ -232,6 +247,16 @@ class LocalShard:
             self._viewed = key
         return zip(self.params, self._views, strict=True)
 
+    def tracked_views(self) -> tuple[Tensor, ...]:
+        """Return a view of `flat` for each parameter, through which gradients come to `flat`."""
+        key = (self.flat.data_ptr(), self.flat.dtype, self.flat.requires_grad)
+        if self._tracked_as != key:
+            # Tensors made in inference mode could never be saved for a backward.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._tracked = _views(self.flat, self.layout, self.config.mesh.index)
+            self._tracked_as = key
+        return self._tracked
+
     def gather(self, shard: Tensor) -> Tensor:
         """Return every rank's 1-D `shard` end to end, as a new tensor on the group's device."""
         shard = shard.to(self.device)
@@ -244,6 +269,8 @@ class LocalShard:
         """Hold `flat`, of the same shape, in place of the current values."""
         if (shape := self.flat.shape) != flat.shape:
             raise ValueError(f"{self.config.name}: a conversion must keep the shape {tuple(shape)}.")
+        # Views of the values before would hold memory, and the node of autograd that exchanging refuses.
+        self._tracked, self._tracked_as = (), None
         set_data(self.flat, flat)
         self._bind()
 
@@ -254,9 +281,11 @@ class LocalShard:
                 f"{self.config.name}: offload_params keeps shards on CPU, but they are on "
                 f"{self.flat.device}; do not move the module after wrapping it."
             )
-        if not self.config.use_orig_params:
+        if not self.config.use_orig_params or self._shown is not self.params:
             return
-        self.params = tuple(map(_current, self.params))
+        params = tuple(map(_current, self.params))
+        if any(new is not old for new, old in zip(params, self.params, strict=True)):
+            self.params = self._shown = params
         if self.flat.is_meta and not any(param.piece.is_meta for param in self.params):
             # `load_state_dict` with assign=True gave values to all parameters.
             set_data(self.flat, torch.zeros_like(self.flat, device=self.params[0].piece.device))
@@ -286,7 +315,24 @@ class LocalShard:
         """Make the original parameters views of `flat`, which is new; they hold nothing else, seen or not."""
         for param, view in self.views():
             param.hold(view)
+        self._guards, self._shown = (), None
         self.show()
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        if self._shown is not values:
+            for param, value in zip(self.params, values, strict=True):
+                param.put(value)
+            self._shown = values
+
+    def _stand_in(self, param: Param) -> Guard:
+        whole = torch.empty((), dtype=self.flat.dtype, device=self.device).expand(param.shape)
+        guard = stand_in(whole, self.is_trainable(param), self.config.use_orig_params)
+        guard.unit, guard.holder, guard.name_there = (
+            self.config.name,
+            param.refs[0].module,
+            param.refs[0].name,
+        )
+        return guard
 
     def _copy_into(self, view: Tensor, index: int, value: Tensor) -> None:
         """Copy `value`, a full parameter or this rank's piece of it, into the shard's `view`."""

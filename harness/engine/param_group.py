@@ -33,6 +33,7 @@ TRANSITIONS: Mapping[tuple[GroupState, str], GroupState] = {
     (GroupState.PREFETCHED, "reshard"): GroupState.SHARDED,
     # from a forward to its backward
     (GroupState.UNSHARDED, "retain"): GroupState.RETAINED,
+    (GroupState.RETAINED, "retain"): GroupState.RETAINED,
     (GroupState.RETAINED, "unshard"): GroupState.UNSHARDED,
     (GroupState.RETAINED, "reshard"): GroupState.SHARDED,
     # likewise
@@ -120,12 +121,50 @@ class ParamGroup:
                 self.shard.show_unsharded(self.leaves)
             self.state = after
 
-    def retain(self) -> None:
-        """Show modules their shards again, but retain unsharded parameters for backward."""
+    def retain(self, shown: bool = False) -> None:
+        """Retain unsharded parameters for backward; show modules their shards again, unless `shown`."""
         if after := self._after("retain"):
+            if not shown:
+                with outside_transforms():
+                    self.shard.show()
+            self.state = after
+
+    def begin_forward(self, keeps: bool) -> bool:
+        """Guard what is sharded while a forward of the root goes on.
+
+        Return True where full parameters are shown instead: always there, of a unit that `keeps` its own.
+        """
+        shard = self.shard
+        if self.state is GroupState.SUMMONED:
+            return False
+        with outside_transforms():
+            shard.reclaim()
+            shard.guarded = True
+            if self.state is GroupState.UNSHARDED:  # by the user
+                return False
+            if keeps and shard.whole and not shard.flat.is_meta:
+                full = self.variant(self.dtypes)
+                if full.borrowed:
+                    self.full = full
+                    shard.show_unsharded(full.leaves)
+                    return True
+            shard.show()
+        return False
+
+    def bring_back(self, full: UnshardedParams) -> None:
+        """Show modules `full`, which a forward kept: its backward may read it before that of the unit."""
+        if self.full is full and (full.borrowed or self.state is GroupState.RETAINED):
+            with outside_transforms():
+                self.shard.show_unsharded(full.leaves)
+        elif full in self.variants.values():
+            self.unshard(full.dtypes)
+
+    def show_shards(self) -> None:
+        """Show modules their shards where they are not unsharded, without stand-ins from here on."""
+        self.shard.guarded = False
+        if self.state not in (GroupState.UNSHARDED, GroupState.SUMMONED):
             with outside_transforms():
                 self.shard.show()
-            self.state = after
 
     def reshard(self) -> None:
         """Show modules their shards again and give the memory of unsharded parameters back."""
@@ -186,6 +225,7 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         """Forget gradients that a backward computed and did not reduce, and pending ones."""
+        self.gradients.arrivals.take()
         for full in self.variants.values():
             full.forget_pending()
             for leaf in full.leaves:
@@ -226,6 +266,7 @@ class ParamGroup:
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` (a cast or a move) to the shard and its gradients, as `nn.Module.to` would."""
+        self.gradients.arrivals.unwatch()
         converted = self.gradients.convert(fn)
         self.full, self.variants = None, {}
         self.shard.replace(fn(self.shard.flat.data))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import finalize
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _Expected = tuple[ParamGroup, Dtypes | None]
 """A group, and for backward the dtypes of the forward that it belongs to; None means the current ones."""
+
+Kept = Sequence[tuple[ParamGroup, UnshardedParams]]
+"""What the units of one forward of the root kept unsharded after theirs: other modules may read it."""
 
 
 class Prefetcher:
@@ -91,6 +95,8 @@ class RootState:
 
     Attributes:
         backward: The number of the outermost backward that goes through the units; -1 for none.
+        kept: What units keep in the forward that goes on.
+        with_backward: That forward began with autograd on.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -101,6 +107,8 @@ class RootState:
         config = self.root.config
         self.prefetcher = Prefetcher(config.forward_prefetch, config.backward_prefetch)
         self.backward = -1
+        self.kept: list[tuple[ParamGroup, UnshardedParams]] = []
+        self.with_backward = False
         self._pool = BufferPool()
         self._neighbours: dict[tuple[int, ...], Axis] = {}
         self._reducing: ParamGroup | None = None
@@ -122,8 +130,14 @@ class RootState:
         if self._forwards == 0 and not in_backward:
             # Retained parameters may be stale, and a step that raised may have left things behind.
             self.backward = -1
-            for unit in self.units:
-                unit.start()
+            self.kept, self.with_backward = [], torch.is_grad_enabled()
+            try:
+                for unit in self.units:
+                    unit.start()
+            except BaseException:
+                for unit in self.units:
+                    unit.end_forward(failed=True)
+                raise
             self.prefetcher.begin_forward()
         self._forwards += 1
         return in_backward
@@ -137,6 +151,10 @@ class RootState:
         if self._forwards == 0 and not self.in_backward:
             for unit in self.units:
                 unit.end_forward(failed)
+
+    def kept_by_outermost(self) -> Kept:
+        """Return what is kept if the outermost unit that runs now is about to end its forward."""
+        return self.kept if self._forwards == 1 else ()
 
     def invalidate(self, stepped: Collection[Tensor]) -> None:
         for unit in self.units:

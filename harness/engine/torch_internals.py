@@ -60,6 +60,20 @@ gradient_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] =
     "_post_accumulate_grad_hooks"
 )
 
+# A tensor of a subclass that has shape, dtype and device, but no memory; and the attribute of a class whose
+# operations go to `__torch_dispatch__` alone. Both are in torch's notes on subclasses. If they move: see how
+# DTensor is made.
+wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def count_as_parameter(tensor: Tensor) -> None:
+    """Make `isinstance(tensor, nn.Parameter)` hold for a tensor of another class.
+
+    If it moves: see `__instancecheck__` of the metaclass of nn.Parameter.
+    """
+    tensor._is_param = True
+
 
 def set_local_tensor(dtensor: Tensor, other: Tensor) -> None:
     """Make `dtensor` hold what the `DTensor` `other` holds."""

@@ -27,7 +27,7 @@ from harness.engine.api import MixedPrecision
 from harness.engine.casting import Buffers, cast_floating, map_tensors, tensors
 from harness.engine.config import UnitConfig
 from harness.engine.param_group import ParamGroup
-from harness.engine.root import RootState
+from harness.engine.root import Kept, RootState
 from harness.engine.torch_internals import current_backward
 from harness.engine.unsharded import Precision, UnshardedParams
 
@@ -75,8 +75,11 @@ class Unit:
         self.options = UnitOptions(reshard_after_forward=config.strategy.reshards_after_forward)
         self.num_modules = 1
         self._ran: set[nn.Module] = set()
+        self._kept_in_forward = False
         self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
+        if group:
+            group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
         RootState([self])
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -96,8 +99,13 @@ class Unit:
     def start(self) -> None:
         """Begin a step from a clean state, with buffers in the dtype and place of computation."""
         self._ran.clear()
-        if self.group:
-            self.group.reset()
+        self._kept_in_forward = False
+        if group := self.group:
+            group.reset()
+            if group.begin_forward(keeps=not self._reshards) and group.full:
+                if torch.is_grad_enabled():
+                    group.full.watch(_weakly(self._on_gradient, group.full))
+                self.root_state.kept.append((group, group.full))
         self.prepare_buffers()
 
     def prepare_buffers(self) -> None:
@@ -146,18 +154,26 @@ class Unit:
             full.forget_pending()
             if any(leaf.grad is not None for leaf in full.leaves):
                 self.root_state.reduce(group, full, self.options.sync)
-        if self.options.sync and group.gradients.unreduced:
-            self.root_state.reduce(group, group.variant(group.dtypes), sync=True)
+        if group.gradients.arrivals or (self.options.sync and group.gradients.unreduced):
+            self.root_state.reduce(group, group.variant(group.dtypes), self.options.sync)
         self._reshard_after_backward(group, group.full)
+        group.show_shards()
 
     def end_forward(self, failed: bool) -> None:
-        """Reshard what was prefetched for a forward that then did not come."""
-        if self.group and failed:
-            self.group.gradients.drop_accumulated()
-        elif self.group:
-            self.group.drop_prefetched()
+        """Show shards again; reshard what no backward needs, and what was prefetched in vain."""
+        group = self.group
+        if not group:
+            return
+        if failed:
+            group.gradients.drop_accumulated()
+        else:
+            group.drop_prefetched()
             if self._ran:  # not all modules of the group came
-                self._reshard_after_forward(self.group, hooked=False)
+                self._reshard_after_forward(group, hooked=False)
+            if self._kept_in_forward:
+                group.reshard()
+        group.show_shards()
+        group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
 
     def _before_forward(self, args: Any, kwargs: Any, call: object, recomputed: bool) -> tuple[Any, Any]:
         """Unshard, and return the arguments cast and moved where this unit has to."""
@@ -181,9 +197,10 @@ class Unit:
         if torch.is_grad_enabled():
             output, graded = _differentiable(output)
         group, root = self.group, self.root_state
-        if graded and (group or root.root is self):
+        kept = () if recomputed else root.kept_by_outermost()
+        if graded and (group or kept or root.root is self):
             full = group.full if group else None
-            register_multi_grad_hook(graded, lambda _: self._before_backward(full, call), mode="any")
+            register_multi_grad_hook(graded, lambda _: self._before_backward(full, call, kept), mode="any")
             if group and not recomputed:
                 root.prefetcher.after_forward(group)
         self._ran.add(module)
@@ -223,17 +240,29 @@ class Unit:
         return self.precision.is_suspended and not root_is_suspended and self.group is not None
 
     def _reshard_after_forward(self, group: ParamGroup, hooked: bool) -> None:
-        """Reshard, or retain what a backward will use: if it wants to, or if no hook can unshard again."""
-        full = group.full
-        needs_backward = torch.is_grad_enabled() and full and any(leaf.requires_grad for leaf in full.leaves)
-        reshards = self.options.reshard_after_forward
-        reshards = self.root_state.root is not self if reshards is None else reshards
-        if (hooked and not reshards) or (needs_backward and not hooked):
+        """Reshard, or retain what a backward will use: if it wants to, or if no hook can unshard again.
+
+        What is kept the root's forward goes on to see, and a backward of that has to find it again.
+        """
+        root, full = self.root_state, group.full
+        trained = full is not None and any(leaf.requires_grad for leaf in full.leaves)
+        if full and not self._reshards and (torch.is_grad_enabled() or trained or not root.with_backward):
+            # Without autograd here none may follow, or reentrant checkpointing recomputes, and unshards.
+            self._kept_in_forward = not torch.is_grad_enabled()
+            root.kept.append((group, full))
+            group.retain(shown=True)
+        elif trained and torch.is_grad_enabled() and not hooked:
             group.retain()
         elif hooked and self.options.reshard_to:
             group.reshard_to(self.root_state.neighbours(group, self.options.reshard_to))
         else:
             group.reshard()
+
+    @property
+    def _reshards(self) -> bool:
+        """Whether forward ends with a reshard."""
+        reshards = self.options.reshard_after_forward
+        return self.root_state.root is not self if reshards is None else reshards
 
     def _watch(self, group: ParamGroup, arguments: Any, call: object) -> Any:
         """Return `arguments`; hook leaves, and arguments where frozen parameters are read until then."""
@@ -247,14 +276,16 @@ class Unit:
             register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full, call), mode="all")
         return arguments
 
-    def _before_backward(self, full: UnshardedParams | None, call: object) -> None:
-        """Unshard what the graph of a forward with `full` reads."""
+    def _before_backward(self, full: UnshardedParams | None, call: object, kept: Kept) -> None:
+        """Unshard what the graph of a forward with `full` reads, and bring back what that had `kept`."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "backward with create_graph=True is not built: second derivatives would read parameters "
                 "that are freed by then."
             )
         self._enter_backward()
+        for other, its_full in reversed(kept):
+            other.bring_back(its_full)
         group = self.group
         if group and full:
             if full not in group.variants.values():
@@ -293,7 +324,8 @@ class Unit:
 
     def _on_inputs_done(self, group: ParamGroup, full: UnshardedParams, call: object) -> None:
         full.end_inputs(call)
-        if full.inputs_done and full.pending(current_backward()) == 0:
+        # What forward kept another module may read, also between two calls of this one.
+        if full.inputs_done and full.pending(current_backward()) == 0 and self._reshards:
             self._reshard_after_backward(group, full)
 
     def _enter_backward(self) -> None:

@@ -155,6 +155,9 @@ class FullyShardedDataParallel(WrapperState):
         refuse_when_busy([self._unit], "copy.deepcopy")
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
+        if self._unit.group and _FLAT in self._parameters:
+            # The copy makes its own views of its flat parameter; torch refuses to copy such tensors.
+            memo.update((id(view), None) for view in self._unit.group.shard.tracked_views())
         vars(copied).update({k: deepcopy(v, memo) for k, v in vars(self).items() if k != "_unit"})
         copied._unit = init.copy_unit(self._unit, memo)
         copied._join(use_orig_params=_FLAT not in self._parameters)

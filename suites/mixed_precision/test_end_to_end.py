@@ -141,11 +141,14 @@ class Subject:
             found = self.log.inputs(name), self.log.parameters(lin), self.log.buffers(name)
             assert found == ({self.dtypes.param}, {self.dtypes.param}, {self.dtypes.buffer})
         assert [moment.name for moment in self.in_forward] == list(self.layers)
+        seen = {""}
         for moment in self.in_forward:
             gathered = {"", self.group_of(moment.name)}
             self.check_groups(moment.groups, gathered, self.kept)
+            # What a unit keeps after its forward, the modules that come after it see.
+            seen = gathered if self.kept == "SHARDED" else seen | gathered
             assert moment.weights == {
-                name: self.dtypes.param if self.group_of(name) in gathered else self.dtypes.original
+                name: self.dtypes.param if self.group_of(name) in seen else self.dtypes.original
                 for name in self.layers
             }
 
