@@ -1,4 +1,4 @@
-"""Gradients that come to visible parameters, and not through their unit: as the loss read these. Runs on ranks."""
+"""Gradients that come to visible parameters and not through their unit. Runs on ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from harness.engine.torch_internals import gradient_hooks
 class Arrivals:
     """Catch gradients that come to the visible parameters of a shard, so that they are reduced as others are.
 
-    Where there are several shards, each is of one rank's part, and of a loss that may be another on each rank:
-    no reduction is defined for them, so they are refused.
+    Where there are several shards, each is of one rank's part, and the loss may differ between ranks: no
+    reduction is defined for them, and they are refused.
     """
 
     def __init__(self, shard: LocalShard) -> None:
