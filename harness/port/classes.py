@@ -274,7 +274,7 @@ class ClassConverter:
                 if other._size().arguments == size.arguments and backend in ("", other.class_backend()):
                     return []
         self.report.imports.add("pytest")
-        mark = _decorator(f"pytest.mark.ranks({_ranks(size.arguments, backend)})")
+        mark = _decorator(f"pytest.mark.ranks({self._ranks(size.arguments, backend)})")
         if size.question:
             comment = cst.EmptyLine(comment=cst.Comment(f"# lockstep: {size.question}"))
             mark = mark.with_changes(leading_lines=[comment])
@@ -289,6 +289,12 @@ class ClassConverter:
         if self.is_deepspeed:
             marks.insert(0, _decorator('pytest.mark.usefixtures("deepspeed_comm")'))
         return marks
+
+    def _ranks(self, sizes: str, backend: str) -> str:
+        """Return the arguments of a mark."""
+        # DeepSpeed keeps process groups in its modules, and they end with the test.
+        fresh = ", fresh=True" if self.is_deepspeed else ""
+        return f"{sizes}, backend={backend}{fresh}" if backend else f"{sizes}{fresh}"
 
     def _size(self) -> Size:
         return size_of(self.plan, self.source, self.setting.ranks)
@@ -305,7 +311,7 @@ class ClassConverter:
         if not decorated.size and backend in ("", self.class_backend()):
             return method
         self.report.imports.add("pytest")
-        arguments = _ranks(decorated.size or self._size().arguments, backend)
+        arguments = self._ranks(decorated.size or self._size().arguments, backend)
         return method.with_changes(
             decorators=[*method.decorators, _decorator(f"pytest.mark.ranks({arguments})")]
         )
@@ -321,10 +327,6 @@ def _literal_backend(plan: ClassPlan) -> str:
             if isinstance(node, cst.SimpleString) and node.evaluated_value in ("gloo", "nccl"):
                 return f'"{node.evaluated_value}"'
     return ""
-
-
-def _ranks(sizes: str, backend: str) -> str:
-    return f"{sizes}, backend={backend}" if backend else sizes
 
 
 def _decorator(code: str) -> cst.Decorator:

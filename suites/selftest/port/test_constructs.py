@@ -290,10 +290,13 @@ def test_deepspeeds_tests_take_its_sizes_and_the_directory_of_all_ranks() -> Non
     ported = port((PROJECTS / "port" / "test_deepspeed.py").read_text())
     assert (ported.whole, ported.commented, ported.left) == (3, 0, 1)
     assert (
-        '@pytest.mark.usefixtures("deepspeed_comm")\n@pytest.mark.ranks(1, 2)\nclass TestSizes:'
+        '@pytest.mark.usefixtures("deepspeed_comm")\n@pytest.mark.ranks(1, 2, fresh=True)\nclass TestSizes:'
         in ported.code
     )
-    assert '@pytest.mark.ranks(4)\n    def test_own_size(self, number, world, color="red"):' in ported.code
+    assert (
+        '@pytest.mark.ranks(4, fresh=True)\n    def test_own_size(self, number, world, color="red"):'
+        in ported.code
+    )
     assert 'assert int(os.environ["WORLD_SIZE"]) == world.size' in ported.code
     assert "def test_directory(self, number, world):" in ported.code
     assert 'open(os.path.join(world.shared_tmp_path, "shared"), "a")' in ported.code
