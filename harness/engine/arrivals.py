@@ -23,19 +23,19 @@ class Arrivals:
 
     Where there are several shards, each is of one rank's part, and the loss may differ between ranks: no
     reduction is defined for them, and they are refused.
+
+    Attributes:
+        waiting: What has come and is not reduced, by the index of its parameter in the shard.
     """
 
     def __init__(self, shard: LocalShard) -> None:
         self._shard = shard
-        self._waiting: dict[int, Tensor] = {}
+        self.waiting: dict[int, Tensor] = {}
         self._watched: dict[nn.Parameter, RemovableHandle] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def take(self) -> Mapping[int, Tensor]:
-        """Return what has come, by the index of the parameter in the shard, and forget it."""
-        taken, self._waiting = self._waiting, {}
+        """Return what has come, and forget it."""
+        taken, self.waiting = self.waiting, {}
         return taken
 
     def watch(self, begin: WeakMethod[Callable[[], None]]) -> None:
@@ -63,8 +63,8 @@ class Arrivals:
         local = collectives.local_gradient(whole, parameter) if isinstance(whole, DTensor) else whole
         fresh = {index: local} if shard.config.use_orig_params else dict(enumerate(shard.layout.views(local)))
         for place, value in fresh.items():
-            before = self._waiting.get(place)
-            self._waiting[place] = (
+            before = self.waiting.get(place)
+            self.waiting[place] = (
                 value.to(shard.device) if before is None else before + value.to(shard.device)
             )
         return torch.zeros_like(parameter)

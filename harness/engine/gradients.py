@@ -119,8 +119,9 @@ class Gradients(ABC):
         pairs = ((leaf.grad, leaf) for leaf in full.leaves)
         gradients = [collectives.local_gradient(g, at) if isinstance(g, DTensor) else g for g, at in pairs]
         dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
-        for index, gradient in self.arrivals.take().items():
-            dense[index] = gradient if (own := dense[index]) is None else own + gradient
+        if self.arrivals.waiting:
+            for index, gradient in self.arrivals.take().items():
+                dense[index] = gradient if (own := dense[index]) is None else own + gradient
         layout, sent = self._message(dense)
         flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
         copy_in(sent, flat, layout)

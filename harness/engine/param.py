@@ -118,6 +118,7 @@ class LocalShard:
 
     Attributes:
         guarded: Modules hold stand-ins in place of the shard, as a forward of the root is going on.
+        retrained: There may be parameters that were frozen, or others, when someone last looked.
     """
 
     def __init__(self, params: Sequence[Param], config: UnitConfig, flat: nn.Parameter) -> None:
@@ -127,7 +128,7 @@ class LocalShard:
         self.pieces = tuple(self.layout.piece(i, config.mesh.index) for i in range(len(params)))
         self.spans = tuple(slice(piece.shard_start, piece.shard_stop) for piece in self.pieces)
         self.flat = flat
-        self.guarded = False
+        self.guarded, self.retrained = False, True
         self._flat_ref: ParamRef | None = None
         # What modules hold now, as the object that stands for all of it; None if others may put something.
         self._shown: object = None
@@ -209,6 +210,7 @@ class LocalShard:
 
         They are plain tensors, or parameters of the kind that the user sees outside of forward.
         """
+        self.retrained = True
         # Tensors made in inference mode could never be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
             # `.data` gives each leaf a version counter of its own: filling the buffer for backward must not
@@ -222,6 +224,7 @@ class LocalShard:
             for param, leaf in zip(self.params, leaves, strict=True):
                 if leaf.requires_grad != (trainable := self.is_trainable(param)):
                     leaf.requires_grad_(trainable)
+                    self.retrained = True
             self._put(leaves)
 
     def show_original(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
@@ -286,6 +289,7 @@ class LocalShard:
         params = tuple(map(_current, self.params))
         if any(new is not old for new, old in zip(params, self.params, strict=True)):
             self.params = self._shown = params
+            self.retrained = True
         if self.flat.is_meta and not any(param.piece.is_meta for param in self.params):
             # `load_state_dict` with assign=True gave values to all parameters.
             set_data(self.flat, torch.zeros_like(self.flat, device=self.params[0].piece.device))
@@ -315,7 +319,7 @@ class LocalShard:
         """Make the original parameters views of `flat`, which is new; they hold nothing else, seen or not."""
         for param, view in self.views():
             param.hold(view)
-        self._guards, self._shown = (), None
+        self._guards, self._shown, self.retrained = (), None, True
         self.show()
 
     def _put(self, values: Sequence[Tensor]) -> None:
@@ -326,6 +330,7 @@ class LocalShard:
 
     def _stand_in(self, param: Param) -> Guard:
         whole = torch.empty((), dtype=self.flat.dtype, device=self.device).expand(param.shape)
+        self.retrained = True
         guard = stand_in(whole, self.is_trainable(param), self.config.use_orig_params)
         guard.unit, guard.holder, guard.name_there = (
             self.config.name,

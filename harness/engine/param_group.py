@@ -225,7 +225,7 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         """Forget gradients that a backward computed and did not reduce, and pending ones."""
-        self.gradients.arrivals.take()
+        self.gradients.arrivals.waiting.clear()
         for full in self.variants.values():
             full.forget_pending()
             for leaf in full.leaves:

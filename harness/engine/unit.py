@@ -154,7 +154,7 @@ class Unit:
             full.forget_pending()
             if any(leaf.grad is not None for leaf in full.leaves):
                 self.root_state.reduce(group, full, self.options.sync)
-        if group.gradients.arrivals or (self.options.sync and group.gradients.unreduced):
+        if group.gradients.arrivals.waiting or (self.options.sync and group.gradients.unreduced):
             self.root_state.reduce(group, group.variant(group.dtypes), self.options.sync)
         self._reshard_after_backward(group, group.full)
         group.show_shards()
@@ -173,7 +173,9 @@ class Unit:
             if self._kept_in_forward:
                 group.reshard()
         group.show_shards()
-        group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
+        if group.shard.retrained:
+            group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
+            group.shard.retrained = False
 
     def _before_forward(self, args: Any, kwargs: Any, call: object, recomputed: bool) -> tuple[Any, Any]:
         """Unshard, and return the arguments cast and moved where this unit has to."""
