@@ -88,7 +88,7 @@ def run_pytest(path: Path, *args: str, cwd: str = ".", **environ: str) -> Run:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return Run(path, done.returncode, done.stdout)
@@ -159,7 +159,7 @@ class Project:
     def run(self, *args: str, tmpdir: Path | None = None, environ: dict[str, str] | None = None) -> str:
         """Run pytest to its end; return what it printed."""
         process = self.start(*args, tmpdir=tmpdir, environ=environ)
-        return process.communicate(timeout=120)[0]
+        return process.communicate(timeout=300)[0]
 
     def interrupt(self, process: subprocess.Popen[str], *signals: signal.Signals) -> str:
         """Send signals to all processes of a job, as a terminal does; return what pytest printed."""

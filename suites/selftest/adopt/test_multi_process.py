@@ -61,13 +61,8 @@ OURS = {
     "TestExpecting.test_all": "skipped: ",
     "TestExpecting.test_one_rank": "skipped: ",
     "TestExpecting.test_unexpected": "failure: rank N: Failed: Unexpected success",
-    "TestCodes.test_any": "passed",
-    "TestCodes.test_code": "passed",
-    "TestCodes.test_code_wrong": "failure: rank 0: AssertionError: Scalars are not equal!",
     "TestState.test_1_changes": "passed",
     "TestState.test_2_finds_none": "passed",
-    "TestLauncherOfItsOwn.test_x": "passed",
-    "TestThreads.test_x": "passed",
 }
 """The verdicts, and for failures the cause; N where it may be either rank's."""
 
@@ -105,3 +100,14 @@ def test_torch_differs_where_its_verdict_is_wrong() -> None:
 
 def test_no_test_is_missing(verdicts: dict[str, str]) -> None:
     assert verdicts.keys() == OURS.keys()
+
+
+def test_own_launchers_keep_their_verdicts(project: Project) -> None:
+    project.copy("adopt/own_processes", "ranks_adopt = torch")
+    assert verdicts_of(project) == {
+        "TestCodes.test_any": "passed",
+        "TestCodes.test_code": "passed",
+        "TestCodes.test_code_wrong": "failure: rank 0: AssertionError: Scalars are not equal!",
+        "TestLauncherOfItsOwn.test_x": "passed",
+        "TestThreads.test_x": "passed",
+    }

@@ -14,7 +14,6 @@ from torch.testing._internal.common_distributed import (
     DistributedTestBase,
     DynamoDistributedMultiProcTestCase,
     MultiProcessTestCase,
-    MultiThreadedTestCase,
     requires_gloo,
     requires_nccl,
     skip_if_lt_x_gpu,
@@ -278,26 +277,6 @@ class TestExpecting(Base):
         pass
 
 
-class TestCodes(Base):
-    def setUp(self):
-        MultiProcessTestCase.setUp(self)
-        of_this_test = getattr(getattr(self, self._testMethodName), "__wrapped__", None)
-        if "code" in self._testMethodName:
-            self.special_return_code_checks = {of_this_test: 7}
-        else:
-            self.skip_return_code_checks = [of_this_test]
-        self._spawn_processes()
-
-    def test_any(self):
-        os._exit(5)
-
-    def test_code(self):
-        os._exit(7)
-
-    def test_code_wrong(self):
-        os._exit(8)
-
-
 class TestState(Base):
     def test_1_changes(self):
         os.environ["LEFT"] = "1"
@@ -307,27 +286,6 @@ class TestState(Base):
     def test_2_finds_none(self):
         self.assertNotIn("LEFT", os.environ)
         self.assertEqual(torch.ones(1).dtype, torch.float32)
-
-
-class TestLauncherOfItsOwn(Base):
-    def _spawn_processes(self):
-        self._start_processes(torch.multiprocessing.get_context("spawn").Process)
-
-    def test_x(self):
-        self.assertLess(self.rank, 2)
-
-
-class TestThreads(MultiThreadedTestCase):
-    @property
-    def world_size(self):
-        return 2
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_threads()
-
-    def test_x(self):
-        self.assertEqual(dist.get_world_size(), 2)
 
 
 if __name__ == "__main__":
