@@ -67,6 +67,19 @@ OWN: tuple[Deviation, ...] = (
         why=_REENTRANT,
     ),
     Deviation(
+        claims=("core/test_outside.py::test_a_kept_weight_that_is_read_later_*[checkpointed_reentrant-*",),
+        cases=("front=NO_SHARD-flat", "front=NO_SHARD-orig"),
+        why=_REENTRANT,
+    ),
+    Deviation(
+        claims=(
+            "core/test_outside.py::test_a_kept_weight_that_is_read_later_*[checkpointed_with_the_unit-*",
+            "core/test_outside.py::test_a_frozen_weight_that_is_read_later_*[checkpointed_with_the_unit]",
+        ),
+        cases=("front=NO_SHARD-flat", "front=NO_SHARD-orig"),
+        why=_UNUSED,
+    ),
+    Deviation(
         claims=("core/test_clipping.py::test_unreduced_gradients_are_refused[NO_SHARD]",), why=UNREDUCED
     ),
     Deviation(
