@@ -136,7 +136,7 @@ def place(params: Sequence[Param], wanted: Sequence[object], config: UnitConfig)
             everywhere = joined.get(given.mesh) or _joined(mesh, given.mesh, where)
             joined[given.mesh] = everywhere
         replicating = [Replicate()] * (mesh.ndim - shards)
-        sharding = [_sharding(dim, given)] if shards else []
+        sharding = [_sharding(dim, given, config.mesh.num_shards, where)] if shards else []
         placements = (*replicating, *sharding, *(given.placements if given else ()))
         place = DTensorPlacement(everywhere, placements, param.shape, dim, given)
         shape = local_of(param.parameter).shape
@@ -166,13 +166,49 @@ def _dim(wanted: object, param: Param, where: str) -> int:
     return wanted.dim % num_dims
 
 
-def _sharding(dim: int, given: DTensorPlacement | None) -> Placement:
+def _sharding(dim: int, given: DTensorPlacement | None, num_shards: int, where: str) -> Placement:
     """Return how the shard axis divides dim `dim` of what the axes of `given` have divided before."""
-    factor = 1
-    if given:
-        dividing = (axis for axis, p in enumerate(given.placements) if getattr(p, "dim", None) == dim)
-        factor = math.prod(map(given.mesh.size, dividing))
+    if given is None:
+        return Shard(dim)
+    axes = [axis for axis, p in enumerate(given.placements) if getattr(p, "dim", None) == dim]
+    parts, size = [given.mesh.size(axis) for axis in axes], given.shape[dim]
+    if not divides_alike(size, parts, num_shards):
+        raise ValueError(
+            f"{where} has {size} elements along dim {dim}, which tensor parallelism divides into "
+            f"{' times '.join(map(str, parts))} and {num_shards} ranks would divide further: no placement of "
+            "torch says where they lie then, and full_tensor() would be wrong. Let shard_placement_fn return "
+            f"another dim, or make the size a multiple of {math.prod(parts) * num_shards}."
+        )
+    factor = math.prod(parts)
     return StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+
+
+def divides_alike(size: int, parts: Sequence[int], num_shards: int) -> bool:
+    """Return whether a strided placement finds a dim of `size` where it is: `parts` divide it, then shards.
+
+    torch takes shards first: of each part they have a piece, and divides these pieces, end to end, by `parts`
+    again: where pieces have uneven sizes, what it finds there may be others.
+    """
+    factor = math.prod(parts)
+    if factor == 1 or size % (factor * num_shards) == 0:
+        return True
+    whole = torch.arange(size)
+    there = [_chunks(part, [num_shards]) for part in _chunks(whole, parts)]
+    strided = [_chunks(part, [num_shards]) for part in _chunks(whole, [factor])]
+    for shard in range(num_shards):
+        found = _chunks(torch.cat([pieces[shard] for pieces in strided]), parts)
+        if not all(torch.equal(a, pieces[shard]) for a, pieces in zip(found, there, strict=True)):
+            return False
+    return True
+
+
+def _chunks(values: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Divide the 1-D `values` by each of `counts` in turn as axes do: last chunks may be empty."""
+    divided = [values]
+    for count in counts:
+        chunks = [part.chunk(count) for part in divided]
+        divided = [c for some in chunks for c in (*some, *(values[:0] for _ in range(count - len(some))))]
+    return divided
 
 
 def _joined(mesh: DeviceMesh, given: DeviceMesh, where: str) -> DeviceMesh:

@@ -1,0 +1,68 @@
+"""Dims that tensor parallelism and `fully_shard` both divide, on many ranks: none but one is there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness.engine import fully_shard
+from harness.engine.dtensor_param import divides_alike
+
+NAMES = ("data", "tensor", "inner")
+
+
+@pytest.fixture
+def weight_of_rank():
+    """Make a weight of `size` rows, divided by the last axes of a mesh of `shape`, sharded by the first."""
+
+    def make(rank, shape, size, **settings):
+        numel = torch.Size(shape).numel()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=numel)
+        try:
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)])
+            model = nn.Linear(12, size, bias=False)
+            with torch.no_grad():
+                model.weight.copy_(torch.arange(float(size)).view(-1, 1).expand(size, 12))
+            places = [Shard(0)] * (len(shape) - 1)
+            tensor = mesh[NAMES[1 : len(shape)]]
+            model.weight = nn.Parameter(
+                distribute_tensor(model.weight.detach(), tensor, places, src_data_rank=None)
+            )
+            return fully_shard(model, mesh=mesh["data"], **settings).weight
+        finally:
+            dist.destroy_process_group()
+
+    return make
+
+
+@pytest.mark.parametrize(("shape", "size"), [((3, 2), 8), ((3, 2), 5), ((4, 2), 10), ((2, 2, 2), 11)])
+def test_every_rank_holds_what_its_placement_says(weight_of_rank, shape, size):
+    rows = []
+    for rank in range(torch.Size(shape).numel()):
+        weight = weight_of_rank(rank, shape, size)
+        local = weight.to_local().detach()
+        rows += local[:, 0].tolist()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=torch.Size(shape).numel())
+        found = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        dist.destroy_process_group()
+        assert found[0] == tuple(local.shape)
+        if local.numel():
+            assert found[1][0] == local[0, 0]
+    assert sorted(rows) == list(range(size))
+
+
+@pytest.mark.parametrize(("shape", "size"), [((3, 2), 7), ((4, 2), 9), ((2, 2, 2), 10)])
+def test_a_dim_that_no_placement_describes_is_refused(weight_of_rank, shape, size):
+    for rank in range(torch.Size(shape).numel()):
+        with pytest.raises(ValueError, match=f"'weight' has {size} elements along dim 0.* a multiple of"):
+            weight_of_rank(rank, shape, size)
+    along = weight_of_rank(0, shape, size, shard_placement_fn=lambda parameter: Shard(1))
+    assert along.placements[0] == Shard(1)
+
+
+def test_one_or_two_shards_of_one_axis_always_have_a_placement():
+    assert all(divides_alike(size, [parts], n) for size in range(40) for parts in range(1, 9) for n in (1, 2))
