@@ -101,6 +101,8 @@ def _refuse_disagreement(
     mine = [config.name, config.strategy.name]
     for param, wish in zip(params, wanted, strict=True):
         placed = [*getattr(param.parameter, "placements", ()), *([wish] if isinstance(wish, Shard) else [])]
+        if config.dtensor and not param.parameter.requires_grad:
+            placed.append("frozen")  # only gradients of trained ones travel
         mine.append(" ".join(map(str, (repr(param.name), list(param.shape), param.parameter.dtype, *placed))))
     found = [collectives.gather_wrapped(mine, group, device) for group in config.mesh.groups]
     for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):

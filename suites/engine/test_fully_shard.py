@@ -198,6 +198,15 @@ def test_ranks_that_shard_different_modules_are_refused(world, front):
 
 
 @FRONTS
+def test_ranks_that_freeze_different_parameters_are_refused(world, front):
+    """Only gradients of trainable parameters travel: the reduction would abort a rank."""
+    module = nn.Linear(4, 4).to(world.device)
+    module.bias.requires_grad_(world.rank == 0)
+    with pytest.raises(ValueError, match=r"wrap different things: 'bias' \[4\] torch.float32 (frozen )?here"):
+        front(module)
+
+
+@FRONTS
 def test_setters_refuse_invalid_values(world, front):
     model = layers(world)
     front(model)
