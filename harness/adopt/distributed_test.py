@@ -86,7 +86,10 @@ class DistributedTest:
     def running(self, item: pytest.Item, place: Place) -> Iterator[None]:
         """Replace what starts processes."""
         cls: Any = item.cls  # type: ignore[attr-defined]
-        launch = functools.partial(_launch, place)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        sizes = _sizes_of(item.function, cls, params)  # type: ignore[attr-defined]
+        launched = dict.fromkeys(sizes, False)
+        launch = functools.partial(_launch, place, launched)
         starters = [name for name in _STARTERS if hasattr(cls, name)] or ["_launch_procs"]
         start_method = multiprocessing.get_start_method(allow_none=True)
         with contextlib.ExitStack() as stack:
@@ -97,6 +100,8 @@ class DistributedTest:
                 once = functools.partial(_launch_own_size, place.size)
                 stack.enter_context(mock.patch.object(cls, _OF_FILES, _method(once)))
             yield
+            if len(launched) > 1 and not launched.get(place.size):
+                pytest.fail(f"{cls.__name__} did not launch the {place.size} processes of its world_size")
         if multiprocessing.get_start_method(allow_none=True) != start_method:  # `_launch_procs` sets it
             multiprocessing.set_start_method(start_method, force=True)
 
@@ -173,12 +178,15 @@ def _launch_own_size(size: int, test: Any, request: object, world_size: int | Se
     test._launch_procs(size if not isinstance(world_size, int) and size in world_size else world_size, "")
 
 
-def _launch(place: Place, test: Any, num_procs: int, *_: object) -> None:
+def _launch(place: Place, launched: dict[int, bool], test: Any, num_procs: int, *_: object) -> None:
     """Run in place what a process would."""
     __tracebackhide__ = True
+    if num_procs != place.size and num_procs in launched:
+        return  # a loop over the test's sizes, as in launchers without `_OF_FILES`: this one has its own item
+    launched[num_procs] = True
     if num_procs != place.size:
         pytest.fail(
-            f"{type(test).__name__} launches {num_procs} processes, and this world has {place.size} ranks: "
+            f"{type(test).__name__} launches {num_procs} processes, and this world is of size {place.size}: "
             "the world size was another one when the test was collected"
         )
     skips = SkipMessages()

@@ -34,6 +34,18 @@ def test_a_list_of_world_sizes_is_an_item_for_each(verdicts: dict[str, str]) -> 
     assert found == {"test_sum[1-rank]": "passed", "test_sum[2-ranks]": "passed"}
 
 
+def test_a_loop_over_world_sizes_launches_the_one_of_the_item(verdicts: dict[str, str]) -> None:
+    assert of_class(verdicts, "TestLoopOverSizes") == {
+        "test_sum[1-rank]": "passed",
+        "test_sum[2-ranks]": "passed",
+        "test_of_one[1-rank]": "passed",
+        "test_of_one[2-ranks]": "failure: rank 0: assert 2 == 1",
+    }
+    of_one = of_class(verdicts, "TestLaunchesOneOfItsSizes")
+    assert of_one["test_sum[1-rank]"] == "passed"
+    assert "did not launch the 2 processes" in of_one["test_sum[2-ranks]"]
+
+
 def test_skips_keep_their_reason_and_must_be_of_all(verdicts: dict[str, str]) -> None:
     assert of_class(verdicts, "TestSkipping") == {
         "test_mark": "skipped: not today",

@@ -65,6 +65,33 @@ class TestSizes(DistributedTest):
         assert total() == dist.get_world_size()
 
 
+class LoopOverSizes(DistributedTest):
+    """Launches as DeepSpeed's did before there was a file store."""
+
+    def __call__(self, request):
+        self.method = getattr(self, request.function.__name__)
+        self.kwargs = self._kwargs_of(request, self.method)
+        for size in self.launched:
+            self._launch_procs(size, f"file://{request.getfixturevalue('tmpdir')}/store")
+
+
+class TestLoopOverSizes(LoopOverSizes):
+    world_size = launched = (1, 2)
+
+    def test_sum(self):
+        assert total() == dist.get_world_size()
+
+    def test_of_one(self):
+        assert dist.get_world_size() == 1
+
+
+class TestLaunchesOneOfItsSizes(LoopOverSizes):
+    world_size, launched = (1, 2), (1,)
+
+    def test_sum(self):
+        assert total() == dist.get_world_size()
+
+
 class TestReusing(DistributedTest):
     reuse_dist_env = True
 
