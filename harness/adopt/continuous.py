@@ -46,6 +46,8 @@ class Continuous:
             owner = next((parent for parent in cls.__mro__ if name in vars(parent)), None)
             if owner is not None and owner is not base:
                 raise LeftAlone(f"{owner.__name__} has a launcher of its own: it overrides {name}")
+        if not hasattr(cls, "_ensure_processes_spawned"):
+            raise LeftAlone("torch before 2.12 starts its processes as soon as the class is set up")
         comms = torch_internals.base("C10dTorchCommsTestBase")
         if comms is not None and issubclass(cls, comms):
             raise LeftAlone("it needs torchcomms, whose groups are not torch's")
@@ -79,21 +81,18 @@ class Continuous:
 def _size_of(cls: Any) -> int:
     """Return how many workers torch would start for a class."""
     sizes: list[int] = []
-    if not hasattr(cls, "_ensure_processes_spawned"):  # before torch 2.12, where `setUpClass` did it
-        sizes.append(int(cls.world_size))
-    else:
-        with (
-            torch_internals.without_log(),
-            mock.patch.object(cls, "_spawn_processes", lambda size: sizes.append(int(size))),
-            mock.patch.object(cls, "_processes_spawned", False),
-            mock.patch.object(cls, "world_size", vars(cls).get("world_size", cls.world_size)),
-        ):
-            try:
-                cls._ensure_processes_spawned()
-            except unittest.SkipTest as skip:
-                raise NothingToRun(str(skip)) from None
-            except Exception as error:
-                raise LeftAlone(f"its world size is unknown: {type(error).__name__}: {error}") from error
+    with (
+        torch_internals.without_log(),
+        mock.patch.object(cls, "_spawn_processes", lambda size: sizes.append(int(size))),
+        mock.patch.object(cls, "_processes_spawned", False),
+        mock.patch.object(cls, "world_size", vars(cls).get("world_size", cls.world_size)),
+    ):
+        try:
+            cls._ensure_processes_spawned()
+        except unittest.SkipTest as skip:
+            raise NothingToRun(str(skip)) from None
+        except Exception as error:
+            raise LeftAlone(f"its world_size cannot be read: {type(error).__name__}: {error}") from error
     if sizes[0] < 1:
         raise NothingToRun(f"world_size is {sizes[0]}: torch would start no process, and run nothing")
     return sizes[0]

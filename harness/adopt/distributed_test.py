@@ -74,7 +74,7 @@ class DistributedTest:
         _check_launcher(cls)
         for name, fixture in pytest_internals.fixture_functions(item):
             if getattr(fixture, "is_dist_fixture", False) is True:
-                raise LeftAlone(f"its fixture {name} launches a world of its own first")
+                raise LeftAlone(f"its fixture {name} is a DistributedFixture, which starts processes itself")
         params = item.callspec.params if hasattr(item, "callspec") else {}
         size = params.get("ranks_size") or _sizes_of(function, cls, params)[0]
         return Demand(size, _timeout_of(cls))

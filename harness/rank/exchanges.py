@@ -54,6 +54,7 @@ class Exchanges:
         self._channels: dict[tuple[object, ...], _Channel] = {}
         self._works: weakref.WeakKeyDictionary[dist.Work, _Channel] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
+        self._sees_waits = False
 
     def install(self) -> None:
         """See all sends and receives from now on, by whatever name the user has imported the function."""
@@ -61,8 +62,6 @@ class Exchanges:
         group.send = self._recorded(group.send, is_send=True)
         group.recv = self._recorded(group.recv, is_send=False)
         group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
-        work: Any = dist.Work
-        work.wait = self._waiting(work.wait)
 
     def clear(self) -> None:
         """Forget everything: a test begins, or the groups are new."""
@@ -108,6 +107,7 @@ class Exchanges:
             channel.tensor = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             if tensor.device.type == "cpu":
                 self._works[work] = channel
+                self._see_waits()
             else:  # nccl sends what it has begun, with or without its handle
                 channel.waited += 1
 
@@ -119,6 +119,13 @@ class Exchanges:
             call = name if name != "wrapper" else call  # torch wraps some of them
             frame = frame.f_back
         return call, f"{frame.f_code.co_filename.removeprefix(f'{self._base}/')}:{frame.f_lineno}"
+
+    def _see_waits(self) -> None:
+        """See all waits from the first send or receive on; before, waits of collectives cost nothing."""
+        if not self._sees_waits:
+            self._sees_waits = True
+            work: Any = dist.Work
+            work.wait = self._waiting(work.wait)
 
     def _waiting(self, wait: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(wait)

@@ -41,7 +41,7 @@ from harness.rank.reporter import describe_raised
 from harness.rank.session import RankSession, seed_everything
 from harness.rank.state import CrashReports
 from harness.rank.status import WIRE_THREAD, Activity, StatusReader
-from harness.rank.torch_internals import count_collectives, count_groups
+from harness.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
 from harness.rank.world_fixture import RankWorld
 
 LOOK_EVERY = 0.2
@@ -88,6 +88,7 @@ class Rank:
         self.crash_reports.enable()
         threading.Thread(target=self._watch, name=WIRE_THREAD, daemon=True).start()
         self.group.join()
+        open_lasting_pipe()
         self._rendezvous.install()
         self.exchanges.install()
 

@@ -166,7 +166,9 @@ def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
     """
     entries = recorded_collectives()
     may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
-    entries = [entry for entry in entries if is_current(entry["time_created_ns"])]
+    # By group, too: one that is kept, or lent, for an adopted test has collectives from before.
+    current = {entry["pg_id"] for entry in entries if is_current(entry["time_created_ns"])}
+    entries = [entry for entry in entries if entry["pg_id"] in current]
     generation = {_name(entry): entry["pg_id"] for entry in entries}  # a repaired group takes over a name
     entries = [entry for entry in entries if entry["pg_id"] == generation[_name(entry)]]
     news = [entry for entry in entries if entry["time_created_ns"] >= begun]

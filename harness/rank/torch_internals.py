@@ -6,6 +6,7 @@ Runs inside a rank; imports torch only.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import sys
 from collections.abc import Callable
@@ -156,6 +157,16 @@ def replace_store_maker(make: Callable[..., dist.Store]) -> Callable[..., dist.S
     before: Callable[..., dist.Store] = module._create_c10d_store
     module._create_c10d_store = make
     return before
+
+
+def open_lasting_pipe() -> None:
+    """Open the pipe that the first server of a TCPStore opens, for good: it is no test's.
+
+    libuv makes it once in a process. If it moves: `ranks_leaks = error` fails the first test with a TCPStore.
+    """
+    with contextlib.suppress(RuntimeError):  # no loopback: then no test has a server there
+        timeout = datetime.timedelta(seconds=1)
+        dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

@@ -44,6 +44,22 @@ def test_reused_groups_change_no_verdict(mixed: Project) -> None:
     assert verdicts_of(mixed, "-oranks_adopt_groups=reuse") == VERDICTS
 
 
+@pytest.mark.parametrize("groups", ["own", "reuse"])
+def test_a_hang_is_numbered_from_its_own_test_on(project: Project, groups: str) -> None:
+    project.copy("adopt/numbers", f"ranks_adopt = torch\nranks_adopt_groups = {groups}")
+    first, second = (
+        f"failure: rank {one} waits in all_reduce #{number} (float [1]), "
+        f"which rank {1 - one} never reached: it has ended the test"
+        for one, number in [(0, 3), (1, 2)]
+    )
+    assert verdicts_of(project) == {
+        "TestOwn.test_four": "passed",
+        "test_numbers.test_on_ranks_hangs": first,
+        "TestKept.test_1_four": "passed",
+        "TestKept.test_2_hangs": second,
+    }
+
+
 def test_a_selection_changes_no_verdict(mixed: Project) -> None:
     chosen = {name: said for name, said in VERDICTS.items() if name.endswith("total")}
     assert verdicts_of(mixed, "-k", "total") == chosen
