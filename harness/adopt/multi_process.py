@@ -31,6 +31,9 @@ _RANKS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAS
 _TORCHS_VARIABLES = (*_RANKS_VARIABLES, "TORCH_NCCL_DESYNC_DEBUG")
 """With what torch's base classes set in every `setUp`: no news to the author of a test."""
 
+_NOT_USERS = frozenset({"torch", "unittest", "builtins"})
+"""Packages of base classes that a test does not change."""
+
 
 class MultiThreaded:
     """The kind of `MultiThreadedTestCase`, which no rank can run better."""
@@ -129,6 +132,22 @@ def _as_in_a_child() -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
+@contextlib.contextmanager
+def _attributes_restored(cls: type) -> Iterator[None]:
+    """Put back the attributes of a class and of its bases, torch's apart, as a child's end would."""
+    classes = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in _NOT_USERS]
+    before = [dict(vars(each)) for each in classes]
+    try:
+        yield
+    finally:
+        for each, attributes in zip(classes, before, strict=True):
+            now = dict(vars(each))
+            for name in now.keys() - attributes.keys():
+                delattr(each, name)
+            for name in (name for name, value in attributes.items() if now.get(name) is not value):
+                setattr(each, name, attributes[name])
+
+
 def _launch(case: Any, function: Any, place: Place) -> None:
     """Run a test by torch's own launcher, from one rank: its processes are to exit, or to be killed."""
     __tracebackhide__ = True
@@ -177,7 +196,10 @@ class Child:
         base = torch_internals.base("MultiProcessTestCase")
         assert base is not None
         file = f"{self._place.directory}/rendezvous"
-        with mock.patch.object(base, "run_test", self._run_test_of()):
+        with (
+            _attributes_restored(type(self._parent)),
+            mock.patch.object(base, "run_test", self._run_test_of()),
+        ):
             try:
                 fake_pg = getattr(self._parent, "fake_pg", False)
                 type(self._parent)._run(

@@ -92,6 +92,23 @@ def test_without_the_option_nothing_is_adopted(project: Project) -> None:
     assert "ranks_adopt" not in output
 
 
+# A class with a base, whose file may not start the server of the ranks: children of this process.
+UNRELATED = """
+import os, pathlib, sys, unittest
+
+class TestPlain(unittest.TestCase):
+    def test_nothing_is_loaded(self):
+        assert "torch" not in sys.modules
+        assert not pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+"""
+
+
+def test_the_option_costs_other_projects_nothing(project: Project) -> None:
+    (project.path / "test_plain.py").write_text(UNRELATED)
+    project.write_ini("ranks_adopt = torch deepspeed")
+    assert verdicts_of(project) == {"TestPlain.test_nothing_is_loaded": "passed"}
+
+
 def test_an_unknown_kind_is_refused(mixed: Project) -> None:
     output = mixed.run("--ranks-adopt=horovod")
     assert "ERROR: ranks_adopt: unknown kind 'horovod'; there are torch, deepspeed" in output

@@ -21,10 +21,13 @@ from torch.testing._internal.common_distributed import (
 from torch.testing._internal.common_fsdp import FSDPTest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
+    load_tests,
     parametrize,
     run_tests,
 )
 from torch.testing._internal.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+
+load_tests = load_tests  # for unittest's loader, as torch's files have it
 
 
 class Base(MultiProcessTestCase):
@@ -281,11 +284,15 @@ class TestState(Base):
     def test_1_changes(self):
         os.environ["LEFT"] = "1"
         torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        type(self).left = Base.left = 1
         threading.Thread(target=threading.Event().wait, args=(60,), daemon=True, name="left").start()
 
     def test_2_finds_none(self):
         self.assertNotIn("LEFT", os.environ)
         self.assertEqual(torch.ones(1).dtype, torch.float32)
+        self.assertFalse(torch.are_deterministic_algorithms_enabled())
+        self.assertFalse(hasattr(self, "left"))
 
 
 if __name__ == "__main__":
