@@ -162,6 +162,8 @@ def _equality(name: str, call: cst.Call, source_code: str) -> Converted:
 
 
 def _almost(call: cst.Call) -> Converted:
+    if len([arg for arg in call.args if arg.keyword is None]) != 2:
+        raise NotConverted("assertAlmostEqual with other positional arguments than two")
     found = arguments_of(call, 2)
     keywords = {arg.keyword.value: arg.value for arg in found.others if arg.keyword is not None}
     match keywords:
@@ -173,7 +175,8 @@ def _almost(call: cst.Call) -> Converted:
             atol = cst.parse_expression("5e-8")  # unittest: 7 places
         case _:
             raise NotConverted("assertAlmostEqual with places that are computed")
-    names = {"rtol": cst.Integer("0"), "atol": atol, "exact_dtype": cst.Name("False")}
+    names = {"rtol": cst.Integer("0"), "atol": atol}
+    names |= {"equal_nan": cst.Name("False"), "exact_dtype": cst.Name("False")}
     args = [arg.with_changes(comma=_COMMA) for arg in found.values]
     args += [_keyword(key, value) for key, value in names.items()]
     if found.message is not None:
@@ -191,7 +194,8 @@ def _single(name: str, call: cst.Call, source_code: str) -> Converted:
         operator: cst.BaseCompOp = cst.Is() if name == "assertIsNone" else cst.IsNot()
         return _assert(_compare(_operand(value), operator, cst.Name("None")), found, call, source_code)
     if name == "assertTrue":
-        return _assert(value, found, call, source_code)
+        loose = isinstance(value, cst.NamedExpr | cst.Yield) and not value.lpar
+        return _assert(_parenthesised(value) if loose else value, found, call, source_code)
     inverted = {cst.In: cst.NotIn(), cst.NotIn: cst.In(), cst.Is: cst.IsNot(), cst.IsNot: cst.Is()}
     match value:
         case cst.Comparison(comparisons=[target]) if type(target.operator) in inverted:

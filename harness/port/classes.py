@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
 from harness.port.decorators import Decorated, convert_decorators
 from harness.port.groups import FamilyGroups
 from harness.port.kinds import DROPPED_MEMBERS
 from harness.port.methods import NOT_CONVERTED, MethodConverter
 from harness.port.plans import ClassPlan, Size, size_of
-from harness.port.setup import CLASS_SETUP, INSTANCE_SETUP, SETUP_METHODS, convert_setup, has_setup
+from harness.port.setup import (
+    CLASS_SETUP,
+    INSTANCE_SETUP,
+    SETUP_METHODS,
+    convert_setup,
+    setup_reason,
+    several_setups,
+)
 from harness.port.source import (
     Source,
     find_all,
     is_docstring,
+    is_self,
     parameters,
     with_comments,
 )
@@ -113,6 +122,11 @@ class ClassConverter:
             if name in SETUP_METHODS:
                 return self._setup(item)
             return self._method(item)
+        methods = [] if isinstance(item, cst.ClassDef) else list(find_all(item, cst.FunctionDef))
+        if methods:
+            reason = "methods below another statement"
+            self.report.reasons[methods[0].name.value] = [reason]
+            return with_comments(item, [f"{NOT_CONVERTED} {reason}"])  # type: ignore[type-var]
         match item:
             case cst.SimpleStatementLine(
                 body=[
@@ -132,7 +146,9 @@ class ClassConverter:
             self.plan, method, self.source, self.family, takes_fixtures, self._attributes()
         )
         new = method.with_changes(body=method.body.visit(converter), decorators=decorated.decorators)
-        above = list(decorated.reasons)
+        above = [*decorated.reasons, *_reasons_of_signature(method, is_test)]
+        if isinstance(method.body, cst.SimpleStatementSuite):
+            above += converter.needs.reasons  # no statement of its own could hold the comment
         if is_test and self.is_deepspeed:
             new = self._shared_directory(new, converter, above)
         for fixture in converter.needs.fixtures:
@@ -192,15 +208,7 @@ class ClassConverter:
         """Return None, as a fixture takes the method's place, or the method with a comment why none does."""
         name = method.name.value
         names = INSTANCE_SETUP if name in INSTANCE_SETUP else CLASS_SETUP
-        others = [one for one in self.plan.mro() if one is not self.plan]
-        reason = ""
-        in_base = any(has_setup(one, self.source, self.family, names) for one in others)
-        if in_base and has_setup(self.plan, self.source, self.family, names):
-            reason = "a base has a set-up, too; pytest would run them in an order of its own"
-        if not reason and any(find_all(method, cst.Return)):
-            reason = "a set-up that returns early"
-        if not reason and method.decorators and names is INSTANCE_SETUP:
-            reason = "a set-up with decorators"
+        reason = setup_reason(self.plan, self.source, self.family, names)
         if not reason:
             return None
         self.report.reasons[name] = [reason]
@@ -222,7 +230,8 @@ class ClassConverter:
             self.report.imports.add("pytest")
         if self.plan.kind is not None:
             for base in self.plan.mro():
-                if base.kind is None:  # a mixin has no ranks of its own
+                # A mixin has no ranks of its own; the fixture of a base is overridden by the one here.
+                if base is not self.plan and (base.kind is None or self.on_self):
                     self.on_self.update(ClassConverter(base, self.setting)._needed_on_self())
         if self.on_self and self.plan.kind is not None:
             self.report.imports.add("pytest")
@@ -253,7 +262,8 @@ class ClassConverter:
     def _with_marks(self, node: cst.ClassDef) -> cst.ClassDef:
         decorated = convert_decorators(node.decorators, self.source, self.plan.kind)
         self.report.imports |= decorated.imports
-        self.report.reasons[""] = decorated.reasons
+        reasons = [*decorated.reasons, *several_setups(self.plan, self.source, self.family)]
+        self.report.reasons[""] = reasons
         decorators = list(decorated.decorators)
         if self.plan.kind is not None:
             decorators += self._marks()
@@ -262,7 +272,7 @@ class ClassConverter:
             node = node.with_changes(
                 lines_after_decorators=[*decorated.comments, *node.lines_after_decorators]
             )
-        return with_comments(node, [f"{NOT_CONVERTED} {reason}" for reason in decorated.reasons])
+        return with_comments(node, [f"{NOT_CONVERTED} {reason}" for reason in reasons])
 
     def _marks(self) -> list[cst.Decorator]:
         """Return the marks of the class that its bases in this file do not have already."""
@@ -315,6 +325,19 @@ class ClassConverter:
         return method.with_changes(
             decorators=[*method.decorators, _decorator(f"pytest.mark.ranks({arguments})")]
         )
+
+
+def _reasons_of_signature(method: cst.FunctionDef, is_test: bool) -> list[str]:
+    """Return what pytest, or the conversion, cannot do with a method for how it is declared."""
+    reasons = []
+    if is_test and method.asynchronous is not None:
+        reasons.append("an async test: pytest needs a plugin for it")
+    named = [get_full_name_for_node(one.decorator) for one in method.decorators]
+    if not {"staticmethod", "classmethod"} & {*named} and not any(
+        is_self(param.name) for param in parameters(method)[:1]
+    ):
+        reasons.append("its first parameter is not `self`")
+    return reasons
 
 
 def _literal_backend(plan: ClassPlan) -> str:

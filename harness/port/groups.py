@@ -110,6 +110,11 @@ def _is_only_called(name: str, source: Source) -> bool:
     return len(mentions) == len(alone)
 
 
+def is_raises(node: cst.BaseExpression) -> bool:
+    """Return whether an expression is a call of `self.assertRaises` or `self.assertRaisesRegex`."""
+    return isinstance(node, cst.Call) and attribute_of_self(node.func).startswith("assertRaises")
+
+
 class _Scan:
     def __init__(self, plan: ClassPlan, source: Source, emptied: frozenset[str]) -> None:
         self.plan, self.source, self.emptied = plan, source, emptied
@@ -118,10 +123,19 @@ class _Scan:
     def read(self, method: cst.FunctionDef) -> MethodGroups:
         stores = self._stores(method)
         lines = list(find_all(method, cst.SimpleStatementLine))
+        expected = [
+            line
+            for block in find_all(method, cst.With)
+            if any(is_raises(item.item) for item in block.items)
+            for line in find_all(block.body, cst.SimpleStatementLine)
+        ]
         for line in lines:
             call = lone_call(line)
             if call is not None:
                 self._read_call(line, call, stores)
+            if self.groups.is_dropped(line) and any(line is one for one in expected):
+                self.groups.dropped.remove(line)
+                self.groups.problems.append((line, "a process group that is expected to fail"))
         for name, line in stores.items():
             inside = [node for one in self.groups.dropped for node in find_all(one, cst.Name)]
             uses = [node for node in find_all(method, cst.Name) if node.value == name]
@@ -168,6 +182,8 @@ class _Scan:
                 self.groups.backends.add(self._backend_of_init(call, stores))
                 self.groups.dropped.append(line)
             elif name in self.emptied or (name == "create_pg" and not self.plan.has(name)):
+                if name == "create_pg" and len(call.args) > 1:
+                    raise NotConverted("create_pg with other arguments than the device")
                 self.groups.dropped.append(line)
             elif name == "init_pg" and not self.plan.has(name):
                 if call.args:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from harness.port.source import bound_name
+from harness.port.source import bound_name, is_docstring
 
 
 def fix_imports(before: cst.Module, after: cst.Module, needed: set[str]) -> cst.Module:
@@ -41,7 +41,9 @@ def _imported_names(tree: cst.Module) -> set[str]:
 def _with_import(tree: cst.Module, module: str, name: str) -> cst.Module:
     """Add an import where one that sorts its imports would, among those at the start of the file."""
     line = cst.parse_statement(f"from {module} import {name}\n" if module else f"import {name}\n")
-    places = [_sort_key(item) for item in tree.body]
+    code = cst.ClassDef | cst.FunctionDef
+    head = next((at for at, item in enumerate(tree.body) if isinstance(item, code)), len(tree.body))
+    places = [_sort_key(item) for item in tree.body[:head]]
     key = _sort_key(line)
     assert key is not None
     before = [at for at, other in enumerate(places) if other is not None and other < key]
@@ -59,7 +61,7 @@ def _with_import(tree: cst.Module, module: str, name: str) -> cst.Module:
     elif before:
         body.insert(before[-1] + 1, line)
     else:
-        body.insert(0, line)
+        body.insert(1 if body and is_docstring(body[0]) else 0, line)
     return tree.with_changes(body=body)
 
 

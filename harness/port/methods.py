@@ -17,7 +17,8 @@ from harness.port.asserts import (
     convert_statement,
     is_assertion,
 )
-from harness.port.groups import FamilyGroups
+from harness.port.groups import FamilyGroups, is_raises
+from harness.port.kinds import DROPPED_MEMBERS
 from harness.port.plans import ClassPlan
 from harness.port.source import (
     Source,
@@ -78,13 +79,17 @@ class MethodConverter(cst.CSTTransformer):
         self.groups = family.of(plan, method.name.value)
         self.takes_fixtures = takes_fixtures
         self.needs = Needs()
-        self._bound = _bound_names(method)
-        self._members = frozenset().union(*(one.members for one in plan.family()))
+        self._names = _names_of(method, source)
+        self._dropped = DROPPED_MEMBERS | ({"backend"} if self.kind.is_deepspeed else set())
+        self._members = frozenset().union(*(one.members for one in plan.family())) - self._dropped
+        self._classes = {one.name for one in plan.family()}
+        self._reads_exception = any(one.attr.value == "exception" for one in find_all(method, cst.Attribute))
         self._handled: list[cst.CSTNode] = []
         self._reasons: list[list[str]] = []
         self._removed: list[cst.CSTNode] = []
         self._lone_calls: list[cst.CSTNode] = []
         self._files: list[cst.CSTNode] = []
+        self._contexts: list[cst.CSTNode] = []
         self._raised: set[str] = set()
         self._warned: set[str] = set()
 
@@ -119,7 +124,7 @@ class MethodConverter(cst.CSTTransformer):
 
     def fixture(self, name: str) -> str:
         """Return the expression for a fixture here."""
-        if self.takes_fixtures and name not in self._bound:
+        if self.takes_fixtures and name not in self._names:
             self.needs.fixtures[name] = None
             return name
         self.needs.on_self[name] = None
@@ -163,6 +168,14 @@ class MethodConverter(cst.CSTTransformer):
                 name := assertion_of(call)
             ):
                 return self._convert_assertion(name, call, updated, updated_node)
+        return updated_node
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.SimpleStatementSuite:
+        calls = [one.value for one in original_node.body if isinstance(one, cst.Expr)]
+        if any(isinstance(call, cst.Call) and assertion_of(call) for call in calls):
+            self._leave_out("an assertion behind a colon, on the same line")
         return updated_node
 
     def _convert_assertion(
@@ -218,12 +231,21 @@ class MethodConverter(cst.CSTTransformer):
             self._lone_calls.append(node.value)
 
     def visit_WithItem(self, node: cst.WithItem) -> None:
-        if isinstance(node.item, cst.Call) and node.asname and isinstance(node.asname.name, cst.Name):
-            name = assertion_of(node.item)
-            if name.startswith("assertRaises"):
-                self._raised.add(node.asname.name.value)
-            elif name.startswith("assertWarns"):
-                self._warned.add(node.asname.name.value)
+        if not isinstance(node.item, cst.Call) or not assertion_of(node.item):
+            return
+        if node.asname is None:
+            self._contexts.append(node.item)
+        elif isinstance(node.asname.name, cst.Name):
+            self._contexts.append(node.item)
+            self._handled.append(node.asname.name)
+            found = self._raised if is_raises(node.item) else self._warned
+            found.add(node.asname.name.value)
+        else:
+            self._leave_out("the exception is bound to something other than a name")
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if (name := attribute_of_self(node.target, ("self",))) in self.kind.attributes:
+            self._leave_out(f"self.{name} is set, which is of the world")
 
     def visit_Call(self, node: cst.Call) -> None:
         name = attribute_of_self(node.func)
@@ -272,11 +294,14 @@ class MethodConverter(cst.CSTTransformer):
             if name in ("skipTest", "fail"):
                 self.needs.imports.add("pytest")
                 function = "pytest.skip" if name == "skipTest" else "pytest.fail"
-                return updated_node.with_changes(func=cst.parse_expression(function))
+                args = [_renamed(arg, "msg", "reason") for arg in updated_node.args]
+                return updated_node.with_changes(func=cst.parse_expression(function), args=args)
             if name == "subTest":
                 fixture = self.fixture("subtests")
                 return updated_node.with_changes(func=cst.parse_expression(f"{fixture}.test"))
             if name == "create_pg":
+                if len(original_node.args) > 1:
+                    raise NotConverted("create_pg with other arguments than the device")
                 return self._expression("{}.group")
             if name in self.kind.calls and not self.kind.is_deepspeed:
                 if original_node.args:
@@ -294,6 +319,8 @@ class MethodConverter(cst.CSTTransformer):
         if name == "assertEqual" and not any(arg.star for arg in original.args):
             self.needs.imports.add(ASSERT_EQUAL)
             return updated.with_changes(func=cst.Name("assert_equal"))
+        if self._reads_exception and not any(original is one for one in self._contexts):
+            raise NotConverted(f"{name} is not directly in a `with`, and an exception is read")
         self.needs.imports.add("pytest")
         return convert_context(name, updated)
 
@@ -316,8 +343,12 @@ class MethodConverter(cst.CSTTransformer):
         raise NotConverted("the exit status of a skip")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        if is_self(node.value):
+        value = node.value.value if isinstance(node.value, cst.Name) else ""
+        is_exception = value in self._raised and node.attr.value == "exception"
+        if is_self(node.value) or is_exception or value in self._warned:
             self._handled.append(node.value)
+        if node.attr.value in self._raised | self._warned:
+            self._handled.append(node.attr)
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
@@ -332,6 +363,10 @@ class MethodConverter(cst.CSTTransformer):
                 self._leave_out("the warning that assertWarns found")
             elif original_node.value.value == "cls" and original_node.attr.value in self.attributes:
                 self._leave_out(f"cls.{original_node.attr.value}: a world belongs to an instance")
+            elif original_node.value.value in self._classes and (
+                original_node.attr.value in {*self.kind.attributes, *self._dropped} - self._members
+            ):
+                self._leave_out(f"{self.source.code(original_node)} is of the launcher")
         return updated_node
 
     def _attribute(self, name: str, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
@@ -349,7 +384,7 @@ class MethodConverter(cst.CSTTransformer):
             return self._expression(self.attributes[name])
         if name in self.attributes and not self.plan.has(name):
             self._leave_out(f"self.{name} is set by another class of the family")
-        elif name not in self._members and not self.kind.is_deepspeed:
+        elif name not in self._members and (name in self._dropped or not self.kind.is_deepspeed):
             self._leave_out(f"self.{name} is of the class {self.kind.name}")
         return updated
 
@@ -357,22 +392,25 @@ class MethodConverter(cst.CSTTransformer):
         is_known = self.kind.is_deepspeed or any(original_node is one for one in self._handled)
         if is_self(original_node) and not is_known:
             self._leave_out("`self` is passed on, perhaps as a test case")
+        name = original_node.value
+        if name in self._raised | self._warned and not any(original_node is one for one in self._handled):
+            self._leave_out(f"{name} is used for something other than its exception")
         return updated_node
 
 
-def _bound_names(method: cst.FunctionDef) -> set[str]:
-    """Return the names that a method binds, in functions inside it too."""
-    names = {param.name.value for param in find_all(method.params, cst.Param)}
-    for function in find_all(method.body, cst.Param):
-        names.add(function.name.value)
-    targets = [assign.target for assign in find_all(method.body, cst.AssignTarget)]
-    targets += [one.target for one in find_all(method.body, cst.For)]
-    targets += [one.target for one in find_all(method.body, cst.CompFor)]
-    targets += [one.name for one in find_all(method.body, cst.AsName)]
-    targets += [one.target for one in find_all(method.body, cst.AnnAssign)]
-    for target in targets:
-        names |= {name.value for name in find_all(target, cst.Name)}
-    return names
+def _names_of(method: cst.FunctionDef, source: Source) -> set[str]:
+    """Return the names that a method binds or reads, which a fixture as a parameter would hide."""
+    others = {id(node.attr) for node in find_all(method, cst.Attribute)}
+    others |= {id(node.keyword) for node in find_all(method, cst.Arg)}
+    # torch's run_subtests is replaced by the fixture of that name.
+    others |= {id(node) for node in find_all(method, cst.Name) if source.testing_name(node) == "run_subtests"}
+    names = {node.value for node in find_all(method, cst.Name) if id(node) not in others}
+    return names | {param.name.value for param in find_all(method, cst.Param)}
+
+
+def _renamed(arg: cst.Arg, before: str, after: str) -> cst.Arg:
+    is_named = arg.keyword is not None and arg.keyword.value == before
+    return arg.with_changes(keyword=cst.Name(after)) if is_named else arg
 
 
 def tidy(lines: Sequence[cst.EmptyLine], *, first: bool) -> list[cst.EmptyLine]:

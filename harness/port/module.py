@@ -10,7 +10,7 @@ from harness.port.classes import ClassConverter, ClassReport, Setting
 from harness.port.groups import FamilyGroups, scan_family
 from harness.port.imports import fix_imports
 from harness.port.methods import NOT_CONVERTED
-from harness.port.plans import ClassPlan, plan_classes
+from harness.port.plans import ClassPlan, classes_out_of_sight, plan_classes
 from harness.port.setup import SETUP_METHODS
 from harness.port.source import Source, attribute_of_self, find_all, lone_call, read, with_comments
 
@@ -58,7 +58,8 @@ def port(code: str, ranks: int = 2) -> Ported:
     """
     source = read(code)
     plans = plan_classes(source)
-    if not plans:
+    unseen = classes_out_of_sight(source, plans)
+    if not plans and not unseen:
         return Ported(code)
     families: dict[str, FamilyGroups] = {}
     for plan in plans.values():
@@ -70,7 +71,7 @@ def port(code: str, ranks: int = 2) -> Ported:
     reports = {
         name: ClassConverter(plan, setting).convert() for name, plan in plans.items() if not plan.reason
     }
-    converter = _ModuleConverter(source, plans, reports)
+    converter = _ModuleConverter(source, plans, reports, unseen)
     tree = source.tree.visit(converter)
     needed = set().union(*(report.imports for report in reports.values()))
     if any(plan.kind and plan.kind.is_deepspeed and not plan.reason for plan in plans.values()):
@@ -79,6 +80,8 @@ def port(code: str, ranks: int = 2) -> Ported:
     tree = fix_imports(source.tree, tree, needed) if reports else tree
     ported = Ported(tree.code, notes=converter.notes)
     _count(ported, plans, reports)
+    for node in unseen:
+        ported.left += sum(name.startswith("test") for name in ClassPlan(node).methods)
     return ported
 
 
@@ -166,14 +169,24 @@ def _with_deepspeed_comm(tree: cst.Module, reports: dict[str, ClassReport]) -> c
 class _ModuleConverter(cst.CSTTransformer):
     """Puts the converted classes into the file, under names that pytest collects, and drops the runner."""
 
-    def __init__(self, source: Source, plans: dict[str, ClassPlan], reports: dict[str, ClassReport]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        plans: dict[str, ClassPlan],
+        reports: dict[str, ClassReport],
+        unseen: dict[cst.ClassDef, str],
+    ) -> None:
         super().__init__()
-        self.source, self.plans, self.reports = source, plans, reports
-        self.notes: list[str] = []
+        self.source, self.plans, self.reports, self.unseen = source, plans, reports, unseen
+        self.notes = [f"{node.name.value}: left: {reason}" for node, reason in unseen.items()]
         self.names = _new_names(plans, source)
-        self.any_left = any(plan.reason for plan in plans.values())
+        others = [one for one in source.tree.body if isinstance(one, cst.ClassDef) and one.bases]
+        is_plain = any(one.name.value not in plans and ClassPlan(one).tests for one in others)
+        self.any_left = is_plain or bool(unseen) or any(plan.reason for plan in plans.values())
 
     def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        if original_node in self.unseen:
+            return with_comments(updated_node, [f"{NOT_CONVERTED} {self.unseen[original_node]}"])
         plan = self.plans.get(original_node.name.value)
         if plan is None or plan.node is not original_node:
             return updated_node
@@ -204,9 +217,23 @@ class _ModuleConverter(cst.CSTTransformer):
         calls = [lone_call(item) for item in original_node.body.body]
         runs = any(call is not None and self.source.testing_name(call.func) == "run_tests" for call in calls)
         is_main = self.source.code(original_node.test).startswith("__name__ ==")
-        if runs and is_main and original_node.orelse is None and not self.any_left:
+        if not (runs and is_main and original_node.orelse is None) or self.any_left:
+            return updated_node
+        if all(_means_nothing_to_pytest(item, self.source) for item in original_node.body.body):
             return cst.RemoveFromParent()
-        return updated_node
+        reason = "pytest does not run this block"
+        self.notes.append(f'if __name__ == "__main__": {reason}')
+        return with_comments(updated_node, [f"{NOT_CONVERTED} {reason}"])
+
+
+def _means_nothing_to_pytest(statement: cst.CSTNode, source: Source) -> bool:
+    """Return whether a statement runs the tests of the file, or asserts what holds before they run."""
+    call = lone_call(statement)
+    if call is not None:
+        return source.testing_name(call.func) == "run_tests"
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    return all(isinstance(one, cst.Assert | cst.Pass) for one in statement.body)
 
 
 def _new_names(plans: dict[str, ClassPlan], source: Source) -> dict[str, str]:
@@ -237,3 +264,9 @@ class _Names(cst.CSTTransformer):
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
         new = self.names.get(original_node.value)
         return updated_node.with_changes(value=new) if new else updated_node
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)

@@ -117,6 +117,8 @@ def plan_classes(source: Source) -> dict[str, ClassPlan]:
     for plan in plans.values():
         plan.kind = next((one.kind for one in plan.mro() if one.kind), None)
         plan.reason = plan.reason or _own_reason(plan, strangers.get(plan.name, []))
+        if not plan.reason and source.has_own_assert_equal:
+            plan.reason = "the file has a function assert_equal of its own"
     chosen = {
         name: plan for name, plan in plans.items() if plan.kind or any(one.kind for one in plan.family())
     }
@@ -127,6 +129,23 @@ def plan_classes(source: Source) -> dict[str, ClassPlan]:
     for plan in chosen.values():
         _spread(plan)
     return chosen
+
+
+def classes_out_of_sight(source: Source, plans: dict[str, ClassPlan]) -> dict[cst.ClassDef, str]:
+    """Return the classes of a known kind that have no plan, with the reason."""
+    planned = {plan.node for plan in plans.values()}
+    has_star = any(isinstance(one.names, cst.ImportStar) for one in find_all(source.tree, cst.ImportFrom))
+    found = {}
+    for node in find_all(source.tree, cst.ClassDef):
+        if node in planned:
+            continue
+        for base in node.bases:
+            name = source.code(base.value)
+            if _known_base(source, base.value) is not None:
+                found[node] = "it is not at module level, or another class has its name"
+            elif has_star and name in KINDS and name not in {*plans, *source.imports}:
+                found[node] = f"{name} comes from an import of `*`; import it by its name"
+    return found
 
 
 def _top_level_classes(tree: cst.Module) -> Iterator[cst.ClassDef]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -10,7 +11,15 @@ import libcst as cst
 from harness.port.groups import FamilyGroups
 from harness.port.methods import MethodConverter, Needs
 from harness.port.plans import ClassPlan
-from harness.port.source import Source, attribute_of_self, find_all, is_docstring, lone_call, super_call
+from harness.port.source import (
+    Source,
+    attribute_of_self,
+    find_all,
+    is_docstring,
+    is_self,
+    lone_call,
+    super_call,
+)
 
 INSTANCE_SETUP = ("setUp", "tearDown")
 CLASS_SETUP = ("setUpClass", "tearDownClass")
@@ -30,6 +39,57 @@ def has_setup(plan: ClassPlan, source: Source, family: FamilyGroups, names: tupl
     return any(_kept(plan, name, source, family) for name in names)
 
 
+def setup_reason(plan: ClassPlan, source: Source, family: FamilyGroups, names: tuple[str, str]) -> str:
+    """Return why no fixture can take the place of a class's set-up and tear-down; "" if one can."""
+    in_base = any(has_setup(one, source, family, names) for one in plan.mro() if one is not plan)
+    methods = [plan.methods[name] for name in names if name in plan.methods]
+    if in_base and has_setup(plan, source, family, names):
+        return "a base has a set-up, too; pytest would run them in an order of its own"
+    if in_base and any(one.name.value not in map(super_call, find_all(one, cst.Call)) for one in methods):
+        return "it takes the place of that of a base"
+    return next(filter(None, map(_method_reason, methods)), "") or _shared_name(methods)
+
+
+def several_setups(plan: ClassPlan, source: Source, family: FamilyGroups) -> list[str]:
+    """Return the comment for a class that inherits from several classes with a set-up."""
+    bases = {one.name: one for one in plan.mro() if one is not plan}.values()
+    for names in (INSTANCE_SETUP, CLASS_SETUP):
+        found = [one.name for one in bases if has_setup(one, source, family, names)]
+        if len(found) > 1:
+            return [f"{' and '.join(found)} have a set-up; pytest would run one of them alone"]
+    return []
+
+
+def _method_reason(method: cst.FunctionDef) -> str:
+    """Return why the statements of a method cannot be part of a fixture; "" if they can."""
+    if any(find_all(method, cst.Return)):
+        return "a set-up that returns early"
+    if any(find_all(method, cst.Yield)) or method.asynchronous is not None:
+        return "a set-up that is a generator or a coroutine"
+    is_pass = [isinstance(one, cst.Pass) for one in method.body.body]
+    if isinstance(method.body, cst.SimpleStatementSuite) and not all(is_pass):
+        return "a set-up on the line of its def"
+    has_others = any(not is_self(one.decorator, "classmethod") for one in method.decorators)
+    return "a set-up with decorators" if has_others else ""
+
+
+def _shared_name(methods: Sequence[cst.FunctionDef]) -> str:
+    """Return why two methods cannot be one function: a name is local in one, and another's in the other."""
+    for one, other in itertools.permutations(methods, 2):
+        local = _bound(one)
+        read = {node.value for node in find_all(other.body, cst.Name)} - _bound(other)
+        if shared := sorted(local & read):
+            return f"{shared[0]} is a local name in {one.name.value} alone"
+    return ""
+
+
+def _bound(method: cst.FunctionDef) -> set[str]:
+    targets = [one.target for one in find_all(method.body, cst.AssignTarget)]
+    targets += [one.target for one in find_all(method.body, cst.For)]
+    targets += [one.name for one in find_all(method.body, cst.AsName)]
+    return {target.value for target in targets if isinstance(target, cst.Name)}
+
+
 def convert_setup(
     plan: ClassPlan,
     source: Source,
@@ -43,25 +103,32 @@ def convert_setup(
         return None
     needs = Needs()
     body: list[cst.BaseStatement] = []
+    last: list[cst.EmptyLine] = []  # comments behind the last statement
     for name, statements in zip(names, (before, after), strict=True):
         if name == names[1] and statements:
-            body.append(cst.SimpleStatementLine([cst.Expr(cst.Yield())]))
+            body.append(cst.SimpleStatementLine([cst.Expr(cst.Yield())], leading_lines=last))
         if statements:
             method = plan.methods[name]
             converter = MethodConverter(plan, method, source, family, True, attributes)
-            block = cst.IndentedBlock(statements).visit(converter)
+            block = cst.IndentedBlock(statements, footer=_footer(method)).visit(converter)
             assert isinstance(block, cst.IndentedBlock)
             if names is INSTANCE_SETUP:  # monkeypatch restores after each test, too soon for a class
-                block = block.visit(_Environment(source, converter))
-            body += block.body  # type: ignore[union-attr]
+                block = cst.ensure_type(block.visit(_Environment(source, converter)), cst.IndentedBlock)
+            body += block.body
+            last = [line for line in block.footer if line.comment]
             needs.fixtures |= converter.needs.fixtures
             needs.on_self |= converter.needs.on_self
             needs.imports |= converter.needs.imports
             needs.reasons += converter.needs.reasons
-    return Setup(_fixture(names, [*needs.fixtures], body), needs)
+    block = cst.IndentedBlock(body, footer=last)
+    return Setup(_fixture(names, [*needs.fixtures], block), needs)
 
 
-def _fixture(names: tuple[str, str], fixtures: list[str], body: list[cst.BaseStatement]) -> cst.FunctionDef:
+def _footer(method: cst.FunctionDef) -> Sequence[cst.EmptyLine]:
+    return method.body.footer if isinstance(method.body, cst.IndentedBlock) else ()
+
+
+def _fixture(names: tuple[str, str], fixtures: list[str], body: cst.IndentedBlock) -> cst.FunctionDef:
     if names is INSTANCE_SETUP:
         head = f"@pytest.fixture(autouse=True)\ndef set_up({', '.join(['self', *fixtures])}):\n    pass\n"
     else:
@@ -70,7 +137,7 @@ def _fixture(names: tuple[str, str], fixtures: list[str], body: list[cst.BaseSta
         head = f"{mark}def set_up_class({parameters}):\n    pass\n"
     function = cst.parse_statement(head)
     assert isinstance(function, cst.FunctionDef)
-    return function.with_changes(body=cst.IndentedBlock(body))
+    return function.with_changes(body=body)
 
 
 def _kept(plan: ClassPlan, name: str, source: Source, family: FamilyGroups) -> list[cst.BaseStatement]:

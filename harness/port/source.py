@@ -52,6 +52,14 @@ class Source:
             )
         )
 
+    @cached_property
+    def has_own_assert_equal(self) -> bool:
+        """Whether the file has another function of the name `assert_equal` than Lockstep's."""
+        defined = {one.name.value for one in self.tree.body if isinstance(one, cst.FunctionDef)}
+        ours = "harness.assertions.assert_equal"
+        is_imported = self.imports.get("assert_equal", ours) != ours
+        return is_imported or "assert_equal" in {*defined, *self.constants}
+
     def origin(self, node: cst.CSTNode) -> str:
         """Return the dotted name of what an expression names, by its import; "" for other expressions."""
         name = get_full_name_for_node(node) if isinstance(node, cst.Name | cst.Attribute) else None

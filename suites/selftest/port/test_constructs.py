@@ -53,6 +53,7 @@ def statement(code: str) -> str:
     [
         ("self.assertTrue(x)", "assert x"),
         ("self.assertTrue(x, 'why')", "assert x, 'why'"),
+        ("self.assertTrue(z := x)", "assert (z := x)"),
         ("self.assertFalse(x)", "assert not x"),
         ("self.assertFalse(x or y)", "assert not (x or y)"),
         ("self.assertFalse(x in y)", "assert x not in y"),
@@ -88,7 +89,7 @@ def statement(code: str) -> str:
         ("self.assertNotEqual(x, y)", "with pytest.raises(AssertionError):\n    assert_equal(x, y)"),
         (
             "self.assertAlmostEqual(x, y, delta=2)",
-            "assert_equal(x, y, rtol=0, atol=2, exact_dtype=False)",
+            "assert_equal(x, y, rtol=0, atol=2, equal_nan=False, exact_dtype=False)",
         ),
         ("[self.assertEqual(i, x) for i in y]", "[assert_equal(i, x) for i in y]"),
         ("self.assertRaises(ValueError, x, 1, k=2)", "with pytest.raises(ValueError):\n    x(1, k=2)"),
@@ -103,6 +104,7 @@ def statement(code: str) -> str:
         ),
         ("self.skipTest('why')", "pytest.skip('why')"),
         ("self.fail('why')", "pytest.fail('why')"),
+        ("self.fail(msg='why')", "pytest.fail(reason='why')"),
         ("sys.exit(TEST_SKIPS['no_cuda'].exit_code)", "pytest.skip(TEST_SKIPS['no_cuda'].message)"),
     ],
 )
@@ -137,6 +139,12 @@ def test_a_long_assertion_keeps_its_lines_and_its_comments() -> None:
         ("self.assertEqual(x, y, exact_layout=True)", "assertEqual with exact_layout"),
         ("self.assertEqual(x, y, atol=1)", "assertEqual with one of rtol and atol"),
         ("self.assertDictEqual(x, y)", "assertDictEqual: the types of both sides are open"),
+        ("self.assertAlmostEqual(x, y, 3)", "assertAlmostEqual with other positional arguments than two"),
+        ("if x: self.assertTrue(y)", "an assertion behind a colon, on the same line"),
+        ("self.rank = x", "self.rank is set, which is of the world"),
+        ("x(TestOne.world_size)", "TestOne.world_size is of the launcher"),
+        ("x(self.exec_timeout)", "self.exec_timeout is of the class MultiProcessTestCase"),
+        ("x = self.create_pg(y, 2)", "create_pg with other arguments than the device"),
         ("x(self)", "`self` is passed on, perhaps as a test case"),
         ("x(self.file_name)", "self.file_name is of the class MultiProcessTestCase"),
         ("self.id()", "self.id is of the class MultiProcessTestCase"),
