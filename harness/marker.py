@@ -36,8 +36,28 @@ def read_mark(node: pytest.Item | Any) -> RanksMark | None:
     Raises:
         MarkError: the mark's arguments make no sense; the message says which, and what to write.
     """
-    mark = node.get_closest_marker("ranks")
+    mark = _nearest_mark(node)
     return None if mark is None else _parse(mark.args, mark.kwargs)
+
+
+def _nearest_mark(node: pytest.Item | Any) -> pytest.Mark | None:
+    """Return the nearest `ranks` mark of a node; that of a class comes before those of its bases.
+
+    pytest's own `get_closest_marker` has the marks of a class in the order of definition, its bases' first.
+    """
+    holder, mark = next(node.iter_markers_with_node("ranks"), (None, None))
+    if isinstance(holder, pytest.Class):
+        inherited = [_ranks_marks(cls) for cls in holder.obj.__mro__]
+        if any(mark in marks for marks in inherited):  # a hook may have added it to the node alone
+            return next(marks[0] for marks in inherited if marks)
+    return mark
+
+
+def _ranks_marks(cls: type) -> list[pytest.Mark]:
+    given: Any = vars(cls).get("pytestmark", [])
+    listed = given if isinstance(given, list | tuple) else [given]
+    marks: list[Any] = [getattr(mark, "mark", mark) for mark in listed]  # a decorator has the mark itself
+    return [mark for mark in marks if mark.name == "ranks"]
 
 
 def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:

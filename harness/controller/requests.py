@@ -14,7 +14,7 @@ import pytest
 
 from harness.controller import debugging
 from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
-from harness.options import CHOICES
+from harness.options import CHOICES, adopted_kinds
 from harness.protocol import WorldKey
 from harness.subtests import parse_selection
 
@@ -131,6 +131,8 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: write a number of seconds above 0")
+    if config.getoption("ranks_adopt_cpu") and "torch" not in adopted_kinds(config):
+        raise pytest.UsageError("--ranks-adopt-cpu: add --ranks-adopt torch, whose tests it is for")
     debugging.check_options(config)
     try:
         parse_selection(config.getoption("subtest"))

@@ -14,10 +14,9 @@ from suites.selftest.project import copy_project
 
 
 def mark_of(*args: Any, **kwargs: Any) -> RanksMark | None:
-    """Read a mark without a session: a node is whatever can name its closest mark."""
+    """Read a mark without a session: a node is whatever can name its marks."""
     mark = pytest.mark.ranks(*args, **kwargs).mark
-    node = SimpleNamespace(get_closest_marker=lambda name: mark if name == "ranks" else None)
-    return read_mark(node)
+    return read_mark(SimpleNamespace(iter_markers_with_node=lambda name: iter([(None, mark)])))
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_a_mark_is_read_with_its_options() -> None:
 
 
 def test_an_unmarked_node_has_no_mark() -> None:
-    assert read_mark(SimpleNamespace(get_closest_marker=lambda name: None)) is None
+    assert read_mark(SimpleNamespace(iter_markers_with_node=lambda name: iter(()))) is None
 
 
 @pytest.mark.parametrize(
@@ -107,6 +106,18 @@ def test_one_size_leaves_ids_alone_and_the_nearest_mark_wins(
         "TestClass::test_parametrized[1]",
         "TestClass::test_of_the_function[4-ranks]",
         "TestClass::test_of_the_function[6-ranks]",
+        "TestDerived::test_of_the_class[2-ranks]",
+        "TestDerived::test_of_the_class[8-ranks]",
+        "TestDerived::test_parametrized[1-2-ranks]",
+        "TestDerived::test_parametrized[1-8-ranks]",
+        "TestDerived::test_of_the_function[4-ranks]",
+        "TestDerived::test_of_the_function[6-ranks]",
+        "TestInheriting::test_parametrized[1-2-ranks]",
+        "TestInheriting::test_parametrized[1-8-ranks]",
+        "TestInheriting::test_of_the_function[4-ranks]",
+        "TestInheriting::test_of_the_function[6-ranks]",
+        "TestInheriting::test_of_the_class[2-ranks]",
+        "TestInheriting::test_of_the_class[8-ranks]",
     ]
 
 

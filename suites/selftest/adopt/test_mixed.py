@@ -112,3 +112,9 @@ def test_the_option_costs_other_projects_nothing(project: Project) -> None:
 def test_an_unknown_kind_is_refused(mixed: Project) -> None:
     output = mixed.run("--ranks-adopt=horovod")
     assert "ERROR: ranks_adopt: unknown kind 'horovod'; there are torch, deepspeed" in output
+
+
+def test_the_option_for_cpus_needs_tests_of_torch(project: Project) -> None:
+    project.write("")
+    output = project.run("--ranks-adopt-cpu")
+    assert "ERROR: --ranks-adopt-cpu: add --ranks-adopt torch, whose tests it is for" in output

@@ -163,3 +163,10 @@ def test_line_ends_and_tabs_are_kept() -> None:
     assert "\t\twith pytest.raises(AssertionError):\r\n\t\t\tassert_equal(x, y)\r\n" in converted
     assert "\n" not in converted.replace("\r\n", "")
     assert "    " not in converted
+
+
+def test_a_copy_of_distributed_test_is_not_taken_for_deepspeeds() -> None:
+    code = (
+        "from dist_common import DistributedTest\nclass TestX(DistributedTest):\n    def test_x(self): pass\n"
+    )
+    assert port(code).code == code

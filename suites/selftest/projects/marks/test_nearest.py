@@ -19,3 +19,15 @@ class TestClass:
     @pytest.mark.ranks(4, 6)
     def test_of_the_function(self, world):
         pass
+
+
+@pytest.mark.ranks(2, 8)
+class TestDerived(TestClass):
+    pass
+
+
+class TestInheriting(TestDerived):
+    pytestmark = pytest.mark.filterwarnings("ignore")
+
+    def test_of_the_class(self, world):
+        pass
