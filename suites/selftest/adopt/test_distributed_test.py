@@ -35,12 +35,11 @@ def test_a_list_of_world_sizes_is_an_item_for_each(verdicts: dict[str, str]) -> 
 
 
 def test_a_loop_over_world_sizes_launches_the_one_of_the_item(verdicts: dict[str, str]) -> None:
-    assert of_class(verdicts, "TestLoopOverSizes") == {
-        "test_sum[1-rank]": "passed",
-        "test_sum[2-ranks]": "passed",
-        "test_of_one[1-rank]": "passed",
-        "test_of_one[2-ranks]": "failure: rank 0: assert 2 == 1",
-    }
+    looped = of_class(verdicts, "TestLoopOverSizes")
+    failure = looped.pop("test_of_one[2-ranks]")
+    assert failure in {f"failure: rank {rank}: assert 2 == 1" for rank in (0, 1)}  # both fail
+    passed = ("test_sum[1-rank]", "test_sum[2-ranks]", "test_of_one[1-rank]")
+    assert looped == dict.fromkeys(passed, "passed")
     of_one = of_class(verdicts, "TestLaunchesOneOfItsSizes")
     assert of_one["test_sum[1-rank]"] == "passed"
     assert "did not launch the 2 processes" in of_one["test_sum[2-ranks]"]
