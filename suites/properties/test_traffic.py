@@ -58,10 +58,10 @@ class Course:
         if strategy == "NO_SHARD":
             return [], set()
         kept, forward = set(), []
-        for name, graded in self.calls:
+        for name, _ in self.calls:
             if name not in kept:
                 forward.append(name)
-            if graded and strategy == "SHARD_GRAD_OP":
+            if strategy == "SHARD_GRAD_OP":  # to the end of the root's forward, frozen ones too
                 kept.add(name)
         backward = {name for name, graded in self.calls if graded} - kept
         return [name for name in forward if self.numel[name]], {n for n in backward if self.numel[n]}
