@@ -9,7 +9,6 @@ import unittest
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -102,9 +101,8 @@ class Adoption:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._fates.update(
-            dict(getattr(node, "workeroutput", {}).get(_OUTPUT, ())) if not self._fates else {}
-        )
+        if not self._fates:
+            self._fates.update(dict(getattr(node, "workeroutput", {}).get(_OUTPUT, ())))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         left = {key: count for key, count in self._fates.items() if key[1]}
@@ -183,12 +181,11 @@ class RankAdoption:
 
     def _place(self, item: pytest.Item) -> Place:
         world = self._session.world
-        directory = Path(world.shared_tmp_path)
         return Place(
             rank=world.rank,
             size=world.size,
             device=world.device.type,
-            directory=str(directory),
+            directory=str(world.shared_tmp_path),
             end_groups=self._groups.end,
             fail_peers=self._session.rank.abort,
             skip_all=partial(_skip_all, item),
