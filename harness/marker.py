@@ -11,8 +11,31 @@ from typing import Any
 
 import pytest
 
-BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}
-"""The backends of torch.distributed that worlds can use, and on which devices."""
+NEEDS = {"values": "that a rank receives what the others have sent"}
+"""What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Facts about a backend that the harness needs before any rank runs.
+
+    Attributes:
+        devices: that it works on, the default first.
+        module: the one that registers it with torch.distributed, if that does not know it by itself.
+        lacks: words of `NEEDS`.
+    """
+
+    devices: tuple[str, ...]
+    module: str = ""
+    lacks: frozenset[str] = frozenset()
+
+
+BACKENDS = {
+    "gloo": Backend(("cpu", "cuda")),
+    "nccl": Backend(("cuda",)),
+    "shm": Backend(("cpu",), module="harness.shm"),
+}
+"""The backends of torch.distributed that worlds can use."""
 
 
 class MarkError(ValueError):
@@ -21,13 +44,15 @@ class MarkError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RanksMark:
-    """A validated `@pytest.mark.ranks(*sizes, backend=None, fresh=False, timeout=None)`."""
+    """A validated mark `ranks(*sizes, backend=None, fresh=False, timeout=None, needs=("values",))`."""
 
     sizes: tuple[int, ...]
     backend: str | None = None
     fresh: bool = False
     timeout: float | None = None
     """Seconds for one item, from set-up to tear-down; None: `--world-timeout`."""
+    needs: tuple[str, ...] = tuple(NEEDS)
+    """What the test needs of a backend that the mark does not name: on one that lacks it, it is skipped."""
 
 
 def read_mark(node: pytest.Item | Any) -> RanksMark | None:
@@ -61,8 +86,8 @@ def _ranks_marks(cls: type) -> list[pytest.Mark]:
 
 
 def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
-    if unknown := sorted(options.keys() - {"backend", "fresh", "timeout"}):
-        raise MarkError(f"ranks() has no option {unknown[0]!r}; it has backend, fresh and timeout")
+    if unknown := sorted(options.keys() - {"backend", "fresh", "timeout", "needs"}):
+        raise MarkError(f"ranks() has no option {unknown[0]!r}; it has backend, fresh, timeout and needs")
     if not sizes:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
     for size in sizes:
@@ -79,6 +104,8 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
     is_number = isinstance(mark.timeout, (int, float)) and not isinstance(mark.timeout, bool)
     if mark.timeout is not None and not (is_number and mark.timeout > 0):
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
+    if not isinstance(mark.needs, tuple | list) or not set(mark.needs) <= NEEDS.keys():
+        raise MarkError(f"ranks(needs={mark.needs!r}): needs is a tuple of words of: {', '.join(NEEDS)}")
     return mark
 
 

@@ -31,7 +31,7 @@ def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's."""
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
     group.addoption(
-        "--backend", help="backend of torch.distributed, gloo or nccl, for tests whose mark names none"
+        "--backend", help="backend of torch.distributed, gloo, nccl or shm, for tests whose mark names none"
     )
     group.addoption(
         "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"

@@ -31,9 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None, fresh=False, timeout=None): run the test on that many ranks, one "
-        "item for each size; on `backend`, in new processes if `fresh`, within `timeout` seconds. The "
-        "nearest mark wins.",
+        "ranks(*sizes, backend=None, fresh=False, timeout=None, needs=('values',)): run the test on that "
+        "many ranks, one item for each size; on `backend`, in new processes if `fresh`, within `timeout` "
+        "seconds; on no other backend that lacks what it `needs`. The nearest mark wins.",
     )
     if adopted_kinds(config):
         from harness.adopt.plugin import register

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from harness.controller import debugging
-from harness.marker import BACKENDS, MarkError, RanksMark, check_backend, read_mark
+from harness.marker import BACKENDS, NEEDS, MarkError, RanksMark, check_backend, read_mark
 from harness.options import CHOICES, adopted_kinds
 from harness.protocol import WorldKey
 from harness.subtests import parse_selection
@@ -52,10 +52,13 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     config = item.config
     size = _size_of(item, mark)
     backend = mark.backend or default_backend(config)
-    device = config.getoption("device") or ("cuda" if backend == "nccl" else "cpu")
+    device = config.getoption("device") or BACKENDS[backend].devices[0]
     key = WorldKey(size, backend, device)
-    if device not in BACKENDS[backend]:
+    if device not in BACKENDS[backend].devices:
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
+    lacking = sorted(BACKENDS[backend].lacks.intersection(mark.needs))
+    if lacking and mark.backend is None:
+        return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
     need = size if backend == "nccl" else 1
     if device == "cuda" and need > (have := count_gpus()):
         lack = f"need {need} GPUs, this machine has {have}; run with --backend gloo"
@@ -124,7 +127,7 @@ def check_options(config: pytest.Config) -> None:
     except MarkError as error:
         raise pytest.UsageError(f"--backend: {error}") from None
     device = config.getoption("device")
-    if device is not None and device not in BACKENDS[backend]:
+    if device is not None and device not in BACKENDS[backend].devices:
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
     if (backend == "nccl" or device == "cuda") and count_gpus() == 0:
         requested = "--device cuda" if device == "cuda" else "--backend nccl"

@@ -47,14 +47,16 @@ def test_an_unmarked_node_has_no_mark() -> None:
         ((True,), {}, "ranks(True): a world size is a whole number: write ranks(2)"),
         (([2, 4],), {}, "ranks([2, 4]): a world size is a whole number: write ranks(2)"),
         ((2, 4, 2), {}, "ranks(2, 4, 2): a world size is given twice"),
-        ((2,), {"backend": "glo"}, "unknown backend 'glo'; there are gloo, nccl"),
-        ((2,), {"backend": ["gloo"]}, "unknown backend ['gloo']; there are gloo, nccl"),
-        ((2,), {"back": "gloo"}, "ranks() has no option 'back'; it has backend, fresh and timeout"),
+        ((2,), {"backend": "glo"}, "unknown backend 'glo'; there are gloo, nccl, shm"),
+        ((2,), {"backend": ["gloo"]}, "unknown backend ['gloo']; there are gloo, nccl, shm"),
+        ((2,), {"back": "gloo"}, "ranks() has no option 'back'; it has backend, fresh, timeout and needs"),
         ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
         ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": "5"}, "ranks(timeout='5'): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": True}, "ranks(timeout=True): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": float("nan")}, "ranks(timeout=nan): a timeout is a number of seconds above 0"),
+        ((2,), {"needs": ("value",)}, "ranks(needs=('value',)): needs is a tuple of words of: values"),
+        ((2,), {"needs": "values"}, "ranks(needs='values'): needs is a tuple of words of: values"),
     ],
 )
 def test_an_invalid_mark_says_what_to_write(
@@ -129,7 +131,7 @@ def test_a_broken_mark_is_an_error_that_names_the_test(
     lines = collected.stdout.splitlines()
     (none,) = (line for line in lines if line.startswith("test_none.py::test_x: "))
     assert none.startswith("test_none.py::test_x: ranks() needs at least one world size: write ranks(2)")
-    assert "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl" in lines
+    assert "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl, shm" in lines
     assert "test_zero.py::test_x: ranks(0): a world has at least 1 rank" in lines
     assert [node_ids(collected, file) for file in ("none", "unknown", "zero", "late_world")] == [[]] * 4
     assert ", 4 errors" in lines[-1]
@@ -198,7 +200,8 @@ def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pyt
 
 def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("--markers", timeout=60)
-    result.stdout.fnmatch_lines(["@pytest.mark.ranks(*sizes, backend=None, fresh=False, timeout=None): *"])
+    signature = "*sizes, backend=None, fresh=False, timeout=None, needs=('values',)"
+    result.stdout.fnmatch_lines([f"@pytest.mark.ranks({signature}): *"])
 
 
 # What is refused on the command line
@@ -207,11 +210,11 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
+        (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm"),
         (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
         (["--world-timeout=0"], "--world-timeout: write a number of seconds above 0"),
         (["-o", "ranks_start_method=fork"], "ranks_start_method = 'fork': choose forkserver, spawn"),
-        (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl"),
+        (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm"),
     ],
 )
 def test_an_invalid_option_is_one_line_of_usage_error(
@@ -260,3 +263,31 @@ def test_a_test_that_needs_more_gpus_skips_and_says_so(
             "SKIPPED*.py:3: 4 ranks under nccl need 4 GPUs, this machine has 0; run with --backend gloo",
         ]
     )
+
+
+def test_a_test_that_needs_what_the_backend_lacks_skips(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        from harness.marker import BACKENDS, Backend
+
+        BACKENDS["gloo"] = Backend(("cpu",), lacks=frozenset({"values"}))
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.ranks(1)
+        def test_values(world): pass
+
+        @pytest.mark.ranks(1, needs=())
+        def test_shapes(world): pass
+
+        @pytest.mark.ranks(1, backend="gloo")
+        def test_of_that_backend(world): pass
+        """
+    )
+    result = pytester.runpytest_subprocess("-rs", "--backend=gloo", timeout=60)
+    result.assert_outcomes(skipped=1, passed=2)
+    why = "the test needs that a rank receives what the others have sent, which gloo does not offer"
+    result.stdout.fnmatch_lines([f"SKIPPED*.py:3: {why}"])
