@@ -132,7 +132,7 @@ class RankAdoption:
         self._session = session
         self._kinds = kinds
         self._groups = ForeignGroups(session.rank.group)
-        if config.getini("ranks_adopt_groups") == "reuse" and session.world.backend == "gloo":
+        if config.getini("ranks_adopt_groups") == "reuse" and session.world.backend != "nccl":
             self._groups.reuse_default(session.world)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:

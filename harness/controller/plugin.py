@@ -25,11 +25,12 @@ import pytest
 from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers
 from harness.controller.pytest_internals import basetemp_of, make_report, tear_down
-from harness.controller.requests import Refusal, Request, request_of
+from harness.controller.requests import Refusal, Request, default_backend, request_of
 from harness.controller.rerun import rerun_line
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
+from harness.marker import BACKENDS
 from harness.options import adopted_kinds
 from harness.protocol import RunItem, Search, Warned, WorldKey
 from harness.reporting.merge import merge
@@ -54,6 +55,12 @@ SUBCLASS = re.compile(rb"^class \w+\(\w", re.MULTILINE)
 def _may_be_adopted(text: bytes) -> bool:
     """Whether a file may have classes to adopt. Where this is wrong, the server only starts late, or idly."""
     return b"istributed" in text and SUBCLASS.search(text) is not None
+
+
+def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
+    """Return the modules of the backends that the options or a file name; a rank imports others by itself."""
+    named = {default_backend(config)} | {name for name in BACKENDS if f'"{name}"'.encode() in text}
+    return [BACKENDS[name].module for name in sorted(named) if BACKENDS[name].module]
 
 
 _request_key = pytest.StashKey[Request | Refusal]()
@@ -92,9 +99,10 @@ class Controller:
                 return
             if b"ranks" in text or (adopted_kinds(self._config) and _may_be_adopted(text)):
                 with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
-                    self._launch().prestart()
+                    self._launch(text).prestart()
 
-    def _launch(self) -> ProcessLauncher:
+    def _launch(self, text: bytes = b"") -> ProcessLauncher:
+        """Return the launcher; what its server imports depends on the first file that mentions ranks."""
         if self._launcher is None:
             preload = tuple(self._config.getini("ranks_preload"))
             if measures(self._config):  # no rank runs, and so measures, what the server runs as it imports
@@ -102,7 +110,7 @@ class Controller:
             hints = ADOPTED_IMPORTS if "torch" in adopted_kinds(self._config) else ()
             self._launcher = ProcessLauncher(
                 str(self._config.getini("ranks_start_method")),
-                RankProgram(RANK, RANK_IMPORTS, preload, hints),
+                RankProgram(RANK, (*RANK_IMPORTS, *_backend_modules(self._config, text)), preload, hints),
                 self._debugging.terminal if self._debugging is not None else None,
             )
             self._termination.handle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import importlib
 import os
 import socket
 import stat
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from harness.marker import BACKENDS
 from harness.protocol import RankSpec
 from harness.rank.torch_internals import (
     TakenGroups,
@@ -65,6 +67,8 @@ class DefaultGroup:
             # Whatever a test calls `cuda:0` is a GPU of this world. Read when CUDA is first used: not yet.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
             torch.cuda.set_device(self.device)
+        if module := BACKENDS[key.backend].module:
+            importlib.import_module(module)
         self._generation += 1
         self.is_aborted = False
         self._joined = time.time_ns()
