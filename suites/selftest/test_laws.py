@@ -51,11 +51,19 @@ def package(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def test_the_engine_imports_nothing_else_of_harness() -> None:
+@pytest.mark.parametrize("room", ["harness.engine", "harness.shm"])
+def test_some_rooms_import_nothing_else_of_harness(room: str) -> None:
     for name, tree in MODULES.items():
-        if package(name) == "harness.engine":
+        if package(name) == room:
             ours = [found for found in imports(tree, lazy=True) if found.split(".")[0] == "harness"]
-            assert [found for found in ours if package(found) != "harness.engine"] == []
+            assert [found for found in ours if package(found) != room] == []
+
+
+def test_shared_memory_needs_torch_and_the_standard_library_alone() -> None:
+    for name, tree in MODULES.items():
+        if package(name) == "harness.shm":
+            outside = {found.split(".")[0] for found in imports(tree, lazy=True)}
+            assert outside <= {"harness", "torch", *sys.stdlib_module_names}, name
 
 
 def test_nothing_imports_the_plugin_the_suites_or_the_benchmarks() -> None:
@@ -159,7 +167,7 @@ def test_public_names_are_what_the_package_says() -> None:
         harness.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["engine", "recorders", "assertions"])
+@pytest.mark.parametrize("name", ["engine", "recorders", "assertions", "shm"])
 def test_packages_name_what_is_public(name: str) -> None:
     room = __import__(f"harness.{name}", fromlist=["__all__"])
     assert all(hasattr(room, public) for public in room.__all__)

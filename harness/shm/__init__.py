@@ -1,0 +1,36 @@
+"""Collectives through shared memory: a backend of torch.distributed for CPU tensors of ranks on one host.
+
+`import harness.shm` makes `torch.distributed.init_process_group("shm", ...)` work. Runs on ranks, on Linux;
+imports torch and the standard library only.
+"""
+
+import torch.distributed as _dist
+
+from harness.shm.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    MeetingFailed,
+    OutOfSharedMemory,
+    PeerLost,
+    ShmError,
+)
+from harness.shm.process_group import NAME, ShmProcessGroup, create
+from harness.shm.record import Entry, observe, record
+
+__all__ = [
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Entry",
+    "GroupAborted",
+    "MeetingFailed",
+    "OutOfSharedMemory",
+    "PeerLost",
+    "ShmError",
+    "ShmProcessGroup",
+    "observe",
+    "record",
+]
+
+if NAME not in _dist.Backend.backend_list:
+    _dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,476 @@
+"""The ranks of one group as they see each other: messages in order, waiting, and who is gone.
+
+Each rank has a control segment that it alone writes. In it are lanes: lane 0 is read by all peers, lane 1 + p
+by peer p alone. A message is a header in a ring of `DEPTH`, with up to `INLINE` bytes beside it or more in a
+segment of its own. A rank posts a message and counts up; a peer reads it when it likes, and marks it as read,
+in its own control segment. A slot of the ring and the memory of a message are used again when all have read
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.shm import futex
+from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
+from harness.shm.memory import Arena, Handle, Segment
+
+DEPTH = 32
+INLINE = 8192
+
+# A control segment, in 64-bit words. What different processes write or wait for is 64 bytes apart at least.
+_STATE, _BELL, _WANTS_READ, _REASON = 0, 8, 16, 24
+_REASON_BYTES = 832
+_POSTED = 128  # a word for each lane, then those of what this rank has read, then headers, then contents
+_HEADER_BYTES = 512
+_LOCATION = struct.Struct("<QqQQQ")  # kind, fd, inode, size of the segment, bytes of the contents
+_TEXT_AT = _LOCATION.size
+_TEXT = struct.Struct("<IIQ")  # length of the text, kind of the message, its number
+_NOTHING, _INLINE, _SEGMENT = 0, 1, 2
+_CALL, _REFUSAL = 0, 1
+
+JOINING, PRESENT, LEFT, ABORTED, FAILED = range(5)
+"""States of a rank in its group."""
+
+EVERYONE = 0
+"""The lane that all peers read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things are in the control segment of a rank, for a group of `size` ranks. Offsets in bytes."""
+
+    size: int
+
+    @property
+    def read(self) -> int:
+        return 8 * _POSTED + 64 * (self.size + 1)
+
+    @property
+    def headers(self) -> int:
+        return self.read + 8 * DEPTH * 2 * self.size
+
+    @property
+    def contents(self) -> int:
+        return self.headers + _HEADER_BYTES * DEPTH * (self.size + 1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.contents + INLINE * DEPTH * (self.size + 1)
+
+
+class Peer:
+    """One rank of the group, this one included: its control segment, and the segments that it fills."""
+
+    def __init__(self, rank: int, pid: int, control: Segment) -> None:
+        self.rank, self.pid, self.control = rank, pid, control
+        self.words, self.memory = control.words, control.memory
+        self.bell = control.address + 8 * _BELL
+        self._filled: dict[int, Segment] = {}
+        self._ringing = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def state(self) -> int:
+        return self.words[_STATE]
+
+    @property
+    def reason(self) -> str:
+        """The error with which it failed."""
+        text = bytes(self.memory[8 * _REASON : 8 * _REASON + _REASON_BYTES])
+        return text.split(b"\0", 1)[0].decode(errors="replace")
+
+    def ring(self) -> None:
+        """Wake those who wait for this rank; to be called by itself."""
+        with self._ringing:
+            self.words[_BELL] += 1
+        futex.wake(self.bell)
+
+    def rung(self) -> int:
+        """Return how often it has rung: what `futex.wait` for it is given."""
+        return self.words[_BELL]
+
+    def change_state(self, state: int, reason: str = "") -> None:
+        """Let peers see another state of this rank; to be called by itself."""
+        text = reason.encode()[: _REASON_BYTES - 1]
+        self.memory[8 * _REASON : 8 * _REASON + len(text) + 1] = text + b"\0"
+        futex.fence(self.bell)
+        self.words[_STATE] = state
+        self.ring()
+
+    def filled(self, handle: Handle) -> Segment:
+        """Return a segment of this peer, mapped here.
+
+        Raises:
+            OSError: it is gone, or cannot be mapped.
+        """
+        segment = self._filled.get(handle.inode)
+        if segment is None:
+            for inode, known in list(self._filled.items()):
+                with contextlib.suppress(OSError):
+                    if os.stat(f"/proc/{self.pid}/fd/{known.handle.fd}").st_ino == inode:
+                        continue
+                del self._filled[inode]  # the peer has given it up
+            segment = self._filled[handle.inode] = Segment.open(self.pid, handle)
+        return segment
+
+    def forget(self) -> None:
+        """Give up what is mapped of the segments that it fills."""
+        self._filled.clear()
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A message that is being written."""
+
+    lane: int
+    number: int
+    segment: Segment
+    offset: int
+    """Where its contents go, in the segment; 0 where it has none."""
+    nbytes: int
+    is_inline: bool
+
+    @property
+    def address(self) -> int:
+        return self.segment.address + self.offset
+
+
+class Channel:
+    """A rank's end of a group.
+
+    Args:
+        name: Of the group, for messages.
+        peers: All ranks, this one included, in order.
+        rank: Of this process.
+        timeout: Seconds that a wait lasts at most.
+        spin: How often to look before sleeping.
+    """
+
+    def __init__(self, name: str, peers: Sequence[Peer], rank: int, timeout: float, spin: int) -> None:
+        self.name, self.rank, self.timeout = name, rank, timeout
+        self.size = len(peers)
+        self.peers = peers
+        self.me = peers[rank]
+        self.others = [peer for peer in peers if peer.rank != rank]
+        self.arena = Arena()
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.finish_early: Callable[[int], None] = lambda number: None
+        """Called with the number of a message to everyone that this rank must read before it can go on."""
+        self._spin = spin
+        self._layout = Layout(self.size)
+        self._next = [0] * (self.size + 1)
+        self._in_use: list[tuple[int, int, Segment]] = []
+        self._poll = select.poll()
+        self._pidfds: dict[int, Peer] = {}
+        self._dead: set[int] = set()
+        self._polling = threading.Lock()
+        for peer in self.others:
+            self._watch(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        fd = os.pidfd_open(peer.pid)
+        self._pidfds[fd] = peer
+        self._poll.register(fd, select.POLLIN)
+
+    # -- writing
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next message to everyone."""
+        return self._next[EVERYONE]
+
+    def begin(self, nbytes: int, what: object, lane: int = EVERYONE) -> Outgoing:
+        """Reserve the next message of a lane, with room for its contents; `post` must follow, under the lock.
+
+        Raises:
+            OutOfSharedMemory: there is no memory for the contents.
+        """
+        self.check_usable(what)
+        number = self._next[lane]
+        if number >= DEPTH:
+            self._wait_until_read(lane, number - DEPTH, what)
+        if nbytes <= INLINE:
+            offset = self._layout.contents + INLINE * (lane * DEPTH + number % DEPTH)
+            return Outgoing(lane, number, self.me.control, offset, nbytes, True)
+        if self._in_use:
+            self._reclaim()
+        segment = self.arena.take(nbytes, str(what))
+        self._in_use.append((lane, number, segment))
+        return Outgoing(lane, number, segment, 0, nbytes, False)
+
+    def post(self, message: Outgoing, text: bytes) -> None:
+        """Let peers see the message: `text` is its header."""
+        self._publish(message, text, _CALL)
+
+    def refuse(self, what: object, error: ShmError, lane: int = EVERYONE) -> None:
+        """Post that this rank cannot take part in what is next, so that its peers raise too."""
+        number = self._next[lane]
+        message = Outgoing(lane, number, self.me.control, 0, 0, True)
+        self._publish(message, f"{what}: {error}".encode(), _REFUSAL)
+
+    def _publish(self, message: Outgoing, text: bytes, kind: int) -> None:
+        memory, words = self.me.memory, self.me.words
+        at = self._layout.headers + _HEADER_BYTES * (message.lane * DEPTH + message.number % DEPTH)
+        handle = message.segment.handle
+        place = (_INLINE if message.is_inline else _SEGMENT) if message.nbytes else _NOTHING
+        _LOCATION.pack_into(memory, at, place, handle.fd, handle.inode, handle.nbytes, message.nbytes)
+        text = text[: _HEADER_BYTES - _TEXT_AT - _TEXT.size]
+        at += _TEXT_AT
+        memory[at : at + _TEXT.size + len(text)] = _TEXT.pack(len(text), kind, message.number) + text
+        futex.fence(self.me.bell)
+        self._next[message.lane] = message.number + 1
+        words[_POSTED + 8 * message.lane] = message.number + 1
+        self.me.ring()
+
+    def header(self, text: bytes, number: int) -> bytes:
+        """Return the bytes that a peer's header equals if its message has this number and this text."""
+        return _TEXT.pack(len(text), _CALL, number) + text
+
+    # -- reading
+
+    def arrived(self, peer: Peer, number: int, lane: int = EVERYONE) -> bool:
+        """Return whether a message has been posted."""
+        posted: int = peer.words[_POSTED + 8 * lane]
+        return posted > number
+
+    def wait_for(
+        self,
+        number: int,
+        what: object,
+        peers: Iterable[Peer] | None = None,
+        lane: int = EVERYONE,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait until message `number` of a lane of all `peers` is there.
+
+        Raises:
+            PeerLost: one of them is gone and has not posted it.
+            GroupAborted: one of them, or this rank, has aborted the group.
+            CollectiveTimeout: it took longer than the timeout.
+        """
+        posted = _POSTED + 8 * lane
+        waited = list(self.others if peers is None else peers)
+        for peer in waited:
+            if peer.words[posted] <= number:
+                self._await(peer, waited, lambda one: one.words[posted] > number, what, timeout)
+
+    def has_text(self, peer: Peer, number: int, header: bytes, lane: int = EVERYONE) -> bool:
+        """Return whether a message of a peer has the header, as `header` makes it."""
+        at = self._layout.headers + _HEADER_BYTES * (lane * DEPTH + number % DEPTH) + _TEXT_AT
+        return bytes(peer.memory[at : at + len(header)]) == header
+
+    def text(self, peer: Peer, number: int, lane: int = EVERYONE) -> bytes:
+        """Return the header of a message.
+
+        Raises:
+            ShmError: the peer has refused to take part.
+        """
+        at = self._layout.headers + _HEADER_BYTES * (lane * DEPTH + number % DEPTH) + _TEXT_AT
+        length, kind, _ = _TEXT.unpack_from(peer.memory, at)
+        text = bytes(peer.memory[at + _TEXT.size : at + _TEXT.size + length])
+        if kind == _REFUSAL:
+            raise ShmError(f"{peer} of group {self.name} could not take part: {text.decode()}")
+        return text
+
+    def contents(self, peer: Peer, number: int, lane: int = EVERYONE) -> tuple[Segment, int]:
+        """Return where the contents of a message are: a segment that is mapped here, and an offset in bytes.
+
+        Raises:
+            PeerLost: the peer is gone, and its memory with it.
+        """
+        at = self._layout.headers + _HEADER_BYTES * (lane * DEPTH + number % DEPTH)
+        place, fd, inode, nbytes, _ = _LOCATION.unpack_from(peer.memory, at)
+        if place != _SEGMENT:
+            return peer.control, self._layout.contents + INLINE * (lane * DEPTH + number % DEPTH)
+        if peer is self.me:
+            raise AssertionError("a rank's own contribution is read from where it came from")
+        try:
+            return peer.filled(Handle(fd, inode, nbytes)), 0
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            raise (PeerLost if gone else ShmError)(
+                f"{peer} of group {self.name} has posted {nbytes} bytes that cannot be mapped: {error}"
+            ) from error
+
+    def mark_read(self, number: int, peers: Iterable[Peer] | None = None, lane: int = EVERYONE) -> None:
+        """Let peers use the memory of their messages again."""
+        words = self.me.words
+        kind = 0 if lane == EVERYONE else 1
+        base = self._layout.read // 8 + kind * DEPTH + number % DEPTH
+        for peer in self.others if peers is None else peers:
+            words[base + 2 * DEPTH * peer.rank] = number + 1
+            if peer.words[_WANTS_READ]:
+                self.me.ring()
+
+    # -- waiting
+
+    def _is_read(self, peer: Peer, lane: int, number: int) -> bool:
+        kind = 0 if lane == EVERYONE else 1
+        read: int = peer.words[self._layout.read // 8 + (2 * self.rank + kind) * DEPTH + number % DEPTH]
+        return read > number
+
+    def _readers(self, lane: int) -> list[Peer]:
+        return self.others if lane == EVERYONE else [self.peers[lane - 1]]
+
+    def _wait_until_read(self, lane: int, number: int, what: object) -> None:
+        if lane == EVERYONE:  # also where all have read it: they may wait for this rank's reading
+            self.finish_early(number)
+        readers = self._readers(lane)
+        if all(self._is_read(peer, lane, number) for peer in readers):
+            return
+        self.me.words[_WANTS_READ] = 1
+        try:
+            for peer in readers:
+                self._await(peer, readers, lambda one: self._is_read(one, lane, number), what, None)
+        finally:
+            self.me.words[_WANTS_READ] = 0
+
+    def _reclaim(self) -> None:
+        kept = []
+        for entry in self._in_use:
+            lane, number, segment = entry
+            if all(self._is_read(peer, lane, number) for peer in self._readers(lane)):
+                self.arena.give(segment)
+            else:
+                kept.append(entry)
+        self._in_use = kept
+
+    def _await(
+        self,
+        peer: Peer,
+        peers: Sequence[Peer],
+        is_done: Callable[[Peer], bool],
+        what: object,
+        timeout: float | None,
+    ) -> None:
+        """Wait until something is so of `peer`; fail if one of `peers` can no longer make it so."""
+        for _ in range(self._spin):
+            if is_done(peer):
+                return
+        words, bell = peer.words, peer.bell
+        began = looked = time.monotonic()
+        limit = self.timeout if timeout is None else timeout
+        while True:
+            seen = words[_BELL]
+            if is_done(peer):
+                return
+            futex.wait(bell, seen)
+            if is_done(peer):
+                return
+            now = time.monotonic()
+            if now - looked >= futex.SLICE:
+                looked = now
+                self._look_for_lost(peers, is_done, what)
+                if now - began >= limit:
+                    self._time_out(peers, is_done, what, now - began)
+
+    def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
+        self.check_usable(what)
+        self._note_deaths()
+        for peer in peers:
+            # Looked at last: it may have done it just before it went.
+            state, dead = peer.state, peer.rank in self._dead
+            if (state in (LEFT, ABORTED, FAILED) or dead) and not is_done(peer):
+                self._raise_lost(peer, state, what)
+
+    def _note_deaths(self) -> None:
+        with self._polling:  # two threads may not poll at once
+            for fd, _ in self._poll.poll(0):
+                self._dead.add(self._pidfds[fd].rank)
+
+    def _raise_lost(self, peer: Peer, state: int, what: object) -> None:
+        if state == ABORTED:
+            raise GroupAborted(f"{peer} has aborted group {self.name}, in which {what} waits for it")
+        if state == FAILED:
+            raise PeerLost(f"{peer} of group {self.name} has failed, {what} waits for it: {peer.reason}")
+        verb = "has left the group" if state == LEFT else "is gone"
+        raise PeerLost(f"{peer} of group {self.name} {verb}: {what} waits for it")
+
+    def _time_out(
+        self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, seconds: float
+    ) -> None:
+        missing = ", ".join(str(peer) for peer in peers if not is_done(peer))
+        text = f"{what} of group {self.name} timed out after {seconds:.1f} s: it waits for {missing}"
+        self.me.change_state(FAILED, text)
+        raise CollectiveTimeout(text)
+
+    # -- the end
+
+    def is_usable(self) -> bool:
+        """Return whether this rank is still part of the group."""
+        return self.me.state == PRESENT and self.pid == os.getpid()
+
+    def check_alive(self, peer: Peer, what: object) -> None:
+        """Raise an error if a peer has died."""
+        self._note_deaths()
+        if peer.rank in self._dead:
+            self._raise_lost(peer, PRESENT, what)
+
+    def check_usable(self, what: object) -> None:
+        """Raise an error if this rank has no part in the group any more."""
+        state = self.me.state
+        if state == PRESENT and self.pid == os.getpid():
+            return
+        if self.pid != os.getpid():
+            raise ShmError(
+                f"{what}: group {self.name} belongs to process {self.pid}, of which this is a fork"
+            )
+        if state == ABORTED:
+            raise GroupAborted(f"{what}: this rank has aborted group {self.name}")
+        if state == FAILED:
+            raise ShmError(f"{what}: group {self.name} has failed on this rank: {self.me.reason}")
+        raise ShmError(f"{what}: this rank has left group {self.name}")
+
+    def abort(self) -> None:
+        """Let all ranks that wait in the group, and this one, raise `GroupAborted`."""
+        if self.pid == os.getpid() and self.me.state in (JOINING, PRESENT):
+            self.me.change_state(ABORTED)
+
+    def leave(self, patience: float) -> None:
+        """Leave the group, and give back its memory.
+
+        Args:
+            patience: Seconds to wait at most for peers to read what this rank has posted in segments.
+        """
+        if self.pid != os.getpid():
+            return
+        with self.lock:
+            if self.me.state == PRESENT:
+                self._let_read(patience)
+                self.me.change_state(LEFT)
+            self.arena.close()
+            self._in_use = []
+            for peer in self.others:
+                peer.forget()
+            for fd in self._pidfds:
+                os.close(fd)
+            self._pidfds, self._poll = {}, select.poll()
+            with contextlib.suppress(OSError):
+                self.me.control.close()
+
+    def _let_read(self, patience: float) -> None:
+        self._reclaim()
+        self.me.words[_WANTS_READ] = 1
+        deadline = time.monotonic() + patience
+        while self._in_use and time.monotonic() < deadline:
+            lane, number, _ = self._in_use[0]
+            unread = [peer for peer in self._readers(lane) if not self._is_read(peer, lane, number)]
+            self._note_deaths()
+            waited = [peer for peer in unread if peer.state == PRESENT and peer.rank not in self._dead]
+            if not waited:
+                del self._in_use[0]
+                continue
+            seen = waited[0].words[_BELL]
+            if not self._is_read(waited[0], lane, number):
+                futex.wait(waited[0].bell, seen)

@@ -1,0 +1,365 @@
+"""Collectives: what each rank deposits when it calls one, and collects from its peers when it waits.
+
+A call writes what peers need into this rank's memory, and returns. Waiting is waiting until all peers have
+called, comparing what they called, and copying or summing what they have deposited. So no rank needs another
+one to wait, and operations may be waited for in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from harness.shm import reduce, signature
+from harness.shm.channel import Channel, Peer
+from harness.shm.errors import CollectiveMismatch, ShmError
+from harness.shm.memory import Segment, copy
+from harness.shm.record import Entry, recorder
+
+Part = tuple[int, Tensor]
+"""A tensor and the offset, in bytes, at which a contribution has it."""
+
+
+Finish = Callable[[int], None]
+"""Fill the outputs of the collective of that number."""
+
+
+class Call:
+    """A collective call as messages name it."""
+
+    __slots__ = ("number", "text")
+
+    def __init__(self, text: bytes, number: int) -> None:
+        self.text, self.number = text, number
+
+    def __str__(self) -> str:
+        return f"{signature.explain(self.text)} (#{self.number + 1})"
+
+
+class Operation:
+    """A collective that this rank has called: `complete` does the rest of it."""
+
+    __slots__ = ("_finish", "_lock", "call", "channel", "entry", "error", "is_done", "owner")
+
+    def __init__(self, owner: Collectives, call: Call, finish: Finish | None, entry: Entry) -> None:
+        self.owner, self.channel, self.call, self.entry = owner, owner.channel, call, entry
+        self._finish = finish
+        self._lock = threading.Lock()
+        self.is_done = False
+        self.error: BaseException | None = None
+
+    def complete(self, timeout: float | None = None) -> None:
+        """Wait for the peers, and fill the outputs; once.
+
+        Raises:
+            ShmError: what this or another wait for it has met.
+        """
+        if not self.is_done:
+            with self._lock:
+                if not self.is_done:
+                    try:
+                        self.channel.wait_for(self.call.number, self.call, timeout=timeout)
+                        self._collect()
+                    except BaseException as error:
+                        self._end(error)
+                        raise
+                    self._end(None)
+        elif self.error is not None:
+            raise self.error
+
+    def try_complete(self) -> bool:
+        """Complete it if all peers have called it; return whether it is complete."""
+        if not self.is_done:
+            arrived = (self.channel.arrived(peer, self.call.number) for peer in self.channel.others)
+            if not all(arrived):
+                return False
+            self.complete()
+        return True
+
+    def _collect(self) -> None:
+        channel, number = self.channel, self.call.number
+        header = channel.header(self.call.text, number)
+        for peer in channel.others:
+            if not channel.has_text(peer, number, header):
+                self._raise_mismatch(peer)
+        if self._finish is not None:
+            self._finish(number)
+
+    def _raise_mismatch(self, peer: Peer) -> NoReturn:
+        channel, number = self.channel, self.call.number
+        theirs = channel.text(peer, number)
+        raise CollectiveMismatch(
+            f"ranks called different collectives as #{number + 1} of group {channel.name}: "
+            f"{channel.me} called {signature.explain(self.call.text)}, "
+            f"{peer} called {signature.explain(theirs)}"
+        )
+
+    def _end(self, error: BaseException | None) -> None:
+        self._finish = None
+        self.error = error
+        self.is_done = True
+        self.channel.mark_read(self.call.number)
+        self.owner.pending.pop(self.call.number, None)
+        self.entry.complete(failed=error is not None)
+
+
+class Collectives:
+    """The collectives of one group.
+
+    Args:
+        channel: This rank's end of it.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.rank, self.size = channel.rank, channel.size
+        self.description = ""
+        """Of the group, for the record."""
+        self.pending: dict[int, Operation] = {}
+        """Those that this rank has called and not completed, by number."""
+        self._generation = recorder.number_group()
+        channel.finish_early = self._finish_early
+
+    def _finish_early(self, number: int) -> None:
+        if operation := self.pending.get(number):
+            operation.complete()
+
+    def start(
+        self,
+        text: bytes,
+        parts: Sequence[Part],
+        nbytes: int,
+        finish: Finish | None,
+        tensors: tuple[list[Tensor], list[Tensor]],
+    ) -> Operation:
+        """Deposit a contribution, and return the operation.
+
+        Args:
+            text: The signature.
+            parts: The contribution.
+            nbytes: Size of it.
+            finish: Called when all peers have called the same.
+            tensors: Inputs and outputs, for the record.
+        """
+        channel = self.channel
+        with channel.lock:
+            number = channel.next_number
+            call = Call(text, number)
+            entry = Entry(signature.OPS[text[0]], number + 1, *tensors)
+            entry.group, entry.description = channel.name, self.description
+            entry.generation, entry.timeout = self._generation, channel.timeout
+            recorder.add(entry)
+            try:
+                message = channel.begin(nbytes, call)
+                for offset, tensor in parts:
+                    put(tensor, message.segment, message.offset + offset)
+            except ShmError as error:
+                self._refuse(call, error, entry)
+                raise
+            channel.post(message, text)
+            operation = Operation(self, call, finish, entry)
+            self.pending[number] = operation
+        return operation
+
+    def _refuse(self, call: Call, error: ShmError, entry: Entry) -> None:
+        entry.complete(failed=True)
+        if self.channel.is_usable():
+            self.channel.refuse(call, error)
+            self.channel.mark_read(call.number)
+
+    # -- the collectives
+
+    def barrier(self) -> Operation:
+        return self.start(signature.pack("barrier"), (), 0, None, ([], []))
+
+    def all_gather_single(self, output: Tensor, input: Tensor) -> Operation:
+        """Fill `output` with the `input` of every rank, in rank order."""
+        nbytes = input.nbytes
+        text = signature.pack("all_gather_single", input.dtype, (input.numel(),))
+
+        def finish(number: int) -> None:
+            target = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+            start = target.data_ptr()
+            for rank, peer in enumerate(self.channel.peers):
+                if rank == self.rank:
+                    take_own(input, start + rank * nbytes)
+                else:
+                    segment, offset = self.channel.contents(peer, number)
+                    copy(start + rank * nbytes, segment.address + offset, nbytes)
+            if target is not output:
+                output.data.copy_(target)
+
+        return self.start(text, ((0, input),), nbytes, finish, ([input], [output]))
+
+    def all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> Operation:
+        """Fill each of `outputs` with the `input` of one rank; sizes may differ."""
+        text = signature.pack("all_gather", input.dtype, tuple([output.numel() for output in outputs]))
+
+        def finish(number: int) -> None:
+            for output, peer in zip(outputs, self.channel.peers, strict=True):
+                if peer is self.channel.me:
+                    output.data.copy_(input)
+                else:
+                    take(output, *self.channel.contents(peer, number))
+
+        return self.start(text, ((0, input),), input.nbytes, finish, ([input], list(outputs)))
+
+    def all_reduce(self, tensor: Tensor, reduction: int) -> Operation:
+        """Reduce `tensor` over all ranks, in place."""
+        text = signature.pack("all_reduce", tensor.dtype, (tensor.numel(),), reduction)
+
+        def finish(number: int) -> None:
+            self._reduce(tensor, flat(tensor), 0, number, reduction)
+
+        return self.start(text, ((0, tensor),), tensor.nbytes, finish, ([tensor], [tensor]))
+
+    def reduce(self, tensor: Tensor, root: int, reduction: int) -> Operation:
+        """Reduce `tensor` over all ranks, in place on rank `root`."""
+        text = signature.pack("reduce", tensor.dtype, (tensor.numel(),), reduction, root)
+        if self.rank != root:
+            return self.start(text, ((0, tensor),), tensor.nbytes, None, ([tensor], []))
+
+        def finish(number: int) -> None:
+            self._reduce(tensor, flat(tensor), 0, number, reduction)
+
+        return self.start(text, (), 0, finish, ([tensor], [tensor]))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, reduction: int) -> Operation:
+        """Reduce `input` over all ranks; `output` is this rank's piece of the result."""
+        numel, nbytes = output.numel(), output.nbytes
+        text = signature.pack("reduce_scatter_single", input.dtype, (numel,), reduction)
+        whole, start = flat(input), self.rank * numel
+        # This rank reads its own piece where it is: what peers read lies before and behind it.
+        parts: list[Part] = []
+        if self.rank > 0:
+            parts.append((0, whole[:start]))
+        if self.rank < self.size - 1:
+            parts.append(((self.rank + 1) * nbytes, whole[start + numel :]))
+
+        def finish(number: int) -> None:
+            self._reduce(output, whole[start : start + numel], start * input.itemsize, number, reduction)
+
+        return self.start(text, parts, nbytes * self.size, finish, ([input], [output]))
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: int) -> Operation:
+        """Reduce each of `inputs` over all ranks; `output` is the result of one of them. Sizes may differ."""
+        text = signature.pack(
+            "reduce_scatter", output.dtype, tuple([input.numel() for input in inputs]), reduction
+        )
+        offsets = starts(inputs)
+        parts = [part for rank, part in enumerate(zip(offsets, inputs, strict=False)) if rank != self.rank]
+
+        def finish(number: int) -> None:
+            self._reduce(output, flat(inputs[self.rank]), offsets[self.rank], number, reduction)
+
+        return self.start(text, parts, offsets[-1], finish, (list(inputs), [output]))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Operation:
+        """Overwrite `tensor` with that of rank `root`."""
+        text = signature.pack("broadcast", tensor.dtype, (tensor.numel(),), root=root)
+        if self.rank == root:
+            return self.start(text, ((0, tensor),), tensor.nbytes, None, ([tensor], [tensor]))
+
+        def finish(number: int) -> None:
+            take(tensor, *self.channel.contents(self.channel.peers[root], number))
+
+        return self.start(text, (), 0, finish, ([tensor], [tensor]))
+
+    def gather(self, outputs: Sequence[Tensor], input: Tensor, root: int) -> Operation:
+        """Fill each of `outputs`, on rank `root`, with the `input` of one rank."""
+        text = signature.pack("gather", input.dtype, (input.numel(),), root=root)
+        if self.rank != root:
+            return self.start(text, ((0, input),), input.nbytes, None, ([input], []))
+
+        def finish(number: int) -> None:
+            for output, peer in zip(outputs, self.channel.peers, strict=True):
+                if peer is self.channel.me:
+                    output.data.copy_(input)
+                else:
+                    take(output, *self.channel.contents(peer, number))
+
+        return self.start(text, (), 0, finish, ([input], list(outputs)))
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Operation:
+        """Fill `output` with one of the `inputs` of rank `root`."""
+        text = signature.pack("scatter", output.dtype, (output.numel(),), root=root)
+        if self.rank == root:
+            offsets = starts(inputs)
+            parts = list(zip(offsets, inputs, strict=False))
+            del parts[root]
+
+            def finish(number: int) -> None:
+                output.data.copy_(inputs[root])
+
+            return self.start(text, parts, offsets[-1], finish, (list(inputs), [output]))
+
+        def finish_here(number: int) -> None:
+            segment, offset = self.channel.contents(self.channel.peers[root], number)
+            take(output, segment, offset + self.rank * aligned(output.nbytes))
+
+        return self.start(text, (), 0, finish_here, ([], [output]))
+
+    def _reduce(self, output: Tensor, own: Tensor, offset: int, number: int, reduction: int) -> None:
+        """Reduce this rank's part, and what peers have at `offset` of their contributions, into `output`."""
+        numel, dtype = own.numel(), own.dtype
+        if not numel:
+            return
+        parts = []
+        for peer in self.channel.peers:
+            if peer is self.channel.me:
+                parts.append(own.data)
+            else:
+                segment, at = self.channel.contents(peer, number)
+                parts.append(segment.tensor(at + offset, numel, dtype))
+        if output.is_contiguous():
+            reduce.reduce_into(output.data.view(-1), parts, reduction)
+        else:
+            result = torch.empty(numel, dtype=dtype)
+            reduce.reduce_into(result, parts, reduction)
+            output.data.copy_(result.view(output.shape))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a tensor as one dimension: the same memory if it is contiguous."""
+    return tensor.data.reshape(-1)
+
+
+def aligned(nbytes: int) -> int:
+    """Return a size that keeps what follows at a multiple of 64 bytes."""
+    return (nbytes + 63) & ~63
+
+
+def starts(tensors: Iterable[Tensor]) -> list[int]:
+    """Return where each tensor starts in a contribution, and the size of all."""
+    offsets = [0]
+    for tensor in tensors:
+        offsets.append(offsets[-1] + aligned(tensor.nbytes))
+    return offsets
+
+
+def put(tensor: Tensor, segment: Segment, offset: int) -> None:
+    """Copy a tensor into a segment."""
+    if tensor.is_contiguous():
+        copy(segment.address + offset, tensor.data_ptr(), tensor.nbytes)
+    else:
+        segment.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor.data)
+
+
+def take(tensor: Tensor, segment: Segment, offset: int) -> None:
+    """Copy from a segment into a tensor."""
+    if tensor.is_contiguous():
+        copy(tensor.data_ptr(), segment.address + offset, tensor.nbytes)
+    else:
+        tensor.data.copy_(segment.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape))
+
+
+def take_own(tensor: Tensor, address: int) -> None:
+    """Copy a tensor to an address, if it is not there already."""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.data_ptr() != address:
+        copy(address, tensor.data_ptr(), tensor.nbytes)

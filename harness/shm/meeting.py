@@ -1,0 +1,192 @@
+"""The ranks of a new group meet through its store: who they are, whether they can share memory, and where.
+
+Each writes a card and reads those of all others, so that all come to the same verdict on versions and hosts.
+What only one rank finds out, it says in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.shm import futex
+from harness.shm.channel import (
+    FAILED,
+    JOINING,
+    PRESENT,
+    Channel,
+    Layout,
+    Peer,
+)
+from harness.shm.errors import MeetingFailed
+from harness.shm.memory import Handle, Segment
+
+PROTOCOL = 1
+"""To be counted up when ranks of before could not understand those of after."""
+
+_SPINS = 50  # a round of a small collective takes 7 us with them and 14 us without; 200 were not faster
+_FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a rank says of itself.
+
+    Attributes:
+        protocol: `PROTOCOL`.
+        torch: Its version.
+        host: What only processes that can open each other's memory have in common.
+        pid: Process id.
+        control: Its control segment, as (descriptor, inode, size).
+        error: Why it cannot take part.
+    """
+
+    protocol: int
+    torch: str
+    host: str
+    pid: int
+    control: tuple[int, int, int]
+    error: str = ""
+
+
+def this_host() -> str:
+    """Return what processes have in common that can see each other in /proc: a boot, and a name space."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{os.uname().nodename} (boot {boot}, {os.readlink('/proc/self/ns/pid')})"
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> Channel:
+    """Meet the other ranks of a group.
+
+    Args:
+        store: Of the group alone.
+        rank: Of this process in it.
+        size: How many there are.
+        timeout: How long to wait for them, and of each wait later.
+        name: Of the group, for messages.
+
+    Raises:
+        MeetingFailed: they cannot share memory; on all ranks.
+    """
+    seconds = timeout.total_seconds()
+    card, control = _introduce(store, rank, size)
+    cards = _read_cards(store, card, rank, size, timeout)
+    for check in (_errors, _differences):
+        if problem := check(cards):
+            raise MeetingFailed(f"group {name}: {problem}")
+    assert control is not None
+    channel = _join(store, control, cards, rank, seconds, name)
+    _await_all(store, channel, seconds)
+    with contextlib.suppress(Exception):  # for another group over the same store; not every store can
+        store.delete_key(str(rank))
+    return channel
+
+
+def _introduce(store: dist.Store, rank: int, size: int) -> tuple[Card, Segment | None]:
+    control, place, error = None, (0, 0, 0), ""
+    try:
+        if not futex.IS_OFFERED:
+            raise OSError(f"not known for processors of {os.uname().machine}")
+        control = Segment.create(Layout(size).nbytes, populate=False)
+        place = (control.handle.fd, control.handle.inode, control.handle.nbytes)
+    except (OSError, MemoryError) as failure:
+        error = f"{failure} (for a group of {size} ranks)"
+    card = Card(PROTOCOL, torch.__version__, this_host(), os.getpid(), place, error)
+    store.set(str(rank), json.dumps(asdict(card)))
+    return card, control
+
+
+def _read_cards(
+    store: dist.Store, card: Card, rank: int, size: int, timeout: datetime.timedelta
+) -> list[Card]:
+    cards = []
+    for other in range(size):
+        if other == rank:
+            cards.append(card)
+            continue
+        store.wait([str(other)], timeout)
+        cards.append(_parse(store.get(str(other)), other))
+    return cards
+
+
+def _parse(text: bytes, rank: int) -> Card:
+    fields = json.loads(text)
+    if fields.get("protocol") != PROTOCOL:  # its other fields may mean something else
+        fields = {"protocol": fields.get("protocol"), "torch": fields.get("torch", "")}
+        return Card(**fields, host="", pid=0, control=(0, 0, 0))
+    return Card(**{**fields, "control": tuple(fields["control"])})
+
+
+def _errors(cards: Sequence[Card]) -> str:
+    errors = [
+        f"rank {rank} has no shared memory: {card.error}" for rank, card in enumerate(cards) if card.error
+    ]
+    return "; ".join(errors)
+
+
+def _differences(cards: Sequence[Card]) -> str:
+    """Return how ranks differ that cannot share memory."""
+    first = cards[0]
+    for rank, card in enumerate(cards):
+        if card.protocol != first.protocol:
+            both = (
+                f"rank 0 speaks version {first.protocol} of the protocol, rank {rank} version {card.protocol}"
+            )
+            return f"{both}; use one version of harness.shm on all ranks"
+        if card.torch != first.torch:
+            both = f"rank 0 has torch {first.torch}, rank {rank} torch {card.torch}"
+            return f"{both}; use one version on all ranks"
+        if card.host != first.host:
+            both = f"rank 0 is on {first.host}, rank {rank} on {card.host}"
+            return f"backend shm is for ranks of one host: {both}; use gloo between hosts"
+    return ""
+
+
+def _join(
+    store: dist.Store, control: Segment, cards: Sequence[Card], rank: int, seconds: float, name: str
+) -> Channel:
+    try:
+        peers = [
+            Peer(one, card.pid, control if one == rank else _control_of(card))
+            for one, card in enumerate(cards)
+        ]
+        spin = _SPINS if len(cards) <= len(os.sched_getaffinity(0)) else 0
+        channel = Channel(name, peers, rank, seconds, spin)
+    except OSError as error:
+        text = f"rank {rank} cannot map the memory of its {len(cards) - 1} peers: {error}"
+        store.set(_FAILED, text)
+        raise MeetingFailed(f"group {name}: {text}") from error
+    channel.me.change_state(PRESENT)
+    return channel
+
+
+def _control_of(card: Card) -> Segment:
+    return Segment.open(card.pid, Handle(*card.control), populate=False)
+
+
+def _await_all(store: dist.Store, channel: Channel, seconds: float) -> None:
+    """Wait until all ranks have mapped the memory of all others."""
+    began = time.monotonic()
+    for peer in channel.others:
+        while peer.state == JOINING:
+            seen = peer.rung()
+            if peer.state == JOINING:
+                futex.wait(peer.bell, seen)
+            if peer.state != JOINING:
+                break
+            channel.check_alive(peer, "the meeting")
+            if store.check([_FAILED]):
+                text = store.get(_FAILED).decode()
+                channel.me.change_state(FAILED, text)
+                raise MeetingFailed(f"group {channel.name}: {text}")
+            if time.monotonic() - began > seconds:
+                raise MeetingFailed(f"{peer} did not join group {channel.name} within {seconds:.1f} s")

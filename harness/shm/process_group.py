@@ -1,0 +1,130 @@
+"""The process group that torch.distributed, DDP's reducer and functional collectives call."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.shm.channel import Channel
+from harness.shm.collectives import Collectives, Operation
+from harness.shm.meeting import meet
+from harness.shm.signature import REDUCTIONS
+from harness.shm.work import Completed, ShmWork
+
+NAME = "shm"
+
+# As torch annotates it, its methods have overloads that neither torch.distributed nor the trampolines call.
+_ProcessGroup: Any = dist.ProcessGroup
+
+# Seconds that a rank which leaves a group waits for peers to read what it has handed over.
+_PATIENCE = 10.0
+
+
+class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """Collectives between ranks of one host through shared memory.
+
+    Args:
+        channel: This rank's end of the group.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel.rank, channel.size)
+        self._channel = channel
+        self._collectives = Collectives(channel)
+        self._completed = Completed()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
+
+    # -- torch's names
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _set_group_desc(self, desc: str) -> None:
+        super()._set_group_desc(desc)
+        self._collectives.description = desc
+
+    def size(self) -> int:
+        return self._channel.size
+
+    def rank(self) -> int:
+        return self._channel.rank
+
+    def abort(self) -> None:
+        """Free all ranks that wait in a collective of this group: they raise `GroupAborted`."""
+        self._channel.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._channel.leave(_PATIENCE)
+
+    def _work(self, operation: Operation, opts: Any, result: list[Tensor]) -> dist.Work:
+        if getattr(opts, "asyncOp", True):
+            return ShmWork(operation, result)
+        operation.complete()
+        return self._completed
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        operation = self._collectives.all_reduce(tensors[0], _reduction(opts))
+        return self._work(operation, opts, list(tensors))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self._work(self._collectives.all_gather_single(output, input), opts, [output])
+
+    _allgather_base = all_gather_single
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._work(self._collectives.all_gather(outputs[0], inputs[0]), opts, list(outputs[0]))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        operation = self._collectives.reduce_scatter_single(output, input, _reduction(opts))
+        return self._work(operation, opts, [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        operation = self._collectives.reduce_scatter(outputs[0], inputs[0], _reduction(opts))
+        return self._work(operation, opts, list(outputs))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        root = opts.rootRank if opts is not None else 0
+        return self._work(self._collectives.broadcast(tensors[0], root), opts, list(tensors))
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        operation = self._collectives.reduce(tensors[0], opts.rootRank, _reduction(opts))
+        return self._work(operation, opts, list(tensors))
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        filled = list(outputs[0]) if outputs else []
+        return self._work(self._collectives.gather(filled, inputs[0], opts.rootRank), opts, filled)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
+        operation = self._collectives.scatter(outputs[0], inputs[0] if inputs else (), opts.rootRank)
+        return self._work(operation, opts, list(outputs))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._work(self._collectives.barrier(), opts, [])
+
+
+def create(options: Any, backend_options: object) -> ShmProcessGroup:
+    """Make the group that torch.distributed asks for; ranks meet here."""
+    timeout = options.timeout
+    if not isinstance(timeout, datetime.timedelta):
+        timeout = datetime.timedelta(seconds=float(timeout))
+    channel = meet(options.store, options.group_rank, options.group_size, timeout, options.group_id)
+    return ShmProcessGroup(channel)
+
+
+_NUMBERS = {getattr(dist.ReduceOp.RedOpType, name): number for number, name in enumerate(REDUCTIONS)}
+
+
+def _reduction(opts: Any) -> int:
+    return 0 if opts is None else _NUMBERS[opts.reduceOp.op]

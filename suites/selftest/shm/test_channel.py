@@ -1,0 +1,169 @@
+"""The channel between ranks and its memory: two ends in one process."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.shm.channel import DEPTH, INLINE, Channel
+from harness.shm.collectives import Collectives
+from harness.shm.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+    ShmError,
+)
+from harness.shm.meeting import meet
+from harness.shm.memory import Arena, Segment
+
+SECOND = datetime.timedelta(seconds=1)
+
+
+def meet_all(size: int, timeout: datetime.timedelta = 20 * SECOND) -> list[Channel]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: meet(store, rank, size, timeout, "g"), range(size)))
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Collectives]]:
+    ends = [Collectives(channel) for channel in meet_all(2)]
+    yield ends
+    for end in ends:
+        end.channel.leave(0)
+
+
+def test_both_ranks_see_the_sum(pair: list[Collectives]) -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
+    begun = [end.all_reduce(tensor, 0) for end, tensor in zip(pair, tensors, strict=True)]
+    for operation in begun:
+        operation.complete()
+    assert [tensor.tolist() for tensor in tensors] == [[11.0, 22.0]] * 2
+
+
+@pytest.mark.parametrize("numel", [1, INLINE // 4, INLINE // 4 + 1, 1 << 20])
+def test_operations_are_waited_for_in_any_order(pair: list[Collectives], numel: int) -> None:
+    outputs = [[torch.zeros(2 * numel) for _ in range(3)] for _ in pair]
+    begun = [
+        [
+            end.all_gather_single(output, torch.full((numel,), 10.0 * number + rank))
+            for number, output in enumerate(outputs[rank])
+        ]
+        for rank, end in enumerate(pair)
+    ]
+    for operation in (*begun[0], *reversed(begun[1])):
+        operation.complete()
+    for of_rank in outputs:
+        for number, output in enumerate(of_rank):
+            expected = [10.0 * number] * numel + [10.0 * number + 1] * numel
+            assert output.tolist() == expected
+
+
+def test_more_operations_than_slots_may_be_in_flight(pair: list[Collectives]) -> None:
+    tensors = [[torch.full((3,), float(number)) for number in range(3 * DEPTH)] for _ in pair]
+
+    def run(rank: int) -> None:
+        begun = [pair[rank].all_reduce(tensor, 0) for tensor in tensors[rank]]
+        for operation in begun:
+            operation.complete()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    for of_rank in tensors:
+        assert [tensor.tolist() for tensor in of_rank] == [[2.0 * n] * 3 for n in range(3 * DEPTH)]
+
+
+def test_a_mismatch_names_both_calls_on_both_ranks(pair: list[Collectives]) -> None:
+    begun = [pair[0].all_reduce(torch.ones(4), 0), pair[1].barrier()]
+    for operation, first, second in zip(begun, (0, 1), (1, 0), strict=True):
+        with pytest.raises(CollectiveMismatch) as error:
+            operation.complete()
+        calls = ["all_reduce (SUM) of 4 float32", "barrier"]
+        pid = os.getpid()
+        ours, theirs = (f"rank {n} (pid {pid}) called {calls[n]}" for n in (first, second))
+        assert f"as #1 of group g: {ours}, {theirs}" in str(error.value)
+    after = [end.barrier() for end in pair]
+    for operation in after:
+        operation.complete()
+
+
+def test_a_wait_ends_with_the_timeout_and_says_for_whom() -> None:
+    ends = [Collectives(channel) for channel in meet_all(2, 0.1 * SECOND)]
+    waiting = ends[0].all_reduce(torch.ones(4), 0)
+    with pytest.raises(CollectiveTimeout, match=r"all_reduce \(SUM\) of 4 float32 \(#1\).*waits for rank 1"):
+        waiting.complete()
+    ends[1].all_reduce(torch.ones(4), 0).complete()  # what rank 0 called before
+    with pytest.raises(PeerLost, match=r"barrier \(#2\) waits for it: .* timed out after 0.1 s"):
+        ends[1].barrier().complete()
+    for end in ends:
+        end.channel.leave(0)
+
+
+def test_abort_frees_a_rank_that_waits(pair: list[Collectives]) -> None:
+    waiting = pair[0].barrier()
+    with ThreadPoolExecutor(1) as pool:
+        freed = pool.submit(waiting.complete)
+        pair[1].channel.abort()
+        with pytest.raises(GroupAborted, match=r"rank 1 .* has aborted group g"):
+            freed.result(5)
+
+
+def test_a_rank_that_has_left_is_named(pair: list[Collectives]) -> None:
+    pair[1].channel.leave(0)
+    with pytest.raises(PeerLost, match=r"rank 1 .* has left the group"):
+        pair[0].barrier().complete()
+
+
+def test_what_was_posted_before_leaving_is_read(pair: list[Collectives]) -> None:
+    tensors = [torch.ones(1 << 16), torch.full((1 << 16,), 2.0)]
+    first, second = (end.all_reduce(t, 0) for end, t in zip(pair, tensors, strict=True))
+    second.complete()
+    leaving = threading.Thread(target=pair[1].channel.leave, args=(20,))
+    leaving.start()
+    first.complete()
+    leaving.join()
+    assert tensors[0].eq(3).all()
+
+
+def test_descriptors_are_closed_when_all_have_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ends = [Collectives(channel) for channel in meet_all(3)]
+    begun = [end.all_reduce(torch.ones(1 << 16), 0) for end in ends]
+    for operation in begun:
+        operation.complete()
+    for end in ends:
+        end.channel.leave(5)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_is_used_again(pair: list[Collectives]) -> None:
+    for _ in range(20):
+        for operation in [end.all_reduce(torch.ones(1 << 16), 0) for end in pair]:
+            operation.complete()
+    assert [end.channel.arena.nbytes for end in pair] == [1 << 18, 1 << 18]
+
+
+def test_a_segment_is_opened_by_its_inode_alone() -> None:
+    segment = Segment.create(100)
+    again = Segment.open(os.getpid(), segment.handle)
+    segment.memory[7] = 5
+    assert again.memory[7] == 5
+    segment.close()
+    other = Segment.create(100)
+    assert other.handle.fd == segment.handle.fd
+    with pytest.raises(FileNotFoundError, match="has closed"):
+        Segment.open(os.getpid(), segment.handle)
+    other.close()
+
+
+def test_a_segment_too_large_says_how_much_and_for_what() -> None:
+    with pytest.raises(ShmError, match=r"all_reduce needs 1024 TiB .*`ulimit -v`"):
+        Arena().take(1 << 50, "all_reduce")
