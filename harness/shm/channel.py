@@ -45,7 +45,7 @@ EVERYONE = 0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are in the control segment of a rank, for a group of `size` ranks. Offsets in bytes."""
+    """The offsets, in bytes, within the control segment of a rank in a group of `size` ranks."""
 
     size: int
 

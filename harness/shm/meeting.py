@@ -39,7 +39,7 @@ _FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a rank says of itself.
+    """The facts that a rank gives its peers of itself.
 
     Attributes:
         protocol: `PROTOCOL`.
