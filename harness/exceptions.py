@@ -15,6 +15,10 @@ class PeerFailed(AssertionError):
     """Another rank failed a case of a test that this rank shares with it; this rank itself did not fail."""
 
 
+class FakeValueError(RuntimeError):
+    """A test on a rank of a fake world read a value that would come from another rank; there is none."""
+
+
 class WorldError(RuntimeError):
     """A world could not be started or kept; the message says which rank, and why."""
 

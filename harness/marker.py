@@ -6,7 +6,7 @@ Used on both sides at collection; must not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -34,8 +34,13 @@ BACKENDS = {
     "gloo": Backend(("cpu", "cuda")),
     "nccl": Backend(("cuda",)),
     "shm": Backend(("cpu",), module="harness.shm"),
+    "fake": Backend(
+        ("cpu", "cuda"), module="torch.testing._internal.distributed.fake_pg", lacks=frozenset({"values"})
+    ),
 }
 """The backends of torch.distributed that worlds can use."""
+PLACE = "ranks_place"
+"""The parameter of an item of a fake world: its rank and the size of the world."""
 
 
 class MarkError(ValueError):
@@ -44,7 +49,7 @@ class MarkError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RanksMark:
-    """A validated mark `ranks(*sizes, backend=None, fresh=False, timeout=None, needs=("values",))`."""
+    """A validated mark `ranks(*sizes, backend=None, fresh=False, timeout=None, needs=("values",), ...)`."""
 
     sizes: tuple[int, ...]
     backend: str | None = None
@@ -53,6 +58,18 @@ class RanksMark:
     """Seconds for one item, from set-up to tear-down; None: `--world-timeout`."""
     needs: tuple[str, ...] = tuple(NEEDS)
     """What the test needs of a backend that the mark does not name: on one that lacks it, it is skipped."""
+    as_rank: tuple[int, ...] | None = None
+    """Of a fake world, the ranks that get an item each; None: the first and the last."""
+    made_up_values: bool = False
+    """Of a fake world: whether the test may read what its collectives return."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return rank and world size of each item of a fake world."""
+        return [
+            (rank, size)
+            for size in self.sizes
+            for rank in (dict.fromkeys((0, size - 1)) if self.as_rank is None else self.as_rank)
+        ]
 
 
 def read_mark(node: pytest.Item | Any) -> RanksMark | None:
@@ -86,8 +103,8 @@ def _ranks_marks(cls: type) -> list[pytest.Mark]:
 
 
 def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
-    if unknown := sorted(options.keys() - {"backend", "fresh", "timeout", "needs"}):
-        raise MarkError(f"ranks() has no option {unknown[0]!r}; it has backend, fresh, timeout and needs")
+    if unknown := sorted(options.keys() - _OPTIONS):
+        raise MarkError(f"ranks() has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}")
     if not sizes:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
     for size in sizes:
@@ -97,7 +114,7 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
             raise MarkError(f"ranks({size}): a world has at least 1 rank")
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
-    mark = RanksMark(sizes, **options)
+    mark = RanksMark(sizes, **{**options, "as_rank": _ranks_of(sizes, options)})
     check_backend(mark.backend)
     if not isinstance(mark.fresh, bool):
         raise MarkError(f"ranks(fresh={mark.fresh!r}): fresh is True or False")
@@ -106,7 +123,31 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
     if not isinstance(mark.needs, tuple | list) or not set(mark.needs) <= NEEDS.keys():
         raise MarkError(f"ranks(needs={mark.needs!r}): needs is a tuple of words of: {', '.join(NEEDS)}")
+    if not isinstance(mark.made_up_values, bool):
+        raise MarkError(f"ranks(made_up_values={mark.made_up_values!r}): made_up_values is True or False")
     return mark
+
+
+_OPTIONS = {each.name: None for each in fields(RanksMark)[1:]}
+
+
+def _ranks_of(sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the validated `as_rank`, a rank or a list of ranks, as a tuple."""
+    given = options.get("as_rank")
+    if given is None:
+        return None
+    error, size = f"ranks(as_rank={given!r})", min(sizes)
+    if options.get("backend") != "fake":
+        raise MarkError(f"{error}: only a test in a fake world stands for a rank: add backend='fake'")
+    ranks = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise MarkError(f"{error}: write a rank, or a list of ranks: as_rank=[0, 511]")
+        if not 0 <= rank < size:
+            raise MarkError(f"{error}: a world of {size} has the ranks 0 to {size - 1}")
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise MarkError(f"{error}: name at least one rank, and none twice")
+    return ranks
 
 
 def check_backend(backend: str | None) -> None:

@@ -31,7 +31,8 @@ def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's."""
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
     group.addoption(
-        "--backend", help="backend of torch.distributed, gloo, nccl or shm, for tests whose mark names none"
+        "--backend",
+        help="backend of torch.distributed, gloo, nccl, shm or fake, for tests whose mark names none",
     )
     group.addoption(
         "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
@@ -102,6 +103,12 @@ def add_options(parser: pytest.Parser) -> None:
         help="list the classes that were adopted, and those left to their own launcher, with the reason",
     )
     _add_ini_options(parser)
+
+
+def default_backend(config: pytest.Config) -> str:
+    """Return the backend of items that name none: `--backend`, else what suits `--device`."""
+    backend: str | None = config.getoption("backend")
+    return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
 
 
 def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:

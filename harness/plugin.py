@@ -13,8 +13,8 @@ import pytest
 
 from harness import fixtures, hookspecs
 from harness.fixtures import collectives, run_subtests, world
-from harness.marker import MarkError, read_mark
-from harness.options import add_options, adopted_kinds
+from harness.marker import PLACE, MarkError, read_mark
+from harness.options import add_options, adopted_kinds, default_backend
 from harness.protocol import RANK_PLUGIN
 
 __all__ = ["collectives", "run_subtests", "world"]
@@ -33,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "ranks(*sizes, backend=None, fresh=False, timeout=None, needs=('values',)): run the test on that "
         "many ranks, one item for each size; on `backend`, in new processes if `fresh`, within `timeout` "
-        "seconds; on no other backend that lacks what it `needs`. The nearest mark wins.",
+        "seconds; on no other backend that lacks what it `needs`. On 'fake', one item for each rank of "
+        "`as_rank`, which reads what it receives if `made_up_values`. The nearest mark wins.",
     )
     if adopted_kinds(config):
         from harness.adopt.plugin import register
@@ -68,7 +69,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
-    if mark is not None and len(mark.sizes) > 1:
+    if mark is not None and (mark.backend or default_backend(metafunc.config)) == "fake":
+        if len(places := mark.places()) > 1:
+            metafunc.fixturenames.append(PLACE)
+            metafunc.parametrize(PLACE, places, ids=[f"rank-{rank}-of-{size}" for rank, size in places])
+    elif mark is not None and len(mark.sizes) > 1:
         metafunc.fixturenames.append("ranks_size")
         ids = [f"{size}-rank" if size == 1 else f"{size}-ranks" for size in mark.sizes]
         metafunc.parametrize("ranks_size", mark.sizes, ids=ids)

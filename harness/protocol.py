@@ -142,6 +142,16 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True)
+class FakeRank:
+    """A rank of a fake world, which one process stands for while it runs an item."""
+
+    rank: int
+    size: int
+    shows_values: bool = False
+    """Whether the test may read what its collectives return."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunItem:
     """Run one item's whole protocol."""
 
@@ -151,6 +161,8 @@ class RunItem:
     """Node id and path of the next item of this world: shared fixtures stay up. None: tear all down."""
     shared_tmp_path: str
     search: Search = field(default_factory=Search)
+    fake: FakeRank | None = None
+    """The rank to run it as, in a fake world."""
 
 
 @dataclass(frozen=True, slots=True)

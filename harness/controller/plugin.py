@@ -192,7 +192,7 @@ class Controller:
         return outcome
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
-        following = None if request.fresh else self._next_of_world(request.key, nextitem)
+        following = None if request.fresh else self._next_of_world(request, nextitem)
         self._shared_tmp_path = self._shared_tmp_path or str(basetemp_of(self._config) / "shared")
         name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
         return RunItem(
@@ -201,19 +201,23 @@ class Controller:
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=f"{self._shared_tmp_path}/{name[:40]}",
             search=Search(secrets.randbits(128)),
+            fake=request.fake,
         )
 
-    def _next_of_world(self, key: WorldKey, nextitem: pytest.Item | None) -> pytest.Item | None:
+    def _next_of_world(self, request: Request, nextitem: pytest.Item | None) -> pytest.Item | None:
         """Find the next item on the same world, so that fixtures they share stay up until then."""
         if nextitem is None:
             return None
+        items, start = nextitem.session.items, 0
         if hasattr(self._config, "workerinput"):  # of pytest-xdist: which of the items after it are ours?
-            return nextitem if _shares_world(nextitem, key) else None
-        items = nextitem.session.items
-        if not self._positions:
+            items = [nextitem]
+        elif not self._positions:
             self._positions = {item: position for position, item in enumerate(items)}
-        later = itertools.islice(items, self._positions[nextitem], None)
-        return next((item for item in later if _shares_world(item, key)), None)
+        start = self._positions.get(nextitem, 0)
+        requests = ((item, _request_in(item, request.key)) for item in itertools.islice(items, start, None))
+        following, found = next(((item, found) for item, found in requests if found), (None, None))
+        # What is set up for one rank of a fake world is not for another, though the process is the same.
+        return following if found is not None and found.fake == request.fake else None
 
     def _tear_down_here(
         self, item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
@@ -282,9 +286,10 @@ class Controller:
             self._launcher = None
 
 
-def _shares_world(item: pytest.Item, key: WorldKey) -> bool:
+def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:
+    """Return the item's request if a world of that kind that is warm serves it."""
     request = item.stash.get(_request_key, None)
-    return isinstance(request, Request) and request.key == key and not request.fresh
+    return request if isinstance(request, Request) and request.key == key and not request.fresh else None
 
 
 def _refuse(item: pytest.Item, refusal: Refusal) -> list[pytest.TestReport]:

@@ -13,9 +13,9 @@ from typing import Literal
 import pytest
 
 from harness.controller import debugging
-from harness.marker import BACKENDS, NEEDS, MarkError, RanksMark, check_backend, read_mark
-from harness.options import CHOICES, adopted_kinds
-from harness.protocol import WorldKey
+from harness.marker import BACKENDS, NEEDS, PLACE, MarkError, RanksMark, check_backend, read_mark
+from harness.options import CHOICES, adopted_kinds, default_backend
+from harness.protocol import FakeRank, WorldKey
 from harness.subtests import parse_selection
 
 
@@ -26,6 +26,8 @@ class Request:
     key: WorldKey
     fresh: bool
     timeout: float
+    fake: FakeRank | None = None
+    """The rank that the one process of a fake world stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ def request_of(item: pytest.Item) -> Request | Refusal | None:
 
 def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     config = item.config
-    size = _size_of(item, mark)
     backend = mark.backend or default_backend(config)
+    fake = _fake_rank(item, mark) if backend == "fake" else None
+    size = _size_of(item, mark) if fake is None else 1
     device = config.getoption("device") or BACKENDS[backend].devices[0]
     key = WorldKey(size, backend, device)
     if device not in BACKENDS[backend].devices:
@@ -73,7 +76,7 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     timeout = mark.timeout or config.getoption("world_timeout")
     if debugging.is_debugged(key, config):
         timeout = float("inf")
-    return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout)
+    return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake)
 
 
 def _size_of(item: pytest.Item, mark: RanksMark) -> int:
@@ -87,15 +90,20 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
     return int(callspec.params["ranks_size"])
 
 
+def _fake_rank(item: pytest.Item, mark: RanksMark) -> FakeRank:
+    places, callspec = mark.places(), getattr(item, "callspec", None)
+    if len(places) > 1 and (callspec is None or PLACE not in callspec.params):
+        raise MarkError(
+            f"ranks({', '.join(map(str, mark.sizes))}) of a fake world: several ranks work only on a test "
+            "function; give one size and one rank here: ranks(8, backend='fake', as_rank=0)"
+        )
+    rank, size = places[0] if len(places) == 1 else callspec.params[PLACE]
+    return FakeRank(rank, size, mark.made_up_values)
+
+
 def count_gpus() -> int:
     """Return how many GPUs this process sees."""
     return int(importlib.import_module("torch").cuda.device_count())
-
-
-def default_backend(config: pytest.Config) -> str:
-    """Return the backend of items that name none: `--backend`, else what suits `--device`."""
-    backend: str | None = config.getoption("backend")
-    return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
 
 
 def output_directory_of(config: pytest.Config) -> str:

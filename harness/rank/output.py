@@ -11,6 +11,7 @@ import pytest
 
 from harness.output import KEEP_ALL, MAX_TEXT, OutputDirectory, truncate
 from harness.rank.pytest_internals import FD_CAPTURE, captured_sections
+from harness.rank.world_fixture import RankWorld
 
 
 class TestOutput:
@@ -20,8 +21,8 @@ class TestOutput:
         directory: of `--rank-output-dir`, "" for none.
     """
 
-    def __init__(self, rank: int, directory: str) -> None:
-        self._rank = rank
+    def __init__(self, world: RankWorld, directory: str) -> None:
+        self._world = world
         self._directory = OutputDirectory(directory) if directory else None
         self._num_settled = 0
 
@@ -49,13 +50,13 @@ class TestOutput:
         if self._directory is not None:
             for title, text in report.sections:
                 with contextlib.suppress(OSError):  # the controller has checked that it can be written
-                    self._directory.write(report.nodeid, self._rank, _kind(title), text, "w")
+                    self._directory.write(report.nodeid, self._world.rank, _kind(title), text, "w")
 
     def _store(self, nodeid: str, kind: str, text: str) -> str:
         remedy = KEEP_ALL
         if self._directory is not None:
             try:
-                file = self._directory.write(nodeid, self._rank, kind, text, "a")
+                file = self._directory.write(nodeid, self._world.rank, kind, text, "a")
                 remedy = f"all of it is in {file}"
             except OSError as error:
                 text += f"\n(could not be kept: {error})"

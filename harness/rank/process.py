@@ -23,6 +23,7 @@ from harness.protocol import (
     AbortGroup,
     Agreed,
     Close,
+    FakeRank,
     Finished,
     FromRank,
     Interrupt,
@@ -79,7 +80,7 @@ class Rank:
         self._abortable = ""
         self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
         self.crash_reports = CrashReports(spec.path_of("stacks"))
-        self.forks = Forks(spec.rank, self._detach)
+        self.forks = Forks(self.world, self._detach)
         self._lease = lease
 
     def join(self) -> None:
@@ -183,6 +184,11 @@ class Rank:
         self._own_connections()
         self._activity.case = ""
 
+    def stand_for(self, fake: FakeRank) -> None:
+        """Be a rank of a fake world for the coming item."""
+        self.group.stand_for(fake)
+        self.world.stand_for(fake)
+
     def finish(self, message: Finished) -> None:
         """Send the end of the item."""
         self._activity.state, self._activity.case = "idle", ""
@@ -248,13 +254,13 @@ class Forks:
     multiprocessing never come back here; they only leave the rank's connections to the rank.
 
     Args:
-        rank: its number, for the text.
+        world: has its number, for the text.
         detach: called in each child as it is made, before anything of the test; gives up what belongs to the
             rank alone.
     """
 
-    def __init__(self, rank: int, detach: Callable[[], None]) -> None:
-        self._rank = rank
+    def __init__(self, world: RankWorld, detach: Callable[[], None]) -> None:
+        self._world = world
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=detach)
 
@@ -277,7 +283,9 @@ class Forks:
                 how = f"raised {what} at {innermost.filename}:{innermost.lineno} and was ended"
                 status = 1
         with contextlib.suppress(OSError):
-            os.write(2, f"rank {self._rank}: process {os.getpid()}, forked by the test, {how}\n".encode())
+            os.write(
+                2, f"rank {self._world.rank}: process {os.getpid()}, forked by the test, {how}\n".encode()
+            )
         os._exit(status)
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # innermost: no other plugin's code runs in a child

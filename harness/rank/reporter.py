@@ -35,7 +35,7 @@ class RankReporter:
         self._rank = rank
         self._guards = guards
         self._xml = XmlNotes()
-        self._output = TestOutput(rank.spec.rank, rank.spec.session.output_directory)
+        self._output = TestOutput(rank.world, rank.spec.session.output_directory)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config

@@ -17,7 +17,17 @@ import numpy
 import pytest
 import torch
 
-from harness.protocol import RANK_PLUGIN, Close, Collecting, Finished, ItemStarted, Ready, RunItem, Search
+from harness.protocol import (
+    RANK_PLUGIN,
+    Close,
+    Collecting,
+    FakeRank,
+    Finished,
+    ItemStarted,
+    Ready,
+    RunItem,
+    Search,
+)
 from harness.rank import debugger
 from harness.rank.item import ItemGuards
 from harness.rank.pytest_internals import waiting_conftests
@@ -117,6 +127,10 @@ class RankSession:
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
         self._state.end_groups()
+        if order.fake is not None:
+            before = RankState.capture()
+            self.rank.stand_for(order.fake)
+            self._state.adopt(before)
         item, next_item = self._collect(session, order)
         if item is None:
             self._reporter.send(_missing(order, self._collection.errors[order.path]))
@@ -125,12 +139,12 @@ class RankSession:
             self.world.enter_test(order.shared_tmp_path)
             self._reporter.begin(item)
             self.rank.reseed()
-            with self._properties_in_step(order.search):
+            with self._properties_in_step(order.search), self._values(order.fake):
                 self._run_protocol(item, next_item)
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = torch.distributed.is_initialized() and self._state.is_restored
-        exchanged = self.rank.exchanges.take()
+        exchanged = self.rank.exchanges.take() if order.fake is None else ()
         self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged))
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
@@ -157,6 +171,14 @@ class RankSession:
             phase = PHASES[min(self._reporter.phases_over, 2)]
             report = failure(item.nodeid, item.location, _represent(item, error), phase)
             self._reporter.pytest_runtest_logreport(report)
+
+    def _values(self, fake: FakeRank | None) -> AbstractContextManager[object]:
+        """Keep a test in a fake world from taking for a result what its collectives return."""
+        if fake is None:
+            return nullcontext()
+        from harness.rank.fake_values import FakeValues
+
+        return FakeValues(fake, self._spec.session.cwd)
 
     def _properties_in_step(self, search: Search) -> AbstractContextManager[None]:
         """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""

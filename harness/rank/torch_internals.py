@@ -124,6 +124,31 @@ def forget_groups() -> None:
     world.group_count = 0
 
 
+def fake_store() -> dist.Store:
+    """Return a store for a fake group, whose backend torch registers when this module is imported.
+
+    If it moves: what torch's own tests pass to `init_process_group("fake")`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def done_work(result: list[torch.Tensor]) -> Any:
+    """Return the handle of a collective that is over, as operators of the dispatcher return it.
+
+    A fake group's own has no result, and DDP's reducer reads it. If one moves: torch's tests of comm hooks.
+    """
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage: that of the C++ object, the same for all views."""
+    return tensor.untyped_storage()._cdata
+
+
 def set_cudnn_flags(deterministic: bool, benchmark: bool) -> None:
     """Set two flags of `torch.backends.cudnn`, also where `torch.backends.disable_global_flags()` forbids it.
 

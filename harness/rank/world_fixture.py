@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.protocol import RankSpec
+from harness.protocol import FakeRank, RankSpec
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class RankWorld:
     Attributes:
         rank: This rank, from 0.
         size: Number of ranks.
-        backend: torch.distributed's name of the backend, "gloo" or "nccl".
+        backend: torch.distributed's name of the backend, "gloo", "nccl" or "fake".
         device: Where this rank's tensors belong.
         seed: What random, numpy and torch were seeded with before the test, the same on every rank. For data
             that differs, seed a generator with `world.seed + world.rank`.
@@ -59,6 +59,10 @@ class RankWorld:
     def enter_test(self, shared_tmp_path: str) -> None:
         """Set the directory that the ranks of the coming test share."""
         self._shared_tmp_path = Path(shared_tmp_path)
+
+    def stand_for(self, fake: FakeRank) -> None:
+        """Be a rank of a fake world for the coming test."""
+        self.rank, self.size = fake.rank, fake.size
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         """Return a device mesh over the ranks, one-dimensional over all of them by default.

@@ -39,6 +39,11 @@ _OPS = {*_SPELLING.values(), "broadcast", "reduce", "scatter", "gather", "barrie
 _NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 
+def spelled(name: str) -> str:
+    """Return the name in torch.distributed of an operation of the dispatcher."""
+    return _SPELLING.get(name, name.rstrip("_").removesuffix("_out"))
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective as this rank issued it.
@@ -129,7 +134,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str, arguments: Mapping[str, Any]) -> None:
-        op = _SPELLING.get(name, name.rstrip("_").removesuffix("_out"))
+        op = spelled(name)
         # A collective reads its argument `input...`, else `tensors`.
         read = [value for key, value in arguments.items() if key.startswith("input") and "split" not in key]
         tensors = named_tensors(read[0] if read else arguments.get("tensors"))

@@ -22,7 +22,7 @@ from harness.reporting.pytest_internals import (
     messages,
 )
 from harness.reporting.rank_reports import Context, RankReports
-from harness.world.outcome import Stuck
+from harness.world.outcome import ItemOutcome, Stuck
 
 
 def explain(
@@ -35,7 +35,7 @@ def explain(
     first, *others = groups.values()
     sentence = _diagnosis(context, first[0], ranks)
     head = [sentence] if sentence else []
-    head += _head(first, len(ranks), others)
+    head += _head(first, context.outcome, others)
     if cases := {rank.case() for rank in ranks} - {""}:
         head.append(f"subtests after [{max(cases)}] did not run")
     to_blame = {cause.rank for cause in causes}
@@ -52,11 +52,12 @@ def explain(
     return longrepr
 
 
-def _head(first: list[Problem], size: int, others: list[list[Problem]]) -> list[str]:
+def _head(first: list[Problem], outcome: ItemOutcome, others: list[list[Problem]]) -> list[str]:
+    size = len(outcome.ranks)
     title = first[0].title + (" first" if others and first[0].title == "failed" else "")
     if len(first) == size and size > 1:
         return [f"all {size} ranks {title}, with the same traceback; this is rank {first[0].rank}'s"]
-    head = [f"rank {first[0].rank} of {size} {title}"]
+    head = [f"rank {first[0].rank} of {outcome.world} {title}"]
     if len(first) > 1:
         head.append(f"{_names(first[1:])}: the same")
     head.extend(f"{_names(group)}: {group[0].title}, see below" for group in others)

@@ -91,8 +91,10 @@ class ItemRun:
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
         seconds, diagnosis = now - self._begun, self._find_diagnosis()
+        if (fake := order.fake) is not None:
+            self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
-        return ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses)
+        return ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses, fake)
 
     def _pending(self) -> set[int]:
         return {outcome.rank for outcome in self._outcomes if outcome.fate is None}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
-from harness.protocol import Finished, RankStatus, RunningExample, Vote, Warned
+from harness.protocol import FakeRank, Finished, RankStatus, RunningExample, Vote, Warned
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
 
@@ -107,6 +107,13 @@ class ItemOutcome:
     """What was wrong between the ranks, if it is known."""
     diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
     """The same of single cases of `run_subtests`, by name."""
+    fake: FakeRank | None = None
+    """The rank of a fake world that the one process stood for."""
+
+    @property
+    def world(self) -> str:
+        """The size of the world, in words that follow "rank 1 of"."""
+        return str(len(self.ranks)) if self.fake is None else f"{self.fake.size} (fake)"
 
     def is_clean(self) -> bool:
         """Whether the world can be trusted with another test."""
