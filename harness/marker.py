@@ -39,8 +39,6 @@ BACKENDS = {
     ),
 }
 """The backends of torch.distributed that worlds can use."""
-PLACE = "ranks_place"
-"""The parameter of an item of a fake world: its rank and the size of the world."""
 
 
 class MarkError(ValueError):
@@ -62,14 +60,6 @@ class RanksMark:
     """Of a fake world, the ranks that get an item each; None: the first and the last."""
     made_up_values: bool = False
     """Of a fake world: whether the test may read what its collectives return."""
-
-    def places(self) -> list[tuple[int, int]]:
-        """Return rank and world size of each item of a fake world."""
-        return [
-            (rank, size)
-            for size in self.sizes
-            for rank in (dict.fromkeys((0, size - 1)) if self.as_rank is None else self.as_rank)
-        ]
 
 
 def read_mark(node: pytest.Item | Any) -> RanksMark | None:
@@ -114,7 +104,15 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
             raise MarkError(f"ranks({size}): a world has at least 1 rank")
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
-    mark = RanksMark(sizes, **{**options, "as_rank": _ranks_of(sizes, options)})
+    if options.get("as_rank") is not None:
+        from harness.fake_ranks import check_ranks
+
+        try:
+            ranks = check_ranks(options["as_rank"], sizes, options.get("backend"))
+        except ValueError as error:
+            raise MarkError(str(error)) from None
+        options = {**options, "as_rank": ranks}
+    mark = RanksMark(sizes, **options)
     check_backend(mark.backend)
     if not isinstance(mark.fresh, bool):
         raise MarkError(f"ranks(fresh={mark.fresh!r}): fresh is True or False")
@@ -129,25 +127,6 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
 
 
 _OPTIONS = {each.name: None for each in fields(RanksMark)[1:]}
-
-
-def _ranks_of(sizes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the validated `as_rank`, a rank or a list of ranks, as a tuple."""
-    given = options.get("as_rank")
-    if given is None:
-        return None
-    error, size = f"ranks(as_rank={given!r})", min(sizes)
-    if options.get("backend") != "fake":
-        raise MarkError(f"{error}: only a test in a fake world stands for a rank: add backend='fake'")
-    ranks = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for rank in ranks:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise MarkError(f"{error}: write a rank, or a list of ranks: as_rank=[0, 511]")
-        if not 0 <= rank < size:
-            raise MarkError(f"{error}: a world of {size} has the ranks 0 to {size - 1}")
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise MarkError(f"{error}: name at least one rank, and none twice")
-    return ranks
 
 
 def check_backend(backend: str | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from harness import fixtures, hookspecs
 from harness.fixtures import collectives, run_subtests, world
-from harness.marker import PLACE, MarkError, read_mark
+from harness.marker import MarkError, read_mark
 from harness.options import add_options, adopted_kinds, default_backend
 from harness.protocol import RANK_PLUGIN
 
@@ -70,9 +70,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
     if mark is not None and (mark.backend or default_backend(metafunc.config)) == "fake":
-        if len(places := mark.places()) > 1:
+        from harness.fake_ranks import PLACE, places
+
+        if len(each := places(mark.sizes, mark.as_rank)) > 1:
             metafunc.fixturenames.append(PLACE)
-            metafunc.parametrize(PLACE, places, ids=[f"rank-{rank}-of-{size}" for rank, size in places])
+            metafunc.parametrize(PLACE, each, ids=[f"rank-{rank}-of-{size}" for rank, size in each])
     elif mark is not None and len(mark.sizes) > 1:
         metafunc.fixturenames.append("ranks_size")
         ids = [f"{size}-rank" if size == 1 else f"{size}-ranks" for size in mark.sizes]

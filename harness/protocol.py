@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from harness.fake_ranks import FakeRank
 
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
@@ -139,16 +142,6 @@ class Search:
     """The examples that ended a world each in earlier runs of this test."""
     continues: bool = True
     """Whether to look for a smaller example once the last of these has come up."""
-
-
-@dataclass(frozen=True, slots=True)
-class FakeRank:
-    """A rank of a fake world, which one process stands for while it runs an item."""
-
-    rank: int
-    size: int
-    shows_values: bool = False
-    """Whether the test may read what its collectives return."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from typing import Literal
 import pytest
 
 from harness.controller import debugging
-from harness.marker import BACKENDS, NEEDS, PLACE, MarkError, RanksMark, check_backend, read_mark
+from harness.fake_ranks import PLACE, FakeRank, places
+from harness.marker import BACKENDS, NEEDS, MarkError, RanksMark, check_backend, read_mark
 from harness.options import CHOICES, adopted_kinds, default_backend
-from harness.protocol import FakeRank, WorldKey
+from harness.protocol import WorldKey
 from harness.subtests import parse_selection
 
 
@@ -91,13 +92,13 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
 
 
 def _fake_rank(item: pytest.Item, mark: RanksMark) -> FakeRank:
-    places, callspec = mark.places(), getattr(item, "callspec", None)
-    if len(places) > 1 and (callspec is None or PLACE not in callspec.params):
+    each, params = places(mark.sizes, mark.as_rank), getattr(getattr(item, "callspec", None), "params", {})
+    if len(each) > 1 and PLACE not in params:
         raise MarkError(
             f"ranks({', '.join(map(str, mark.sizes))}) of a fake world: several ranks work only on a test "
             "function; give one size and one rank here: ranks(8, backend='fake', as_rank=0)"
         )
-    rank, size = places[0] if len(places) == 1 else callspec.params[PLACE]
+    rank, size = each[0] if len(each) == 1 else params[PLACE]
     return FakeRank(rank, size, mark.made_up_values)
 
 

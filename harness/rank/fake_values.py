@@ -1,4 +1,4 @@
-"""What the collectives of a fake world return: NaN that no test can take for a result. Runs inside a rank.
+"""Values that the collectives of a fake world return: NaN, which no test can take for results. Inside a rank.
 
 torch's fake group leaves in most outputs what this rank has sent. Here they are filled with NaN (integers:
 with the extreme of their dtype), and the storages of outputs, and of what is computed from them, are known:
@@ -20,11 +20,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.exceptions import FakeValueError
-from harness.protocol import FakeRank
-from harness.rank.torch_internals import done_work, storage_key
+from harness.fake_ranks import FakeRank
+from harness.rank.torch_internals import done_work, storage_key, weak_storage
 from harness.recorders.collectives import spelled
 from harness.recorders.torch_internals import TorchDispatchMode, group_of
 from harness.tracebacks import is_installed
@@ -91,7 +90,7 @@ _WITHOUT_VALUES = frozenset(
 )
 
 
-class FakeValues(TorchDispatchMode):  # type: ignore[misc]
+class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Fills the outputs of collectives, and refuses to read what comes from them, while it is entered.
 
     Args:
@@ -100,10 +99,10 @@ class FakeValues(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, fake: FakeRank, base: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._base = base
-        self._sources: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._sources: dict[int, tuple[Any, str]] = {}
         """By the address of a storage: a reference, without which another one may have it, and its origin."""
         self._sweep_at = 1024
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -113,11 +112,11 @@ class FakeValues(TorchDispatchMode):  # type: ignore[misc]
         for name in ("tolist", "numpy"):
             self._methods[name] = getattr(Tensor, name)
             setattr(Tensor, name, self._checked(self._methods[name]))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for name, method in self._methods.items():
             setattr(Tensor, name, method)
         self._sources.clear()
@@ -184,8 +183,9 @@ class FakeValues(TorchDispatchMode):  # type: ignore[misc]
 
     def _mark(self, tensors: Iterable[Tensor], source: str) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._sources.setdefault(storage_key(tensor), (StorageWeakRef(storage), source))
+            key = storage_key(tensor)
+            if key not in self._sources or self._sources[key][1] != source:
+                self._sources[key] = weak_storage(tensor), source
         if len(self._sources) > self._sweep_at:
             self._sources = {at: kept for at, kept in self._sources.items() if not kept[0].expired()}
             self._sweep_at = max(1024, 2 * len(self._sources))

@@ -18,12 +18,12 @@ from typing import Protocol
 
 import pytest
 
+from harness.fake_ranks import FakeRank
 from harness.properties.messages import GroupState
 from harness.protocol import (
     AbortGroup,
     Agreed,
     Close,
-    FakeRank,
     Finished,
     FromRank,
     Interrupt,

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from harness.fake_ranks import FakeRank
 from harness.marker import BACKENDS
-from harness.protocol import FakeRank, RankSpec
+from harness.protocol import RankSpec
 from harness.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,

@@ -17,11 +17,11 @@ import numpy
 import pytest
 import torch
 
+from harness.fake_ranks import FakeRank
 from harness.protocol import (
     RANK_PLUGIN,
     Close,
     Collecting,
-    FakeRank,
     Finished,
     ItemStarted,
     Ready,

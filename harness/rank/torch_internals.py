@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # The state of torch.distributed in this process: its groups, their names and members, of which torch has no
 # public list. If it moves: what `dist.new_group` writes to.
@@ -146,7 +147,13 @@ def done_work(result: list[torch.Tensor]) -> Any:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage: that of the C++ object, the same for all views."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """Return a weak reference to a tensor's storage; while it lives no other storage has its address."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def set_cudnn_flags(deterministic: bool, benchmark: bool) -> None:

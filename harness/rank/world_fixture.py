@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.protocol import FakeRank, RankSpec
+from harness.fake_ranks import FakeRank
+from harness.protocol import RankSpec
 
 T = TypeVar("T")
 

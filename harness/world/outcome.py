@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
-from harness.protocol import FakeRank, Finished, RankStatus, RunningExample, Vote, Warned
+from harness.protocol import Finished, RankStatus, RunningExample, Vote, Warned
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
 

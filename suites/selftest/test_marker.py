@@ -47,9 +47,39 @@ def test_an_unmarked_node_has_no_mark() -> None:
         ((True,), {}, "ranks(True): a world size is a whole number: write ranks(2)"),
         (([2, 4],), {}, "ranks([2, 4]): a world size is a whole number: write ranks(2)"),
         ((2, 4, 2), {}, "ranks(2, 4, 2): a world size is given twice"),
-        ((2,), {"backend": "glo"}, "unknown backend 'glo'; there are gloo, nccl, shm"),
-        ((2,), {"backend": ["gloo"]}, "unknown backend ['gloo']; there are gloo, nccl, shm"),
-        ((2,), {"back": "gloo"}, "ranks() has no option 'back'; it has backend, fresh, timeout and needs"),
+        ((2,), {"backend": "glo"}, "unknown backend 'glo'; there are gloo, nccl, shm, fake"),
+        ((2,), {"backend": ["gloo"]}, "unknown backend ['gloo']; there are gloo, nccl, shm, fake"),
+        (
+            (2,),
+            {"back": "gloo"},
+            "ranks() has no option 'back'; it has backend, fresh, timeout, needs, as_rank, made_up_values",
+        ),
+        ((2,), {"as_rank": 1}, "ranks(as_rank=1): only in a fake world: add backend='fake'"),
+        (
+            (8, 4),
+            {"as_rank": [0, 4], "backend": "fake"},
+            "ranks(as_rank=[0, 4]): a world of 4 has the ranks 0 to 3",
+        ),
+        (
+            (4,),
+            {"as_rank": "0", "backend": "fake"},
+            "ranks(as_rank='0'): write a rank, or a list of ranks: as_rank=[0, 511]",
+        ),
+        (
+            (4,),
+            {"as_rank": [1, 1], "backend": "fake"},
+            "ranks(as_rank=[1, 1]): name at least one rank, and none twice",
+        ),
+        (
+            (4,),
+            {"as_rank": [], "backend": "fake"},
+            "ranks(as_rank=[]): name at least one rank, and none twice",
+        ),
+        (
+            (4,),
+            {"made_up_values": 1},
+            "ranks(made_up_values=1): made_up_values is True or False",
+        ),
         ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
         ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": "5"}, "ranks(timeout='5'): a timeout is a number of seconds above 0"),
@@ -131,7 +161,7 @@ def test_a_broken_mark_is_an_error_that_names_the_test(
     lines = collected.stdout.splitlines()
     (none,) = (line for line in lines if line.startswith("test_none.py::test_x: "))
     assert none.startswith("test_none.py::test_x: ranks() needs at least one world size: write ranks(2)")
-    assert "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl, shm" in lines
+    assert "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl, shm, fake" in lines
     assert "test_zero.py::test_x: ranks(0): a world has at least 1 rank" in lines
     assert [node_ids(collected, file) for file in ("none", "unknown", "zero", "late_world")] == [[]] * 4
     assert ", 4 errors" in lines[-1]
@@ -210,11 +240,11 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm"),
+        (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm, fake"),
         (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
         (["--world-timeout=0"], "--world-timeout: write a number of seconds above 0"),
         (["-o", "ranks_start_method=fork"], "ranks_start_method = 'fork': choose forkserver, spawn"),
-        (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm"),
+        (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm, fake"),
     ],
 )
 def test_an_invalid_option_is_one_line_of_usage_error(
