@@ -267,7 +267,8 @@ def _name_of_file(number: str) -> str:
     # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are in the state.
     native = not (stat.S_ISREG(mode) or flags & fcntl.FD_CLOEXEC)
     device = path.startswith("/dev/") and not path.startswith(_SEGMENTS)
-    if native or device or path.startswith("anon_inode:"):
+    of_shm = path.startswith("/memfd:lockstep-shm")  # memory of groups, too
+    if native or device or of_shm or path.startswith("anon_inode:"):
         return ""
     name = _name_of_socket(int(number)) if stat.S_ISSOCK(mode) else f"file {path}"
     # Of multiprocessing: sockets and memory that serve a process to its end.

@@ -9,6 +9,7 @@ import importlib
 import os
 import socket
 import stat
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -72,6 +73,8 @@ class DefaultGroup:
             torch.cuda.set_device(self.device)
         if module := BACKENDS[key.backend].module:
             importlib.import_module(module)
+        if shm := sys.modules.get("harness.shm"):  # the server may have imported it before
+            shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
         self._generation += 1
         self.is_aborted = False
         self._joined = time.time_ns()
@@ -104,6 +107,8 @@ class DefaultGroup:
             abort_nccl_groups()
         if self._spec.key.backend != "gloo":
             return
+        if shm := sys.modules.get("harness.shm"):
+            shm.abort_all()
         for fd in _gloo_connections():
             # A peer may shut it down first; another thread may close it.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:

@@ -110,8 +110,11 @@ def progress() -> object:
     """Return a value that stays equal exactly while the main thread is blocked: its run time and wait time.
 
     Not from its frames: those of a thread that runs cannot be walked through safely. No two values are equal
-    in `time.sleep`, which ends without help, and where the system has no such figures.
+    in `time.sleep`, which ends without help, and where the system has no such figures. A wait in a collective
+    of shm, which looks for dead ranks meanwhile, is a value of its own.
     """
+    if (shm := sys.modules.get("harness.shm")) and (wait := shm.waits.get(threading.main_thread().ident)):
+        return wait
     waits_in = ""
     with contextlib.suppress(OSError):  # not every kernel shows it
         waits_in = Path("/proc/self/wchan").read_text()
@@ -161,16 +164,20 @@ def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
 
     Those of groups that are gone, or hidden, do not count: one of them has the same name.
 
-    Read from torch's flight recorder, which keeps the latest of all groups. A group whose last collective
-    before `begun` it has forgotten is missing from the second value.
+    Read from torch's flight recorder, which keeps the latest of all groups, and from that of shm. A group
+    whose last collective before `begun` is forgotten there is missing from the second value.
     """
-    entries = recorded_collectives()
-    may_have_forgotten = len(entries) >= int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
+    entries, shm = recorded_collectives(), sys.modules.get("harness.shm")
+    own = [] if shm is None else shm.record()
+    most = int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
+    may_have_forgotten = max(len(entries), len(own)) >= most
+    if own:
+        entries = sorted(entries + own, key=lambda entry: entry["time_created_ns"])
     # By group, too: one that is kept, or lent, for an adopted test has collectives from before.
-    current = {entry["pg_id"] for entry in entries if is_current(entry["time_created_ns"])}
-    entries = [entry for entry in entries if entry["pg_id"] in current]
-    generation = {_name(entry): entry["pg_id"] for entry in entries}  # a repaired group takes over a name
-    entries = [entry for entry in entries if entry["pg_id"] == generation[_name(entry)]]
+    current = {_group(entry) for entry in entries if is_current(entry["time_created_ns"])}
+    entries = [entry for entry in entries if _group(entry) in current]
+    generation = {_name(entry): _group(entry) for entry in entries}  # a repaired group takes over a name
+    entries = [entry for entry in entries if _group(entry) == generation[_name(entry)]]
     news = [entry for entry in entries if entry["time_created_ns"] >= begun]
     before = {} if may_have_forgotten else dict.fromkeys(generation, 0)
     before |= {
@@ -195,6 +202,11 @@ def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issue
         in_flight=not entry["retired"],
         timeout=entry.get("timeout_ms", float("inf")) / 1000,
     )
+
+
+def _group(entry: dict[str, Any]) -> tuple[str, int]:
+    """Return a backend, and the number of one of its groups in this process: each recorder has its own."""
+    return str(entry.get("profiling_name", "")).partition(":")[0], entry["pg_id"]
 
 
 def _name(entry: dict[str, Any]) -> str:

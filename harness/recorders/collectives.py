@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
 from harness.recorders.tensors import named_tensors, short
 from harness.recorders.torch_internals import TorchDispatchMode, group_of, in_backward
 
+if TYPE_CHECKING:
+    from harness.shm import Entry
+
 __all__ = ["Collective", "CollectivesLog"]
 
 T = TypeVar("T")
 
-# The name of an operation in torch.distributed, by its name in the dispatcher. Operations that are not listed
-# have torch's spelling already, except for a trailing `_`, or `_out` of a functional one.
+# The name of an operation in torch.distributed, by its name in the dispatcher or on shm. Operations that are
+# not listed have torch's spelling already, except for a trailing `_`, or `_out` of a functional one.
 _SPELLING = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
@@ -33,6 +39,8 @@ _SPELLING = {
     "isend": "send",
     "recv_any_source_": "recv",
     "irecv": "recv",
+    "all_gather_single": "all_gather_into_tensor",  # names that torch 2.13 adds, and shm uses
+    "reduce_scatter_single": "reduce_scatter_tensor",
 }
 _OPS = {*_SPELLING.values(), "broadcast", "reduce", "scatter", "gather", "barrier", "monitored_barrier"}
 # They start nothing: waiting, bookkeeping of autograd, a check of values.
@@ -109,11 +117,25 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._entries: list[Collective] = []
         self._labels: list[str] = []
         self._was_entered = False
+        self._thread = 0
+        self._is_recorded = False
+        """Whether the dispatcher is in a collective that has its entry already."""
+        self._leave: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
         self._was_entered = True
+        self._thread = threading.get_ident()
+        if shm := sys.modules.get("harness.shm"):  # whose groups the dispatcher does not see
+            self._leave.append(shm.observe(self._record_shm))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if self._leave:
+            self._leave.pop()()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,6 +147,11 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if "c10d" in func.namespace and (name := func.overloadpacket.__name__) not in _NOT_COLLECTIVES:
             names = (argument.name for argument in func._schema.arguments)
             self._record(name, dict(zip(names, args, strict=False)) | (kwargs or {}))
+            self._is_recorded = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._is_recorded = False
         elif func.namespace == "profiler":
             name = func.overloadpacket.__name__
             if name.startswith("_record_function_enter"):
@@ -141,13 +168,20 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         inputs = [] if op == "recv" else list(tensors.values())
         if (size := arguments.get("group_size")) is None:
             size = group_of(arguments.get("process_group", arguments.get("group_name"))).size()
+        self._append(op, [(t.shape, t.dtype) for t in inputs], int(size))
+
+    def _record_shm(self, entry: Entry) -> None:
+        if threading.get_ident() == self._thread and not self._is_recorded:
+            self._append(_SPELLING.get(entry.op, entry.op), entry.inputs, entry.group_size)
+
+    def _append(self, op: str, inputs: Sequence[tuple[torch.Size, torch.dtype]], group_size: int) -> None:
         self._entries.append(
             Collective(
                 op=op,
-                dtypes=tuple(t.dtype for t in inputs),
-                shapes=tuple(tuple(t.shape) for t in inputs),
-                nbytes=sum(t.numel() * t.element_size() for t in inputs),
-                group_size=int(size),
+                dtypes=tuple(dtype for _, dtype in inputs),
+                shapes=tuple(tuple(shape) for shape, _ in inputs),
+                nbytes=sum(shape.numel() * dtype.itemsize for shape, dtype in inputs),
+                group_size=group_size,
                 index=len(self._entries),
                 in_backward=in_backward(),
                 label=self._labels[-1] if self._labels else "",

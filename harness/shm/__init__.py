@@ -6,6 +6,7 @@ imports torch and the standard library only.
 
 import torch.distributed as _dist
 
+from harness.shm.channel import waits
 from harness.shm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -15,8 +16,8 @@ from harness.shm.errors import (
     PeerLost,
     ShmError,
 )
-from harness.shm.process_group import NAME, ShmProcessGroup, create
-from harness.shm.record import Entry, observe, record
+from harness.shm.process_group import NAME, ShmProcessGroup, abort_all, create
+from harness.shm.record import Entry, keep, observe, record
 
 __all__ = [
     "CollectiveMismatch",
@@ -28,8 +29,11 @@ __all__ = [
     "PeerLost",
     "ShmError",
     "ShmProcessGroup",
+    "abort_all",
+    "keep",
     "observe",
     "record",
+    "waits",
 ]
 
 if NAME not in _dist.Backend.backend_list:

@@ -39,6 +39,11 @@ _CALL, _REFUSAL = 0, 1
 JOINING, PRESENT, LEFT, ABORTED, FAILED = range(5)
 """States of a rank in its group."""
 
+waits: dict[int, tuple[str, float]] = {}
+"""What threads of this process wait for, and since when: by ident, where it has taken more than a moment.
+
+A thread that waits here wakes up now and then, so the system does not show that it is blocked."""
+
 EVERYONE = 0
 """The lane that all peers read."""
 
@@ -361,19 +366,26 @@ class Channel:
         words, bell = peer.words, peer.bell
         began = looked = time.monotonic()
         limit = self.timeout if timeout is None else timeout
-        while True:
-            seen = words[_BELL]
-            if is_done(peer):
-                return
-            futex.wait(bell, seen)
-            if is_done(peer):
-                return
-            now = time.monotonic()
-            if now - looked >= futex.SLICE:
-                looked = now
-                self._look_for_lost(peers, is_done, what)
-                if now - began >= limit:
-                    self._time_out(peers, is_done, what, now - began)
+        thread = 0
+        try:
+            while True:
+                seen = words[_BELL]
+                if is_done(peer):
+                    return
+                futex.wait(bell, seen)
+                if is_done(peer):
+                    return
+                now = time.monotonic()
+                if now - looked >= futex.SLICE:
+                    looked = now
+                    thread = threading.get_ident()
+                    waits[thread] = (str(what), began)
+                    self._look_for_lost(peers, is_done, what)
+                    if now - began >= limit:
+                        self._time_out(peers, is_done, what, now - began)
+        finally:
+            if thread:
+                del waits[thread]
 
     def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
         self.check_usable(what)

@@ -152,6 +152,7 @@ class Collectives:
             entry = Entry(signature.OPS[text[0]], number + 1, *tensors)
             entry.group, entry.description = channel.name, self.description
             entry.generation, entry.timeout = self._generation, channel.timeout
+            entry.group_size = self.size
             recorder.add(entry)
             try:
                 message = channel.begin(nbytes, call)

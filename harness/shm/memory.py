@@ -100,7 +100,7 @@ class Segment:
             OSError: there is no memory, or no descriptor.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.memfd_create("shm", os.MFD_CLOEXEC)
+        fd = os.memfd_create("lockstep-shm", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
             if populate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,21 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         return NAME
+
+    @property
+    def group_name(self) -> str:
+        return self._channel.name
+
+    def getGroupName(self) -> str:
+        return self._channel.name
+
+    def _set_group_name(self, name: str) -> None:
+        self._channel.name = name
+
+    setGroupName = _set_group_name
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._channel.next_number
 
     def _set_group_desc(self, desc: str) -> None:
         super()._set_group_desc(desc)
@@ -120,7 +136,17 @@ def create(options: Any, backend_options: object) -> ShmProcessGroup:
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=float(timeout))
     channel = meet(options.store, options.group_rank, options.group_size, timeout, options.group_id)
+    _channels.add(channel)
     return ShmProcessGroup(channel)
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()  # those of this process that live
+
+
+def abort_all() -> None:
+    """Abort every group of this process, those included that torch.distributed has forgotten."""
+    for channel in list(_channels):
+        channel.abort()
 
 
 _NUMBERS = {getattr(dist.ReduceOp.RedOpType, name): number for number, name in enumerate(REDUCTIONS)}

@@ -33,6 +33,7 @@ class Entry:
 
     Attributes:
         group: Name of the process group, and what it is described by.
+        group_size: How many ranks that has.
         generation: Which group of this process it is, counted from 0.
         number: Of the collective in its group, from 1; of the message, for point-to-point.
         op: torch's name.
@@ -51,6 +52,7 @@ class Entry:
         "failed",
         "generation",
         "group",
+        "group_size",
         "id",
         "inputs",
         "number",
@@ -64,7 +66,7 @@ class Entry:
         self.op, self.number = op, number
         self.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
         self.outputs = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        self.id = self.generation = 0
+        self.id = self.generation = self.group_size = 0
         self.group = self.description = ""
         self.peer = -1
         self.timeout = 0.0
@@ -130,6 +132,11 @@ class Recorder:
 
 # The one of this process, as torch's flight recorder is.
 recorder = Recorder(int(os.environ.get("TORCH_FR_BUFFER_SIZE") or 2000))
+
+
+def keep(number: int) -> None:
+    """Keep so many of the latest calls from now on."""
+    recorder.entries = deque(recorder.entries, maxlen=number)
 
 
 def record() -> list[dict[str, Any]]:

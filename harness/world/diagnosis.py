@@ -17,6 +17,7 @@ from harness.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged, Issued, RankSta
 _EQUAL_SIZES = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "allgather_base"}
     | {"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather_into_tensor"}
+    | {"all_gather_single", "reduce_scatter_single"}
 )
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _EXCHANGES = frozenset({"send", "recv"})

@@ -73,9 +73,12 @@ def session(
 ) -> Iterator[FaultSession]:
     """One session over the project FAULTS of the requesting module, with the plugins of its PLUGINS.
 
-    At the end, the test that came after each fault must have passed on the same ranks.
+    A module that is parametrized by `session` has one for each backend. At the end, the test that came after
+    each fault must have passed on the same ranks.
     """
     plugins = getattr(request.module, "PLUGINS", ())
-    session = run_faults(request.module.FAULTS, tmp_path_factory.mktemp("faults"), *plugins)
+    path = tmp_path_factory.mktemp("faults")
+    backend = getattr(request, "param", "gloo")
+    session = run_faults(request.module.FAULTS, path, *plugins, backend=backend)
     yield session
     session.assert_healthy()

@@ -59,18 +59,20 @@ class FaultSession:
         assert self.status == pytest.ExitCode.TESTS_FAILED  # no internal error, no interruption
 
 
-def run_faults(name: str, path: Path, *plugins: str) -> FaultSession:
+def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> FaultSession:
     """Run `projects/faults/<name>` in the directory `path`.
 
     Args:
         plugins: installed ones to load. Each of many fresh ranks would import all of them.
+        backend: of tests whose mark names none.
     """
     shutil.copytree(FAULTS / name, path, dirs_exist_ok=True)
     for module in FAULTS.glob("*.py"):
         shutil.copy(module, path)
     loaded = [f"-p{plugin}" for plugin in ("harness.plugin", *plugins, "healthy", "stopwatch")]
+    options = ("--junitxml=report.xml", "-ra", "--world-timeout=30", f"--backend={backend}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *loaded, "--junitxml=report.xml", "-ra", "--world-timeout=30"],
+        [sys.executable, "-m", "pytest", *loaded, *options],
         cwd=path,
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
