@@ -64,7 +64,7 @@ class Operation:
                     try:
                         self.channel.wait_for(self.call.number, self.call, timeout=timeout)
                         self._collect()
-                    except BaseException as error:
+                    except Exception as error:  # not where the user interrupts: the peers go on
                         self._end(error)
                         raise
                     self._end(None)

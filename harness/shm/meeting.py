@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -79,13 +81,21 @@ def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, n
     """
     seconds = timeout.total_seconds()
     card, control = _introduce(store, rank, size)
-    cards = _read_cards(store, card, rank, size, timeout)
-    for check in (_errors, _differences):
-        if problem := check(cards):
+    try:
+        cards = _read_cards(store, card, rank, size, timeout)
+        if problem := _errors(cards) or _differences(cards):
             raise MeetingFailed(f"group {name}: {problem}")
-    assert control is not None
-    channel = _join(store, control, cards, rank, seconds, name)
-    _await_all(store, channel, seconds)
+        assert control is not None
+        channel = _join(store, control, cards, rank, seconds, name)
+    except BaseException:
+        if control is not None:
+            control.close()
+        raise
+    try:
+        _await_all(store, channel, seconds)
+    except BaseException:
+        channel.leave(0)
+        raise
     with contextlib.suppress(Exception):  # for another group over the same store; not every store can
         store.delete_key(str(rank))
     return channel
@@ -99,7 +109,7 @@ def _introduce(store: dist.Store, rank: int, size: int) -> tuple[Card, Segment |
         control = Segment.create(Layout(size).nbytes, populate=False)
         place = (control.handle.fd, control.handle.inode, control.handle.nbytes)
     except (OSError, MemoryError) as failure:
-        error = f"{failure} (for a group of {size} ranks)"
+        error = f"{_with_limit(failure)} (for a group of {size} ranks)"
     card = Card(PROTOCOL, torch.__version__, this_host(), os.getpid(), place, error)
     store.set(str(rank), json.dumps(asdict(card)))
     return card, control
@@ -162,11 +172,20 @@ def _join(
         spin = _SPINS if len(cards) <= len(os.sched_getaffinity(0)) else 0
         channel = Channel(name, peers, rank, seconds, spin)
     except OSError as error:
-        text = f"rank {rank} cannot map the memory of its {len(cards) - 1} peers: {error}"
+        text = f"rank {rank} cannot map the memory of its {len(cards) - 1} peers: {_with_limit(error)}"
         store.set(_FAILED, text)
         raise MeetingFailed(f"group {name}: {text}") from error
     channel.me.change_state(PRESENT)
     return channel
+
+
+def _with_limit(error: Exception) -> str:
+    """Return the text of an error, and what to do about it where that is known."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        remedy = f"`ulimit -n` is {soft}, and may be raised to {hard}"
+        return f"{error}; a group takes a descriptor for each rank and some for memory: {remedy}"
+    return str(error)
 
 
 def _control_of(card: Card) -> Segment:

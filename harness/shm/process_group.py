@@ -38,6 +38,8 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._channel = channel
         self._collectives = Collectives(channel)
         self._completed = Completed()
+        # Also at the end of the process: peers may not have read all that this rank has handed over.
+        self._leave = weakref.finalize(self, channel.leave, _PATIENCE)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
 
     # -- torch's names
@@ -76,7 +78,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._channel.leave(_PATIENCE)
+        self._leave()
 
     def _work(self, operation: Operation, opts: Any, result: list[Tensor]) -> dist.Work:
         if getattr(opts, "asyncOp", True):
