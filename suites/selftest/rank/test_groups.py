@@ -30,3 +30,9 @@ def test_groups_stay_while_another_rank_is_in_the_test(world):
 
 def test_groups_are_gone_in_the_next_test():
     assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_threads_of_gloo_do_not_take_the_core_of_what_wakes_them():
+    threads = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
+    assert len(threads) >= 2
+    assert {os.sched_getscheduler(int(task.name)) for task in threads} == {os.SCHED_BATCH}
