@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -80,6 +81,12 @@ class Controller:
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared_tmp_path = ""
+        self._begun: Begun | None = None
+        self._looks_ahead = (
+            self._debugging is None
+            and config.getoption("capture") in ("fd", "sys")
+            and not hasattr(config, "workerinput")
+        )
 
     # Before tests: find out what will be needed, and start it early
 
@@ -141,12 +148,14 @@ class Controller:
         if request is None:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        match request:
-            case Request():
-                reports = self._run(item, request, nextitem)
-            case Refusal():
-                reports = _refuse(item, request)
-        self._tear_down_here(item, nextitem, reports)
+        outcomes = self._run(item, request, nextitem) if isinstance(request, Request) else request
+        # Wider fixtures of unmarked items before this one, as pytest would between two items.
+        torn_down = tear_down(item, nextitem)
+        if nextitem is not None and _have_passed(outcomes) and torn_down.excinfo is None:
+            self._begin_ahead(nextitem)
+        reports = self._report(item, outcomes)
+        if torn_down.excinfo is not None:
+            _add_failed_tear_down(item, torn_down, reports)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -155,33 +164,41 @@ class Controller:
             pytest.exit("Quitting debugger")
         return True
 
-    def _run(
-        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
-    ) -> list[pytest.TestReport]:
-        order = self._order(item, request, nextitem)
+    def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Outcomes | Refusal:
+        begun = self._take_begun(item)
+        order = begun.order if begun is not None else self._order(item, request, nextitem)
         try:
-            reported = last = self._run_in_world(item, request, order)
+            reported = last = self._run_in_world(item, request, order, begun)
             if not last.is_clean():
                 search = CrashSearch()
                 while search.add(last):
                     last = self._run_in_world(item, request, search.order(order))
                 reported = search.to_report(last)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
-            return _refuse(item, Refusal("failed", str(error)))
-        self._pass_on_warnings(item, last)
-        seed = self._config.getoption("world_seed")
-        return merge(reported, item, partial(rerun_line, item), seed, last)
+            return Refusal("failed", str(error))
+        return Outcomes(reported, last)
 
-    def _run_in_world(self, item: pytest.Item, request: Request, order: RunItem) -> ItemOutcome:
+    def _report(self, item: pytest.Item, outcomes: Outcomes | Refusal) -> list[pytest.TestReport]:
+        if isinstance(outcomes, Refusal):
+            return _refuse(item, outcomes)
+        self._pass_on_warnings(item, outcomes.last)
+        seed = self._config.getoption("world_seed")
+        return merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
+
+    def _run_in_world(
+        self, item: pytest.Item, request: Request, order: RunItem, begun: Begun | None = None
+    ) -> ItemOutcome:
         try:
-            world = self._worlds.take(request.key, fresh=request.fresh)
+            world = self._worlds.take(request.key, fresh=request.fresh) if begun is None else begun.world
         except WorldError as error:
             raise WorldError(f"no world of {request.key}: {error}") from error
         self._last_items[world.name] = item
         attending = contextlib.nullcontext() if self._debugging is None else self._debugging.attending(world)
         try:
             with attending:
-                outcome = world.run(order, request.timeout)
+                if begun is None:
+                    world.begin(order, request.timeout)
+                outcome = world.finish()
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
@@ -190,6 +207,36 @@ class Controller:
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         return outcome
+
+    # The next test, begun while this one is reported
+
+    def _begin_ahead(self, item: pytest.Item) -> None:
+        """Let the ranks begin the next test while this process reports the one that all of them have passed.
+
+        Not under pytest-xdist, where the item after the next one is unknown, and with it what to tear down;
+        not where ranks write, or talk, to the user directly.
+        """
+        request = item.stash.get(_request_key, None)
+        if not isinstance(request, Request) or request.fresh or not self._looks_ahead:
+            return
+        if (world := self._worlds.take_ahead(request.key)) is None:
+            return
+        order = self._order(item, request, self._after(item))
+        try:
+            world.begin(order, request.timeout)
+        except WorldError:  # the same would befall it in its turn
+            self._worlds.discard(world)
+            return
+        self._last_items[world.name] = item
+        self._begun = Begun(item, order, world)
+
+    def _take_begun(self, item: pytest.Item) -> Begun | None:
+        """Return the test that was begun ahead if it is this one; end one that pytest passes over."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.item is not item:
+            self._worlds.drop_taken(TEAR_DOWN_WITHIN)
+            return None
+        return begun
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
@@ -208,28 +255,23 @@ class Controller:
         """Find the next item on the same world, so that fixtures they share stay up until then."""
         if nextitem is None:
             return None
-        items, start = nextitem.session.items, 0
+        later: Iterable[pytest.Item] = itertools.islice(
+            nextitem.session.items, self._position(nextitem), None
+        )
         if hasattr(self._config, "workerinput"):  # of pytest-xdist: which of the items after it are ours?
-            items = [nextitem]
-        elif not self._positions:
-            self._positions = {item: position for position, item in enumerate(items)}
-        start = self._positions.get(nextitem, 0)
-        requests = ((item, _request_in(item, request.key)) for item in itertools.islice(items, start, None))
+            later = [nextitem]
+        requests = ((item, _request_in(item, request.key)) for item in later)
         following, found = next(((item, found) for item, found in requests if found), (None, None))
         # What is set up for one rank of a fake world is not for another, though the process is the same.
         return following if found is not None and found.fake == request.fake else None
 
-    def _tear_down_here(
-        self, item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
-    ) -> None:
-        """Tear down wider fixtures of unmarked items before this one, as pytest would between two items."""
-        call = tear_down(item, nextitem)
-        if call.excinfo is not None:
-            failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
-            if reports[-1].failed:  # what went wrong on ranks is reported too
-                reports.append(failed)
-            else:
-                reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
+    def _after(self, item: pytest.Item) -> pytest.Item | None:
+        return next(itertools.islice(item.session.items, self._position(item) + 1, None), None)
+
+    def _position(self, item: pytest.Item) -> int:
+        if not self._positions:
+            self._positions = {item: position for position, item in enumerate(item.session.items)}
+        return self._positions[item]
 
     # What ranks send besides their reports
 
@@ -260,6 +302,7 @@ class Controller:
             self._interrupted = self._worlds.interrupt(TEAR_DOWN_WITHIN)
             raise
         except (pytest.Session.Failed, pytest.Session.Interrupted):  # -x, --maxfail, a session's timeout
+            self._worlds.drop_taken(TEAR_DOWN_WITHIN)
             self._worlds.close()
             raise
         self._worlds.close()  # while what goes wrong can still fail the run
@@ -284,6 +327,37 @@ class Controller:
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A test that a world runs already."""
+
+    item: pytest.Item
+    order: RunItem
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """The outcome to report, and that of the last run: a property test that ends worlds has several."""
+
+    reported: ItemOutcome
+    last: ItemOutcome
+
+
+def _have_passed(outcomes: Outcomes | Refusal) -> bool:
+    return isinstance(outcomes, Outcomes) and outcomes.last.has_passed()
+
+
+def _add_failed_tear_down(
+    item: pytest.Item, call: pytest.CallInfo[None], reports: list[pytest.TestReport]
+) -> None:
+    failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    if reports[-1].failed:  # what went wrong on ranks is reported too
+        reports.append(failed)
+    else:
+        reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
 
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:

@@ -59,30 +59,35 @@ class ItemRun:
         timeout: seconds for the item, without collection; infinity for a user who debugs.
     """
 
-    def __init__(self, handles: Sequence[RankHandle], timeout: float) -> None:
+    def __init__(self, handles: Sequence[RankHandle], order: RunItem, timeout: float) -> None:
+        self.order = order
         self._handles = handles
         self._timeout = timeout
-        self._begun = time.monotonic()
-        self._deadline = self._begun + timeout
+        self._begun = self._deadline = time.monotonic()
         self._grace = self._last_grace = float("inf")
         self._collecting: dict[int, str] = {}
         self._outcomes = [RankOutcome(handle.rank) for handle in handles]
         self._answers: dict[int, RankStatus] = {}
-        self._next_probe = self._begun + PROBE_EVERY
+        self._next_probe = 0.0
         self._unanswered: set[int] = set()
         self._suspicion: Diagnosis | None = None
         self._diagnosis: Diagnosis | None = None
         self._diagnoses: dict[str, Diagnosis] = {}
         self._aborted = ""
 
-    def run(self, order: RunItem) -> ItemOutcome:
-        """Run the item; return what each rank said of it.
+    def begin(self) -> None:
+        """Send the ranks the order; they run the item, also while the controller does something else."""
+        for handle in self._handles:
+            handle.begin(self.order)
+
+    def finish(self) -> ItemOutcome:
+        """Wait for the end of the item; return what each rank said of it. The deadline counts from now.
 
         Raises:
             WorldError: a rank has left its session.
         """
-        for handle in self._handles:
-            handle.begin(order)
+        now = time.monotonic()
+        self._deadline, self._next_probe = now + self._timeout, now + PROBE_EVERY
         while pending := self._pending():
             grace = self._grace if self._without_failure(pending) else float("inf")
             self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
@@ -91,7 +96,7 @@ class ItemRun:
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
         seconds, diagnosis = now - self._begun, self._find_diagnosis()
-        if (fake := order.fake) is not None:
+        if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
         return ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses, fake)

@@ -21,6 +21,7 @@ from harness.world.diagnosis import Diagnosis
 
 Sections = tuple[tuple[str, str], ...]
 """Pairs of a stream's name, "stdout" or "stderr", and a text."""
+_PHASES = ["setup", "call", "teardown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,18 @@ class ItemOutcome:
                 for outcome in self.ranks
                 for report in outcome.reports
             )
+        )
+
+    def has_passed(self) -> bool:
+        """Whether it is clear before anything is compared between ranks that the test has passed.
+
+        Every rank has passed the three phases, without subtests, and nothing is known to be wrong.
+        """
+        return (
+            self.is_clean()
+            and self.diagnosis is None
+            and all(rank.has_passed() and rank.left_in_flight is None for rank in self.ranks)
+            and all([report["when"] for report in rank.reports] == _PHASES for rank in self.ranks)
         )
 
     def finished(self) -> list[Finished]:

@@ -58,6 +58,7 @@ class World:
         self._handles: list[RankHandle] = []
         self._port: socket.socket | None = None
         self._close_within = CLOSE_WITHIN
+        self._run: ItemRun | None = None
         self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
@@ -105,17 +106,30 @@ class World:
         if self.lease is not None:
             self.lease.leave_to_ranks()
 
-    def run(self, order: RunItem, timeout: float) -> ItemOutcome:
-        """Run one item on all ranks; return what each said of it, soon after `timeout` seconds at the latest.
+    def begin(self, order: RunItem, timeout: float) -> None:
+        """Make all ranks run one item; `finish` waits for its end.
 
         Raises:
-            WorldError: a rank has left its session, the world's directory is gone, or what
-                `--rank-output-dir` holds cannot be replaced.
+            WorldError: the world's directory is gone, or what `--rank-output-dir` holds cannot be replaced.
         """
         if self._kept is not None:
             self._kept.clear(order.nodeid)
+        self._run = ItemRun(self._handles, order, timeout)
         try:
-            outcome = ItemRun(self._handles, timeout).run(order)
+            self._run.begin()
+        except OSError as error:
+            raise WorldError(self.fault() or explain(error)) from error
+
+    def finish(self) -> ItemOutcome:
+        """Return what each rank said of the item, soon after `timeout` seconds from now at the latest.
+
+        Raises:
+            WorldError: a rank has left its session, or the world's directory is gone.
+        """
+        assert self._run is not None, "no item has begun"
+        order = self._run.order
+        try:
+            outcome = self._run.finish()
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
         if not outcome.is_clean():

@@ -6,17 +6,18 @@ import ctypes
 import multiprocessing
 import os
 import subprocess
+import time
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.protocol import AbortGroup, Collecting, Finished, Probe, RankStatus, Reported
+from harness.protocol import AbortGroup, Collecting, Finished, Probe, RankStatus, Reported, RunItem
 from harness.world import item_run
 from harness.world.handle import RankHandle
 from harness.world.item_run import ItemRun
 from harness.world.outcome import Stuck
 
-ORDER: Any = None
+ORDER = RunItem("test_a.py::test_a", "test_a.py", None, "")
 PTRACE_ATTACH = 16
 
 
@@ -72,10 +73,21 @@ class FreedRank(SilentRank):
             self.theirs.send((next(self.answers, Finished(True, 0, 0)),))
 
 
+def test_the_deadline_of_a_test_begun_ahead_counts_from_its_turn() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    run = ItemRun([SilentRank(ours)], ORDER, 0.05)
+    run.begin()
+    theirs.send((Finished(True, 0, 0),))
+    time.sleep(0.1)  # the controller reports the test before
+    outcome = run.finish()
+    assert outcome.finished() == [Finished(True, 0, 0)]
+    assert not outcome.timed_out
+
+
 def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     rank = FreedRank()
-    outcome = ItemRun([rank], 10).run(ORDER)
+    outcome = ItemRun([rank], ORDER, 10).finish()
     assert rank.sent.count(AbortGroup("a=1")) == 1
     assert outcome.finished() == [Finished(True, 0, 0)]
 
@@ -84,7 +96,7 @@ def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> N
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     ours, _theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
-    ItemRun([rank], 0.5).run(ORDER)
+    ItemRun([rank], ORDER, 0.5).finish()
     assert rank.sent == [Probe(), Probe(full=True)]
 
 
@@ -92,7 +104,7 @@ def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
     theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport"}),))
-    outcome = ItemRun([rank], 1.5).run(ORDER)
+    outcome = ItemRun([rank], ORDER, 1.5).finish()
     assert outcome.timed_out
     assert rank.reads < 30
 
@@ -101,7 +113,7 @@ def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any
     monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
     ours, theirs = multiprocessing.Pipe()
     theirs.send((Collecting("test_endless.py"),))
-    (rank,) = ItemRun([SilentRank(ours)], 0.1).run(ORDER).ranks
+    (rank,) = ItemRun([SilentRank(ours)], ORDER, 0.1).finish().ranks
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.importing == "test_endless.py"
 
