@@ -2,9 +2,10 @@
 
     python benchmarks/engine.py [--worlds 2,4] [--repeats 5] [--json FILE] [--check] [and others, see --help]
 
-Ranks are CPU processes with one torch thread each, on gloo over the loopback. What they train is in
-trainings.py. Before anything is timed, three steps must give the losses of one process that trains on the
-data of all ranks, so that no engine wins by doing less.
+Ranks are CPU processes with one torch thread each, on gloo over the loopback; `--backend shm` puts ours on
+shared memory instead, and compares them with the others on gloo. What they train is in trainings.py. Before
+anything is timed, three steps must give the losses of one process that trains on the data of all ranks, so
+that no engine wins by doing less.
 
 Time: engines take turns within each round, in an order that rotates, so that a noisy minute falls on all of
 them. A turn is one step that does not count, to have its memory at hand again, and then some that do; its
@@ -46,8 +47,10 @@ import torch
 import torch.distributed as dist
 from figures import describe_machine, ratio, table, verdicts
 from memory import LiveMemory
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 from trainings import (
+    DDP,
     DTYPES,
     ENGINES,
     FSDP1,
@@ -61,8 +64,27 @@ from trainings import (
     Training,
 )
 
-# What is wanted of the times, ours / peer, by world.
-AT_MOST = {(OURS, FSDP1): {2: 0.6, 4: 0.5}, (OURS_COMPOSABLE, FSDP2): {2: 0.6}}
+
+@dataclass(frozen=True)
+class Goal:
+    """What is wanted of the times, `mine` / `peer`: at most so much, by world, on these models."""
+
+    mine: str
+    peer: str
+    at_most: Mapping[int, float]
+    models: Sequence[str] = tuple(WORKLOADS)
+
+
+# By the backend of ours; the peers are on gloo.
+_LINEAR, _TRANSFORMER = ("relu512x6",), ("transformer256x4",)
+GOALS = {
+    "gloo": (Goal(OURS, FSDP1, {2: 0.6, 4: 0.5}), Goal(OURS_COMPOSABLE, FSDP2, {2: 0.6})),
+    "shm": tuple(
+        goal
+        for mine in (OURS, OURS_COMPOSABLE)
+        for goal in (Goal(mine, DDP, {2: 0.8, 4: 0.6}, _LINEAR), Goal(mine, DDP, {2: 1, 4: 1}, _TRANSFORMER))
+    ),
+}
 
 STEPS_PER_TURN = 3
 # How far a loss may be off, as a part of what training has changed it by. Seen: 2e-6 in fp32; in bf16 2e-3 on
@@ -96,22 +118,31 @@ def run_rank(rank: int, cases: Sequence[Case], options: argparse.Namespace, base
     world = cases[0].world
     store = dist.FileStore(str(base / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    mesh = DeviceMesh.from_group(group_of_ours(options.backend), "cpu")
     found = []
     for case in cases:
         if rank == 0:
             print(f"world {world}, {case.model}, {case.dtype}", file=sys.stderr)
-        found.append(asdict(measure(case, options)))
+        found.append(asdict(measure(case, options, mesh)))
     if rank == 0:
         (base / f"found-{world}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(case: Case, options: argparse.Namespace) -> Figures:
+def group_of_ours(backend: str) -> dist.ProcessGroup:
+    """Return the group of all ranks on `backend`."""
+    if backend == "gloo":
+        return dist.group.WORLD
+    import_module(f"harness.{backend}")  # registers it
+    return dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+
+
+def measure(case: Case, options: argparse.Namespace, mesh: DeviceMesh) -> Figures:
     """Measure the memory of all engines on one case, check them, and time them; the same on every rank."""
-    memory = {name: peak_memory(name, case) for name in options.engines}
-    trainings = {name: Training(name, case, options.batch) for name in options.engines}
-    check_losses(case, trainings, Training(UNSHARDED, case, options.batch, of_all_ranks=True))
+    memory = {name: peak_memory(name, case, mesh) for name in options.engines}
+    trainings = {name: Training(name, case, options.batch, mesh) for name in options.engines}
+    check_losses(case, trainings, Training(UNSHARDED, case, options.batch, mesh, of_all_ranks=True))
     figures = Figures(case, {name: [] for name in options.engines}, memory)
     for number in range(options.repeats):
         first = number % len(options.engines)
@@ -151,11 +182,11 @@ def turn(training: Training) -> float:
     return took.item() / STEPS_PER_TURN
 
 
-def peak_memory(engine: str, case: Case) -> Memory:
+def peak_memory(engine: str, case: Case, mesh: DeviceMesh) -> Memory:
     """Return the memory of a third step, on the rank with the most."""
     gc.collect()
     with LiveMemory() as memory:
-        training = Training(engine, case, batch=1)
+        training = Training(engine, case, 1, mesh)
         for _ in range(2):  # what is made once, in the first steps, exists in all later ones
             training.step()
         gc.collect()
@@ -235,19 +266,19 @@ def show(seconds: Sequence[float]) -> str:
     return "{:.1f} ({:.1f} to {:.1f})".format(*(x * 1000 for x in (median(seconds), low, high)))
 
 
-def wanted(found: Sequence[Figures]) -> dict[str, bool]:
+def wanted(found: Sequence[Figures], goals: Sequence[Goal]) -> dict[str, bool]:
     """Say of each ratio of ours to a peer that something is wanted of whether it held."""
     held = {}
-    for figures, pair in itertools.product(found, AT_MOST):
-        if not set(pair) <= set(figures.seconds):
+    for figures, goal in itertools.product(found, goals):
+        case, mine, peer = figures.case, goal.mine, goal.peer
+        if not {mine, peer} <= set(figures.seconds) or case.model not in goal.models:
             continue
-        case, (mine, peer) = figures.case, pair
         name = f"world {case.world}, {case.model}, {case.dtype}: {mine}"
         times = ratio(figures.seconds[mine], figures.seconds[peer])
-        if most := AT_MOST[pair].get(case.world):
+        if most := goal.at_most.get(case.world):
             held[f"{name}: {times:.2f} of {peer}'s time, at most {most}"] = times <= most
         for phase in ("forward", "step") if peer == FSDP1 else ():
-            own, theirs = (getattr(figures.memory[engine], phase) for engine in pair)
+            own, theirs = (getattr(figures.memory[engine], phase) for engine in (mine, peer))
             what = f"{name}: {own / theirs:.3f} of {peer}'s peak memory in a {phase}, at most 1"
             held[what] = own <= theirs
     return held
@@ -268,14 +299,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worlds", default="2,4", help="world sizes (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="inputs per rank (default: %(default)s)")
+    parser.add_argument("--backend", choices=list(GOALS), default="gloo", help="of ours; the others use gloo")
     for option, known in (("models", WORKLOADS), ("dtypes", DTYPES), ("engines", ENGINES)):
         names = list(known)
         parser.add_argument(f"--{option}", type=some_of(names), default=names, help=f"of {','.join(names)}")
     parser.add_argument("--json", type=Path, help="file for all samples")
     parser.add_argument("--check", action="store_true", help="exit 1 if a wanted ratio does not hold")
     options = parser.parse_args()
-    if options.check and not any(set(pair) <= set(options.engines) for pair in AT_MOST):
-        pairs = " or ".join(f"{mine} with {peer}" for mine, peer in AT_MOST)
+    goals = GOALS[options.backend]
+    if options.check and not any({goal.mine, goal.peer} <= set(options.engines) for goal in goals):
+        pairs = " or ".join(dict.fromkeys(f"{goal.mine} with {goal.peer}" for goal in goals))
         parser.error(f"--check compares {pairs}; let --engines name both")
     return options
 
@@ -301,7 +334,7 @@ def main() -> int:
         options.json.write_text(
             json.dumps({**machine, "cases": [asdict(one) for one in found]}, indent=2) + "\n"
         )
-    held = wanted(found)
+    held = wanted(found, GOALS[options.backend])
     print("\n" + verdicts(held))
     return int(options.check and not all(held.values()))
 

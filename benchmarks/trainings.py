@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -77,15 +77,28 @@ WORKLOADS = {
 }
 
 
-def unsharded(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is to shard: `unit` is the class of units, `low` means bf16.
+
+    Attributes:
+        mesh: The ranks, on the backend that ours are measured on. The others are on the default group.
+    """
+
+    unit: type[nn.Module]
+    low: bool
+    mesh: DeviceMesh
+
+
+def unsharded(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the plain model: no communication."""
     return model
 
 
-def ddp(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+def ddp(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the model under DDP; `low`: gradients on the wire in bf16."""
     wrapped = DistributedDataParallel(model)
-    if low:
+    if setup.low:
         wrapped.register_comm_hook(None, send_bf16)
     return wrapped
 
@@ -95,24 +108,24 @@ def send_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tenso
     return bf16_compress_hook(group, bucket)
 
 
-def fsdp1(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+def fsdp1(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the model under torch's FullyShardedDataParallel."""
     return fsdp.FullyShardedDataParallel(
         model,
         sharding_strategy=fsdp.ShardingStrategy.FULL_SHARD,
-        auto_wrap_policy=ModuleWrapPolicy({unit}),
+        auto_wrap_policy=ModuleWrapPolicy({setup.unit}),
         backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_PRE,
         forward_prefetch=True,
-        mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16) if low else None,
+        mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16) if setup.low else None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
 
 
-def fsdp2(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+def fsdp2(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the model under torch's fully_shard; it is set to prefetch in forward as well."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.low else None)
     units = list(model)
     for one in (*units, model):
         fsdp.fully_shard(one, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
@@ -121,33 +134,34 @@ def fsdp2(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
     return model
 
 
-def ours_(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+def ours_(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the model under harness.engine."""
     return ours.FullyShardedDataParallel(
         model,
+        process_group=setup.mesh.get_group(),
         sharding_strategy=ours.ShardingStrategy.FULL_SHARD,
-        auto_wrap_policy=ours.ModuleWrapPolicy({unit}),
+        auto_wrap_policy=ours.ModuleWrapPolicy({setup.unit}),
         backward_prefetch=ours.BackwardPrefetch.BACKWARD_PRE,
         forward_prefetch=True,
-        mixed_precision=ours.MixedPrecision(param_dtype=torch.bfloat16) if low else None,
+        mixed_precision=ours.MixedPrecision(param_dtype=torch.bfloat16) if setup.low else None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
 
 
-def ours_composable(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+def ours_composable(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the model under harness.engine's fully_shard; it prefetches in forward by default."""
-    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.low else None)
     for one in (*model, model):
-        ours.fully_shard(one, reshard_after_forward=True, mp_policy=policy)
+        ours.fully_shard(one, mesh=setup.mesh, reshard_after_forward=True, mp_policy=policy)
     return model
 
 
-def ours_replicate(model: nn.Sequential, unit: type[nn.Module], low: bool) -> nn.Module:
+def ours_replicate(model: nn.Sequential, setup: Setup) -> nn.Module:
     """Return the model under harness.engine's replicate."""
-    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.low else None)
     for one in (*model, model):
-        ours.replicate(one, mp_policy=policy)
+        ours.replicate(one, mesh=setup.mesh, mp_policy=policy)
     return model
 
 
@@ -162,19 +176,24 @@ ENGINES = {
     OURS_COMPOSABLE: ours_composable,
     OURS_REPLICATE: ours_replicate,
 }
-PEERS = {OURS: (UNSHARDED, DDP, FSDP1, FSDP2), OURS_COMPOSABLE: (FSDP2,), OURS_REPLICATE: (DDP,)}
+PEERS = {OURS: (UNSHARDED, DDP, FSDP1, FSDP2), OURS_COMPOSABLE: (DDP, FSDP2), OURS_REPLICATE: (DDP,)}
 """What each of ours is compared with."""
 
 
 class Training:
-    """One model under one engine, with its optimizer and its data: this rank's, or that of all ranks."""
+    """One model under one engine, with its optimizer and its data: this rank's, or that of all ranks.
 
-    def __init__(self, engine: str, case: Case, batch: int, of_all_ranks: bool = False) -> None:
+    `mesh` is what an engine of ours runs on.
+    """
+
+    def __init__(
+        self, engine: str, case: Case, batch: int, mesh: DeviceMesh, of_all_ranks: bool = False
+    ) -> None:
         workload, low = WORKLOADS[case.model], case.dtype == "bf16"
         ranks = range(case.world) if of_all_ranks else [dist.get_rank()]
         data = [workload.data(rank, batch) for rank in ranks]
         self._inputs, self._targets = (torch.cat(parts) for parts in zip(*data, strict=True))
-        self._model = ENGINES[engine](workload.build(), workload.unit, low)
+        self._model = ENGINES[engine](workload.build(), Setup(workload.unit, low, mesh))
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
         self._autocast = low and engine in (UNSHARDED, DDP)
 
