@@ -67,7 +67,7 @@ from trainings import (
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of the times, `mine` / `peer`: at most so much, by world, on these models."""
+    """The most that `mine` may take of the time of `peer`, by world, on these models."""
 
     mine: str
     peer: str

@@ -79,7 +79,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine is to shard: `unit` is the class of units, `low` means bf16.
+    """Options of an engine: `unit` is the class of units, `low` means bf16.
 
     Attributes:
         mesh: The ranks, on the backend that ours are measured on. The others are on the default group.
