@@ -12,32 +12,33 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.shm import futex
+from harness.shm import futex, signature
 from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
 from harness.shm.memory import Arena, Handle, Segment
+from harness.shm.peer import (
+    ABORTED,
+    BELL,
+    DEPTH,
+    FAILED,
+    INLINE,
+    JOINING,
+    LEFT,
+    LOCATION,
+    POSTED,
+    PRESENT,
+    TEXT,
+    WANTS_READ,
+    Layout,
+    Peer,
+)
 
-DEPTH = 32
-INLINE = 8192
-
-# A control segment, in 64-bit words. What different processes write or wait for is 64 bytes apart at least.
-_STATE, _BELL, _WANTS_READ, _REASON = 0, 8, 16, 24
-_REASON_BYTES = 832
-_POSTED = 128  # a word for each lane, then those of what this rank has read, then headers, then contents
-_HEADER_BYTES = 512
-_LOCATION = struct.Struct("<QqQQQ")  # kind, fd, inode, size of the segment, bytes of the contents
-_TEXT_AT = _LOCATION.size
-_TEXT = struct.Struct("<IIQ")  # length of the text, kind of the message, its number
 _NOTHING, _INLINE, _SEGMENT = 0, 1, 2
 _CALL, _REFUSAL = 0, 1
-
-JOINING, PRESENT, LEFT, ABORTED, FAILED = range(5)
-"""States of a rank in its group."""
 
 waits: dict[int, tuple[str, float]] = {}
 """What threads of this process wait for, and since when: by ident, where it has taken more than a moment.
@@ -46,91 +47,6 @@ A thread that waits here wakes up now and then, so the system does not show that
 
 EVERYONE = 0
 """The lane that all peers read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The offsets, in bytes, within the control segment of a rank in a group of `size` ranks."""
-
-    size: int
-
-    @property
-    def read(self) -> int:
-        return 8 * _POSTED + 64 * (self.size + 1)
-
-    @property
-    def headers(self) -> int:
-        return self.read + 8 * DEPTH * 2 * self.size
-
-    @property
-    def contents(self) -> int:
-        return self.headers + _HEADER_BYTES * DEPTH * (self.size + 1)
-
-    @property
-    def nbytes(self) -> int:
-        return self.contents + INLINE * DEPTH * (self.size + 1)
-
-
-class Peer:
-    """One rank of the group, this one included: its control segment, and the segments that it fills."""
-
-    def __init__(self, rank: int, pid: int, control: Segment) -> None:
-        self.rank, self.pid, self.control = rank, pid, control
-        self.words, self.memory = control.words, control.memory
-        self.bell = control.address + 8 * _BELL
-        self._filled: dict[int, Segment] = {}
-        self._ringing = threading.Lock()
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})"
-
-    @property
-    def state(self) -> int:
-        return self.words[_STATE]
-
-    @property
-    def reason(self) -> str:
-        """The error with which it failed."""
-        text = bytes(self.memory[8 * _REASON : 8 * _REASON + _REASON_BYTES])
-        return text.split(b"\0", 1)[0].decode(errors="replace")
-
-    def ring(self) -> None:
-        """Wake those who wait for this rank; to be called by itself."""
-        with self._ringing:
-            self.words[_BELL] += 1
-        futex.wake(self.bell)
-
-    def rung(self) -> int:
-        """Return how often it has rung: what `futex.wait` for it is given."""
-        return self.words[_BELL]
-
-    def change_state(self, state: int, reason: str = "") -> None:
-        """Let peers see another state of this rank; to be called by itself."""
-        text = reason.encode()[: _REASON_BYTES - 1]
-        self.memory[8 * _REASON : 8 * _REASON + len(text) + 1] = text + b"\0"
-        futex.fence(self.bell)
-        self.words[_STATE] = state
-        self.ring()
-
-    def filled(self, handle: Handle) -> Segment:
-        """Return a segment of this peer, mapped here.
-
-        Raises:
-            OSError: it is gone, or cannot be mapped.
-        """
-        segment = self._filled.get(handle.inode)
-        if segment is None:
-            for inode, known in list(self._filled.items()):
-                with contextlib.suppress(OSError):
-                    if os.stat(f"/proc/{self.pid}/fd/{known.handle.fd}").st_ino == inode:
-                        continue
-                del self._filled[inode]  # the peer has given it up
-            segment = self._filled[handle.inode] = Segment.open(self.pid, handle)
-        return segment
-
-    def forget(self) -> None:
-        """Give up what is mapped of the segments that it fills."""
-        self._filled.clear()
 
 
 @dataclass(slots=True)
@@ -190,6 +106,10 @@ class Channel:
 
     # -- writing
 
+    def _header_at(self, lane: int, number: int) -> int:
+        layout = self._layout
+        return layout.headers + layout.header * (lane * DEPTH + number % DEPTH)
+
     @property
     def next_number(self) -> int:
         """The number of the next message to everyone."""
@@ -214,39 +134,45 @@ class Channel:
         self._in_use.append((lane, number, segment))
         return Outgoing(lane, number, segment, 0, nbytes, False)
 
-    def post(self, message: Outgoing, text: bytes) -> None:
-        """Let peers see the message: `text` is its header."""
-        self._publish(message, text, _CALL)
+    def post(self, message: Outgoing, text: bytes, note: bytes = b"") -> None:
+        """Let peers see the message.
+
+        Args:
+            message: What `begin` returned.
+            text: Its header, which peers compare with theirs.
+            note: More for the header, at most 16 bytes for each rank.
+        """
+        self._publish(message, text, note, _CALL)
 
     def refuse(self, what: object, error: ShmError, lane: int = EVERYONE) -> None:
         """Post that this rank cannot take part in what is next, so that its peers raise too."""
         number = self._next[lane]
         message = Outgoing(lane, number, self.me.control, 0, 0, True)
-        self._publish(message, f"{what}: {error}".encode(), _REFUSAL)
+        text = f"{what}: {error}".encode()[: signature.MAX_BYTES]
+        self._publish(message, text, b"", _REFUSAL)
 
-    def _publish(self, message: Outgoing, text: bytes, kind: int) -> None:
+    def _publish(self, message: Outgoing, text: bytes, note: bytes, kind: int) -> None:
         memory, words = self.me.memory, self.me.words
-        at = self._layout.headers + _HEADER_BYTES * (message.lane * DEPTH + message.number % DEPTH)
+        at = self._header_at(message.lane, message.number)
         handle = message.segment.handle
         place = (_INLINE if message.is_inline else _SEGMENT) if message.nbytes else _NOTHING
-        _LOCATION.pack_into(memory, at, place, handle.fd, handle.inode, handle.nbytes, message.nbytes)
-        text = text[: _HEADER_BYTES - _TEXT_AT - _TEXT.size]
-        at += _TEXT_AT
-        memory[at : at + _TEXT.size + len(text)] = _TEXT.pack(len(text), kind, message.number) + text
+        LOCATION.pack_into(memory, at, place, handle.fd, handle.inode, handle.nbytes, message.nbytes)
+        text = TEXT.pack(len(text), kind, message.number) + text + note
+        memory[at + LOCATION.size : at + LOCATION.size + len(text)] = text
         futex.fence(self.me.bell)
         self._next[message.lane] = message.number + 1
-        words[_POSTED + 8 * message.lane] = message.number + 1
+        words[POSTED + 8 * message.lane] = message.number + 1
         self.me.ring()
 
     def header(self, text: bytes, number: int) -> bytes:
         """Return the bytes that a peer's header equals if its message has this number and this text."""
-        return _TEXT.pack(len(text), _CALL, number) + text
+        return TEXT.pack(len(text), _CALL, number) + text
 
     # -- reading
 
     def arrived(self, peer: Peer, number: int, lane: int = EVERYONE) -> bool:
         """Return whether a message has been posted."""
-        posted: int = peer.words[_POSTED + 8 * lane]
+        posted: int = peer.words[POSTED + 8 * lane]
         return posted > number
 
     def wait_for(
@@ -264,7 +190,7 @@ class Channel:
             GroupAborted: one of them, or this rank, has aborted the group.
             CollectiveTimeout: it took longer than the timeout.
         """
-        posted = _POSTED + 8 * lane
+        posted = POSTED + 8 * lane
         waited = list(self.others if peers is None else peers)
         for peer in waited:
             if peer.words[posted] <= number:
@@ -272,7 +198,7 @@ class Channel:
 
     def has_text(self, peer: Peer, number: int, header: bytes, lane: int = EVERYONE) -> bool:
         """Return whether a message of a peer has the header, as `header` makes it."""
-        at = self._layout.headers + _HEADER_BYTES * (lane * DEPTH + number % DEPTH) + _TEXT_AT
+        at = self._header_at(lane, number) + LOCATION.size
         return bytes(peer.memory[at : at + len(header)]) == header
 
     def text(self, peer: Peer, number: int, lane: int = EVERYONE) -> bytes:
@@ -281,12 +207,17 @@ class Channel:
         Raises:
             ShmError: the peer has refused to take part.
         """
-        at = self._layout.headers + _HEADER_BYTES * (lane * DEPTH + number % DEPTH) + _TEXT_AT
-        length, kind, _ = _TEXT.unpack_from(peer.memory, at)
-        text = bytes(peer.memory[at + _TEXT.size : at + _TEXT.size + length])
+        at = self._header_at(lane, number) + LOCATION.size
+        length, kind, _ = TEXT.unpack_from(peer.memory, at)
+        text = bytes(peer.memory[at + TEXT.size : at + TEXT.size + length])
         if kind == _REFUSAL:
             raise ShmError(f"{peer} of group {self.name} could not take part: {text.decode()}")
         return text
+
+    def note(self, peer: Peer, number: int, after: bytes, lane: int = EVERYONE) -> bytes:
+        """Return the bytes in the header of a message that come after the text, as many as there can be."""
+        at = self._header_at(lane, number) + LOCATION.size + TEXT.size + len(after)
+        return bytes(peer.memory[at : at + 16 * self.size])
 
     def contents(self, peer: Peer, number: int, lane: int = EVERYONE) -> tuple[Segment, int]:
         """Return where the contents of a message are: a segment that is mapped here, and an offset in bytes.
@@ -294,8 +225,8 @@ class Channel:
         Raises:
             PeerLost: the peer is gone, and its memory with it.
         """
-        at = self._layout.headers + _HEADER_BYTES * (lane * DEPTH + number % DEPTH)
-        place, fd, inode, nbytes, _ = _LOCATION.unpack_from(peer.memory, at)
+        at = self._header_at(lane, number)
+        place, fd, inode, nbytes, _ = LOCATION.unpack_from(peer.memory, at)
         if place != _SEGMENT:
             return peer.control, self._layout.contents + INLINE * (lane * DEPTH + number % DEPTH)
         if peer is self.me:
@@ -315,7 +246,7 @@ class Channel:
         base = self._layout.read // 8 + kind * DEPTH + number % DEPTH
         for peer in self.others if peers is None else peers:
             words[base + 2 * DEPTH * peer.rank] = number + 1
-            if peer.words[_WANTS_READ]:
+            if peer.words[WANTS_READ]:
                 self.me.ring()
 
     # -- waiting
@@ -334,12 +265,12 @@ class Channel:
         readers = self._readers(lane)
         if all(self._is_read(peer, lane, number) for peer in readers):
             return
-        self.me.words[_WANTS_READ] = 1
+        self.me.words[WANTS_READ] = 1
         try:
             for peer in readers:
                 self._await(peer, readers, lambda one: self._is_read(one, lane, number), what, None)
         finally:
-            self.me.words[_WANTS_READ] = 0
+            self.me.words[WANTS_READ] = 0
 
     def _reclaim(self) -> None:
         kept = []
@@ -369,7 +300,7 @@ class Channel:
         thread = 0
         try:
             while True:
-                seen = words[_BELL]
+                seen = words[BELL]
                 if is_done(peer):
                     return
                 futex.wait(bell, seen)
@@ -473,7 +404,7 @@ class Channel:
 
     def _let_read(self, patience: float) -> None:
         self._reclaim()
-        self.me.words[_WANTS_READ] = 1
+        self.me.words[WANTS_READ] = 1
         deadline = time.monotonic() + patience
         while self._in_use and time.monotonic() < deadline:
             lane, number, _ = self._in_use[0]
@@ -483,6 +414,6 @@ class Channel:
             if not waited:
                 del self._in_use[0]
                 continue
-            seen = waited[0].words[_BELL]
+            seen = waited[0].words[BELL]
             if not self._is_read(waited[0], lane, number):
                 futex.wait(waited[0].bell, seen)

@@ -7,104 +7,21 @@ one to wait, and operations may be waited for in any order.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+import struct
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from harness.shm import reduce, signature
-from harness.shm.channel import Channel, Peer
+from harness.shm.channel import Channel
 from harness.shm.errors import CollectiveMismatch, ShmError
 from harness.shm.memory import Segment, copy
+from harness.shm.operation import Call, Finish, Operation
 from harness.shm.record import Entry, recorder
 
 Part = tuple[int, Tensor]
 """A tensor and the offset, in bytes, at which a contribution has it."""
-
-
-Finish = Callable[[int], None]
-"""Fill the outputs of the collective of that number."""
-
-
-class Call:
-    """A collective call as messages name it."""
-
-    __slots__ = ("number", "text")
-
-    def __init__(self, text: bytes, number: int) -> None:
-        self.text, self.number = text, number
-
-    def __str__(self) -> str:
-        return f"{signature.explain(self.text)} (#{self.number + 1})"
-
-
-class Operation:
-    """A collective that this rank has called: `complete` does the rest of it."""
-
-    __slots__ = ("_finish", "_lock", "call", "channel", "entry", "error", "is_done", "owner")
-
-    def __init__(self, owner: Collectives, call: Call, finish: Finish | None, entry: Entry) -> None:
-        self.owner, self.channel, self.call, self.entry = owner, owner.channel, call, entry
-        self._finish = finish
-        self._lock = threading.Lock()
-        self.is_done = False
-        self.error: BaseException | None = None
-
-    def complete(self, timeout: float | None = None) -> None:
-        """Wait for the peers, and fill the outputs; once.
-
-        Raises:
-            ShmError: what this or another wait for it has met.
-        """
-        if not self.is_done:
-            with self._lock:
-                if not self.is_done:
-                    try:
-                        self.channel.wait_for(self.call.number, self.call, timeout=timeout)
-                        self._collect()
-                    except Exception as error:  # not where the user interrupts: the peers go on
-                        self._end(error)
-                        raise
-                    self._end(None)
-        elif self.error is not None:
-            raise self.error
-
-    def try_complete(self) -> bool:
-        """Complete it if all peers have called it; return whether it is complete."""
-        if not self.is_done:
-            arrived = (self.channel.arrived(peer, self.call.number) for peer in self.channel.others)
-            if not all(arrived):
-                return False
-            self.complete()
-        return True
-
-    def _collect(self) -> None:
-        channel, number = self.channel, self.call.number
-        header = channel.header(self.call.text, number)
-        for peer in channel.others:
-            if not channel.has_text(peer, number, header):
-                self._raise_mismatch(peer)
-        if self._finish is not None:
-            self._finish(number)
-
-    def _raise_mismatch(self, peer: Peer) -> NoReturn:
-        channel, number = self.channel, self.call.number
-        theirs = channel.text(peer, number)
-        raise CollectiveMismatch(
-            f"ranks called different collectives as #{number + 1} of group {channel.name}: "
-            f"{channel.me} called {signature.explain(self.call.text)}, "
-            f"{peer} called {signature.explain(theirs)}"
-        )
-
-    def _end(self, error: BaseException | None) -> None:
-        self._finish = None
-        self.error = error
-        self.is_done = True
-        self.channel.mark_read(self.call.number)
-        self.owner.pending.pop(self.call.number, None)
-        self.entry.complete(failed=error is not None)
 
 
 class Collectives:
@@ -128,6 +45,9 @@ class Collectives:
         if operation := self.pending.get(number):
             operation.complete()
 
+    def _forget(self, number: int) -> None:
+        self.pending.pop(number, None)
+
     def start(
         self,
         text: bytes,
@@ -135,6 +55,7 @@ class Collectives:
         nbytes: int,
         finish: Finish | None,
         tensors: tuple[list[Tensor], list[Tensor]],
+        note: bytes = b"",
     ) -> Operation:
         """Deposit a contribution, and return the operation.
 
@@ -144,6 +65,7 @@ class Collectives:
             nbytes: Size of it.
             finish: Called when all peers have called the same.
             tensors: Inputs and outputs, for the record.
+            note: Peers find it with the signature, but do not compare it.
         """
         channel = self.channel
         with channel.lock:
@@ -161,8 +83,8 @@ class Collectives:
             except ShmError as error:
                 self._refuse(call, error, entry)
                 raise
-            channel.post(message, text)
-            operation = Operation(self, call, finish, entry)
+            channel.post(message, text, note)
+            operation = Operation(channel, call, finish, entry, self._forget)
             self.pending[number] = operation
         return operation
 
@@ -303,6 +225,89 @@ class Collectives:
             take(output, segment, offset + self.rank * aligned(output.nbytes))
 
         return self.start(text, (), 0, finish_here, ([], [output]))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, receives: Sequence[int], sends: Sequence[int]
+    ) -> Operation:
+        """Fill `output` with a piece of the `input` of each rank, in rank order.
+
+        Args:
+            output: In which rows of the first dimension are received.
+            input: Whose rows are sent.
+            receives: Rows from each rank; none are as many from each.
+            sends: Rows to each rank; none are as many to each.
+        """
+        received, sent = flat(output), flat(input)
+        expected, given = self._elements(output, receives), self._elements(input, sends)
+        inputs, outputs = torch.split(sent, given), torch.split(received, expected)
+        op, tensors = "all_to_all_single", ([input], [output])
+
+        def finish(number: int) -> None:
+            if received.data_ptr() != output.data_ptr():
+                output.data.copy_(received.view(output.shape))
+
+        return self._exchange(op, list(outputs), list(inputs), tensors, finish)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Operation:
+        """Fill each of `outputs` with one of the `inputs` of one rank. Sizes may differ."""
+        outputs, inputs = list(outputs), list(inputs)
+        return self._exchange("all_to_all", outputs, inputs, (inputs, outputs), lambda number: None)
+
+    def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
+        """Return how many elements each of `rows` of a tensor are."""
+        if not rows:
+            return [tensor.numel() // self.size] * self.size
+        of_row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+        return [of_row * number for number in rows]
+
+    def _exchange(
+        self,
+        op: str,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        tensors: tuple[list[Tensor], list[Tensor]],
+        then: Finish,
+    ) -> Operation:
+        """Fill each of `outputs` with what one rank has among its `inputs` for this one."""
+        text = signature.pack(op, outputs[0].dtype)
+        expected, given = [one.numel() for one in outputs], [one.numel() for one in inputs]
+        note = struct.pack(f"<{2 * self.size}q", *given, *expected)
+        offsets = starts(inputs)
+        parts = [part for rank, part in enumerate(zip(offsets, inputs, strict=False)) if rank != self.rank]
+
+        def finish(number: int) -> None:
+            sent = self._check_exchange(op, number, text, note)
+            for rank, (output, peer) in enumerate(zip(outputs, self.channel.peers, strict=True)):
+                if rank == self.rank:
+                    output.data.copy_(inputs[rank].data)
+                elif sent[rank][self.rank]:
+                    before = sum(aligned(count * output.itemsize) for count in sent[rank][: self.rank])
+                    segment, offset = self.channel.contents(peer, number)
+                    take(output, segment, offset + before)
+            then(number)
+
+        return self.start(text, parts, offsets[-1], finish, tensors, note)
+
+    def _check_exchange(self, op: str, number: int, text: bytes, note: bytes) -> list[tuple[int, ...]]:
+        """Return how many elements each rank sends to each.
+
+        Raises:
+            CollectiveMismatch: a rank sends another number of elements than is expected of it; on all ranks.
+        """
+        channel, size = self.channel, self.size
+        notes = [note if peer is channel.me else channel.note(peer, number, text) for peer in channel.peers]
+        numbers = [struct.unpack(f"<{2 * size}q", one) for one in notes]
+        sent, received = [one[:size] for one in numbers], [one[size:] for one in numbers]
+        if list(zip(*sent, strict=True)) == received:
+            return sent
+        wrong = [
+            f"{channel.peers[a]} sends {sent[a][b]} elements to {channel.peers[b]}, "
+            f"which expects {received[b][a]}"
+            for a in range(size)
+            for b in range(size)
+            if sent[a][b] != received[b][a]
+        ]
+        raise CollectiveMismatch(f"{op} (#{number + 1}) of group {channel.name}: {'; '.join(wrong)}")
 
     def _reduce(self, output: Tensor, own: Tensor, offset: int, number: int, reduction: int) -> None:
         """Reduce this rank's part, and what peers have at `offset` of their contributions, into `output`."""

@@ -21,16 +21,10 @@ import torch
 import torch.distributed as dist
 
 from harness.shm import futex
-from harness.shm.channel import (
-    FAILED,
-    JOINING,
-    PRESENT,
-    Channel,
-    Layout,
-    Peer,
-)
+from harness.shm.channel import Channel
 from harness.shm.errors import MeetingFailed
 from harness.shm.memory import Handle, Segment
+from harness.shm.peer import FAILED, JOINING, PRESENT, Layout, Peer
 
 PROTOCOL = 1
 """To be counted up when ranks of before could not understand those of after."""

@@ -128,6 +128,22 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         operation = self._collectives.scatter(outputs[0], inputs[0] if inputs else (), opts.rootRank)
         return self._work(operation, opts, list(outputs))
 
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        receives: Sequence[int],
+        sends: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        operation = self._collectives.all_to_all_single(output, input, receives, sends)
+        return self._work(operation, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        return self._work(self._collectives.all_to_all(outputs, inputs), opts, list(outputs))
+
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._work(self._collectives.barrier(), opts, [])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.shm.channel import DEPTH, INLINE, Channel
+from harness.shm.channel import Channel
 from harness.shm.collectives import Collectives
 from harness.shm.errors import (
     CollectiveMismatch,
@@ -23,6 +23,7 @@ from harness.shm.errors import (
 )
 from harness.shm.meeting import meet
 from harness.shm.memory import Arena, Segment
+from harness.shm.peer import DEPTH, INLINE
 
 SECOND = datetime.timedelta(seconds=1)
 
@@ -167,3 +168,28 @@ def test_a_segment_is_opened_by_its_inode_alone() -> None:
 def test_a_segment_too_large_says_how_much_and_for_what() -> None:
     with pytest.raises(ShmError, match=r"all_reduce needs 1024 TiB .*`ulimit -v`"):
         Arena().take(1 << 50, "all_reduce")
+
+
+def test_pieces_of_all_to_all_may_differ(pair: list[Collectives]) -> None:
+    sent = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0], [20.0]])]
+    received = [torch.zeros(2, 1), torch.zeros(3, 1)]
+    begun = [
+        pair[0].all_to_all_single(received[0], sent[0], [1, 1], [1, 2]),
+        pair[1].all_to_all_single(received[1], sent[1], [2, 1], [1, 1]),
+    ]
+    for operation in begun:
+        operation.complete()
+    assert [tensor.flatten().tolist() for tensor in received] == [[1.0, 10.0], [2.0, 3.0, 20.0]]
+
+
+def test_pieces_that_do_not_fit_are_named_on_both_ranks(pair: list[Collectives]) -> None:
+    begun = [
+        pair[0].all_to_all_single(torch.zeros(2), torch.zeros(3), [1, 1], [1, 2]),
+        pair[1].all_to_all_single(torch.zeros(4), torch.zeros(2), [3, 1], [1, 1]),
+    ]
+    for operation in begun:
+        with pytest.raises(
+            CollectiveMismatch,
+            match=r"rank 0 \(pid \d+\) sends 2 elements to rank 1 \(pid \d+\), which expects 3$",
+        ):
+            operation.complete()

@@ -1,0 +1,101 @@
+"""A collective under way: called by this rank, completed when all peers have called the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from harness.shm import signature
+from harness.shm.channel import Channel, Peer
+from harness.shm.errors import CollectiveMismatch
+from harness.shm.record import Entry
+
+Finish = Callable[[int], None]
+"""Fill the outputs of the collective of that number."""
+
+
+class Call:
+    """A collective call as messages name it."""
+
+    __slots__ = ("number", "text")
+
+    def __init__(self, text: bytes, number: int) -> None:
+        self.text, self.number = text, number
+
+    def __str__(self) -> str:
+        return f"{signature.explain(self.text)} (#{self.number + 1})"
+
+
+class Operation:
+    """A collective that this rank has called: `complete` does the rest of it."""
+
+    __slots__ = ("_finish", "_forget", "_lock", "call", "channel", "entry", "error", "is_done")
+
+    def __init__(
+        self,
+        channel: Channel,
+        call: Call,
+        finish: Finish | None,
+        entry: Entry,
+        forget: Callable[[int], None],
+    ) -> None:
+        self.channel, self.call, self.entry = channel, call, entry
+        self._finish, self._forget = finish, forget
+        self._lock = threading.Lock()
+        self.is_done = False
+        self.error: BaseException | None = None
+
+    def complete(self, timeout: float | None = None) -> None:
+        """Wait for the peers, and fill the outputs; once.
+
+        Raises:
+            ShmError: what this or another wait for it has met.
+        """
+        if not self.is_done:
+            with self._lock:
+                if not self.is_done:
+                    try:
+                        self.channel.wait_for(self.call.number, self.call, timeout=timeout)
+                        self._collect()
+                    except Exception as error:  # not where the user interrupts: the peers go on
+                        self._end(error)
+                        raise
+                    self._end(None)
+        elif self.error is not None:
+            raise self.error
+
+    def try_complete(self) -> bool:
+        """Complete it if all peers have called it; return whether it is complete."""
+        if not self.is_done:
+            arrived = (self.channel.arrived(peer, self.call.number) for peer in self.channel.others)
+            if not all(arrived):
+                return False
+            self.complete()
+        return True
+
+    def _collect(self) -> None:
+        channel, number = self.channel, self.call.number
+        header = channel.header(self.call.text, number)
+        for peer in channel.others:
+            if not channel.has_text(peer, number, header):
+                self._raise_mismatch(peer)
+        if self._finish is not None:
+            self._finish(number)
+
+    def _raise_mismatch(self, peer: Peer) -> NoReturn:
+        channel, number = self.channel, self.call.number
+        theirs = channel.text(peer, number)
+        raise CollectiveMismatch(
+            f"ranks called different collectives as #{number + 1} of group {channel.name}: "
+            f"{channel.me} called {signature.explain(self.call.text)}, "
+            f"{peer} called {signature.explain(theirs)}"
+        )
+
+    def _end(self, error: BaseException | None) -> None:
+        self._finish = None
+        self.error = error
+        self.is_done = True
+        self.channel.mark_read(self.call.number)
+        self._forget(self.call.number)
+        self.entry.complete(failed=error is not None)
