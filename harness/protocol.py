@@ -24,7 +24,7 @@ VICTIM_OF_A_CASE = "this case failed on another rank: "
 BROKEN_CONNECTION = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
     r"|NCCL.*(aborted|remote process exited|socket)"
-    r"|\b(GroupAborted|PeerLost): ",  # errors of harness.shm
+    r"|\b(?:GroupAborted|PeerLost): (?:.*? (gone|left|aborted|failed)\b)?",  # errors of harness.shm
     re.DOTALL | re.IGNORECASE,
 )
 """Matches what a collective raises on a rank when another rank has closed its connection, or has ended."""

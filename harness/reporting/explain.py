@@ -92,7 +92,7 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str
     if VICTIM_OF_A_CASE in message:
         return "did not fail this case"
     if broken := BROKEN_CONNECTION.search(message):
-        return f"lost {peer} at {lines(report)[0]} ({broken[1] or 'aborted'})"
+        return f"lost {peer} at {lines(report)[0]} ({next(filter(None, broken.groups()), 'aborted')})"
     return f"failed at {lines(report)[0]} ({message.splitlines()[0]})"
 
 

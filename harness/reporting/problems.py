@@ -81,7 +81,10 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
         for phase in PHASES:
             report = rank.phases.get(phase)
             if report is not None and report.failed:
-                found[phase].append(Problem(rank.rank, report.stop, "failed", report))
+                # By an exception of harness.shm, which compares what ranks call.
+                is_mismatch = "CollectiveMismatch: " in messages(report)[-1]
+                problem = Problem(rank.rank, report.stop, "failed", report, is_mismatch=is_mismatch)
+                found[phase].append(problem)
         if isinstance(rank.fate, Died):
             found[rank.reached()].append(_death(context, rank.rank, rank.fate))
     _add_silence(context, ranks, found)
