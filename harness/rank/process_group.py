@@ -24,8 +24,6 @@ from harness.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,
     fake_store,
-    forget_groups,
-    process_groups,
     take_groups,
 )
 
@@ -41,7 +39,7 @@ class DefaultGroup:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._generation = 0
-        self._of_rank: list[dist.ProcessGroup] = []
+        self._of_rank: TakenGroups | None = None
         self.device = torch.device("cpu") if spec.gpu is None else torch.device("cuda", spec.gpu)
         self.is_aborted = False
         """Whether the group that was joined last has been aborted."""
@@ -123,15 +121,14 @@ class DefaultGroup:
         the death of this one while the child lives. The child has no use for the groups, as their threads are
         not copied; it may make its own.
         """
-        self._of_rank = process_groups()  # never destroyed: it would shut them down
+        # Never destroyed: it would shut them down, and remove the file of a store that all ranks are through.
+        self._of_rank = take_groups()
         if self._spec.key.backend == "fake":  # without connections: those that there are, are the test's
-            forget_groups()
             return
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in _gloo_connections():
             os.dup2(null, fd)
         os.close(null)
-        forget_groups()
 
     def hide(self) -> None:
         """Make torch forget all groups of this rank, which stay connected, so that a test has its own."""
