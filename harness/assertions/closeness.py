@@ -86,6 +86,8 @@ def _difference(
     if actual is None or expected is None:
         return None if actual is expected else f"{_kind(actual)}, expected {_kind(expected)}"
     atol, rtol = _resolve(tolerance, actual.dtype, expected.dtype)
+    if _is_same(actual, expected):
+        return None
     try:
         torch.testing.assert_close(
             actual, expected, atol=atol, rtol=rtol, check_dtype=same_dtype, check_device=False
@@ -95,6 +97,14 @@ def _difference(
         lines = [line.rstrip(".") for line in str(error).splitlines() if line]
         return "; ".join(lines[1:] or lines)
     return None
+
+
+def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether two plain tensors are equal beyond doubt, as most are: `assert_close` takes 40 us."""
+    if not type(actual) is type(expected) is torch.Tensor:
+        return False
+    kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (actual, expected)]
+    return kinds[0] == kinds[1] and actual.layout is torch.strided and torch.equal(actual, expected)
 
 
 def _resolve(tolerance: Tolerance | torch.dtype | None, *dtypes: torch.dtype) -> Tolerance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -119,12 +120,21 @@ class Training:
 
 @dataclass
 class Run:
-    """Results of one training: parameters before and after it, losses and gradients by step."""
+    """Results of one training: parameters before and after it, losses and gradients by step.
+
+    `losses_of_ranks`: the losses of each rank, in order; `train` gathers them.
+    """
 
     start: Named
     losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     parameters: Named = field(default_factory=dict)
+    losses_of_ranks: tuple[tuple[float, ...], ...] = ()
+
+    @cached_property
+    def moved(self) -> bool:
+        """Whether any parameter changed."""
+        return bool(differences(self.parameters, self.start, EXACT))
 
 
 def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Training) -> None:
@@ -155,7 +165,10 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
 
 def train(trainee: Trainee, training: Training) -> Run:
     """Train, and return the run that `assert_parity` compares. Every rank must call it."""
-    return _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
+    run = _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
+    losses = gathered(tuple(float(step["loss"]) for step in run.losses))
+    run.losses_of_ranks = tuple(losses.values())
+    return run
 
 
 def _train(trainee: Trainee, training: Training, start: Named) -> Run:
@@ -205,13 +218,12 @@ def _compare(training: Training, where: str, actual: Named, expected: Named) -> 
 
 
 def _emptiness(reference: Run, training: Training) -> list[str]:
-    """Return reasons why agreement of this run would mean nothing; a collective."""
+    """Return reasons why agreement of this run would mean nothing."""
     found: list[str] = []
-    if not differences(reference.parameters, reference.start, EXACT):
+    if not reference.moved:
         found.append(f"no parameter of the reference moved in {training.steps} steps")
-    losses = gathered([float(step["loss"]) for step in reference.losses])
-    distinct = {tuple(of_rank) for of_rank in losses.values()}
-    if not training.same_data and len(losses) > 1 and len(distinct) == 1:
+    losses = reference.losses_of_ranks
+    if not training.same_data and len(losses) > 1 and len(set(losses)) == 1:
         found.append("the losses are the same on all ranks: give them different data, or pass same_data=True")
     return found
 

@@ -313,11 +313,17 @@ class VisibleGradients(Gradients):
     def drop_accumulated(self) -> None:
         """Do nothing: the user sees them all, and may keep them."""
 
+    def presence(self) -> list[float]:
+        """Return for each parameter 1.0 if this rank shows a gradient of it, else 0.0."""
+        shard = self._shard
+        visible = (p.parameter if shard.config.use_orig_params else shard.flat for p in shard.params)
+        return [float(parameter.grad is not None) for parameter in visible]
+
     @torch.no_grad()
-    def full(self, dtype: torch.dtype) -> list[Tensor | None]:
+    def full(self, dtype: torch.dtype, presence: Sequence[float]) -> list[Tensor | None]:
         """Return one full gradient per parameter, in its shape and `dtype`; None where no rank has one.
 
-        Inside `no_sync` they are this rank's own.
+        `presence`: what the ranks show, added up. Inside `no_sync` gradients are this rank's own.
         """
         shard = self._shard
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
@@ -326,12 +332,7 @@ class VisibleGradients(Gradients):
             if parameter.grad is not None:
                 flat[span] = parameter.grad.reshape(-1).to(flat.device)
         full = flat if self._unsynced else shard.gather(flat)
-        visible = (p.parameter if shard.config.use_orig_params else shard.flat for p in shard.params)
-        mine = torch.tensor([float(p.grad is not None) for p in visible], device=shard.device)
-        present = collectives.total(mine, shard.config.mesh.groups, largest=True).tolist()
-        return [
-            view if there else None for view, there in zip(shard.layout.views(full), present, strict=True)
-        ]
+        return [view if num else None for view, num in zip(shard.layout.views(full), presence, strict=True)]
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
         self._synced = {p: fn(gradient) for p, gradient in self._synced.items()}

@@ -1,9 +1,12 @@
 """Tensors that modules see in place of their shards while they save, load or are summoned. Runs on ranks."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -120,13 +123,14 @@ class Summon:
 @contextmanager
 def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
     """Make modules of `units` see unsharded original parameters in the context. A collective of all ranks."""
+    groups = [unit.group for unit in units if unit.group]
     with ExitStack() as stack:
-        for group in [unit.group for unit in units if unit.group]:
+        presence = _presence(groups) if options.with_grads else {}
+        for group in groups:
             full = group.gather_original()
             gradients = None
             if options.with_grads:
-                assert isinstance(group.gradients, VisibleGradients)
-                gradients = group.gradients.full(group.dtypes.gradient)
+                gradients = _visible(group).full(group.dtypes.gradient, presence[group])
             if options.rank0_only and not group.config.mesh.is_first:
                 continue
             if options.offload_to_cpu:
@@ -135,6 +139,25 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
             group.summon(full, gradients)
             stack.callback(group.end_summon, options.writeback)
         yield
+
+
+def _presence(groups: Iterable[ParamGroup]) -> dict[ParamGroup, list[float]]:
+    """Return for each parameter of each group how many ranks show a gradient: one exchange for each mesh."""
+    alike: defaultdict[object, list[ParamGroup]] = defaultdict(list)
+    for group in groups:
+        alike[group.config.mesh.groups, group.shard.device].append(group)
+    found: dict[ParamGroup, list[float]] = {}
+    for members in alike.values():
+        mine = {group: _visible(group).presence() for group in members}
+        flags = torch.tensor(list(chain(*mine.values())), device=members[0].shard.device)
+        everyones = iter(collectives.total(flags, members[0].config.mesh.groups).tolist())
+        found |= {group: list(islice(everyones, len(own))) for group, own in mine.items()}
+    return found
+
+
+def _visible(group: ParamGroup) -> VisibleGradients:
+    assert isinstance(group.gradients, VisibleGradients)
+    return group.gradients
 
 
 def refuse_when_busy(units: Iterable[Unit], what: str) -> None:
