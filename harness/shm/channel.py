@@ -15,7 +15,9 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from harness.shm import futex, signature
 from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
@@ -34,6 +36,7 @@ from harness.shm.peer import (
     TEXT,
     WANTS_READ,
     Layout,
+    Outgoing,
     Peer,
 )
 
@@ -47,23 +50,6 @@ A thread that waits here wakes up now and then, so the system does not show that
 
 EVERYONE = 0
 """The lane that all peers read."""
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A message that is being written."""
-
-    lane: int
-    number: int
-    segment: Segment
-    offset: int
-    """Where its contents go, in the segment; 0 where it has none."""
-    nbytes: int
-    is_inline: bool
-
-    @property
-    def address(self) -> int:
-        return self.segment.address + self.offset
 
 
 class Channel:
@@ -115,8 +101,15 @@ class Channel:
         """The number of the next message to everyone."""
         return self._next[EVERYONE]
 
-    def begin(self, nbytes: int, what: object, lane: int = EVERYONE) -> Outgoing:
+    def begin(self, nbytes: int, what: object, lane: int = EVERYONE, at: int = 0) -> Outgoing:
         """Reserve the next message of a lane, with room for its contents; `post` must follow, under the lock.
+
+        Args:
+            nbytes: Size of the contents.
+            what: The operation, for errors.
+            lane: Who reads it.
+            at: Address of the contents, 0 if they must be copied. In memory of `allocate` they stay where
+                they are: the message `is_there`.
 
         Raises:
             OutOfSharedMemory: there is no memory for the contents.
@@ -125,6 +118,9 @@ class Channel:
         number = self._next[lane]
         if number >= DEPTH:
             self._wait_until_read(lane, number - DEPTH, what)
+        if at and (found := self.arena.find(at)):
+            self._in_use.append((lane, number, found[0]))
+            return Outgoing(lane, number, *found, nbytes, False, is_there=True)
         if nbytes <= INLINE:
             offset = self._layout.contents + INLINE * (lane * DEPTH + number % DEPTH)
             return Outgoing(lane, number, self.me.control, offset, nbytes, True)
@@ -133,6 +129,35 @@ class Channel:
         segment = self.arena.take(nbytes, str(what))
         self._in_use.append((lane, number, segment))
         return Outgoing(lane, number, segment, 0, nbytes, False)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D tensor, whose values are undefined, in memory that peers can read.
+
+        A collective whose input is there copies nothing for the peers, unless the input is the output too.
+        They may read it until `await_readers` returns: until then it must not be written.
+
+        Raises:
+            OutOfSharedMemory: there is no memory for it.
+        """
+        with self.lock:
+            self._reclaim()
+            return self.arena.lend(numel, dtype, f"a buffer of {numel} {dtype}")
+
+    def await_readers(self, tensor: Tensor) -> None:
+        """Return when no peer will read the memory of `tensor` any more for what was called so far.
+
+        Raises:
+            ShmError: a peer that has not read it is gone, or does not read it within the timeout.
+        """
+        found = self.arena.find(tensor.data_ptr())
+        if found is None:
+            return
+        for lane, number, segment in list(self._in_use):
+            if segment is found[0]:
+                for peer in self._readers(lane):
+                    if not self._is_read(peer, lane, number):
+                        with self.lock:
+                            self._wait_until_read(lane, number, "the next use of a buffer")
 
     def post(self, message: Outgoing, text: bytes, note: bytes = b"") -> None:
         """Let peers see the message.
@@ -156,7 +181,7 @@ class Channel:
         at = self._header_at(message.lane, message.number)
         handle = message.segment.handle
         place = (_INLINE if message.is_inline else _SEGMENT) if message.nbytes else _NOTHING
-        LOCATION.pack_into(memory, at, place, handle.fd, handle.inode, handle.nbytes, message.nbytes)
+        LOCATION.pack_into(memory, at, place, handle.fd, handle.inode, handle.nbytes, message.offset)
         text = TEXT.pack(len(text), kind, message.number) + text + note
         memory[at + LOCATION.size : at + LOCATION.size + len(text)] = text
         futex.fence(self.me.bell)
@@ -226,13 +251,11 @@ class Channel:
             PeerLost: the peer is gone, and its memory with it.
         """
         at = self._header_at(lane, number)
-        place, fd, inode, nbytes, _ = LOCATION.unpack_from(peer.memory, at)
+        place, fd, inode, nbytes, offset = LOCATION.unpack_from(peer.memory, at)
         if place != _SEGMENT:
             return peer.control, self._layout.contents + INLINE * (lane * DEPTH + number % DEPTH)
-        if peer is self.me:
-            raise AssertionError("a rank's own contribution is read from where it came from")
         try:
-            return peer.filled(Handle(fd, inode, nbytes)), 0
+            return peer.filled(Handle(fd, inode, nbytes)), offset
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
             raise (PeerLost if gone else ShmError)(
@@ -281,6 +304,7 @@ class Channel:
             else:
                 kept.append(entry)
         self._in_use = kept
+        self.arena.take_back([segment for _, _, segment in kept])
 
     def _await(
         self,

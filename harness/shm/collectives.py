@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +24,26 @@ from harness.shm.record import Entry, recorder
 
 Part = tuple[int, Tensor]
 """A tensor and the offset, in bytes, at which a contribution has it."""
+
+
+@dataclass(slots=True)
+class Contribution:
+    """The part of a collective that a rank hands over.
+
+    Attributes:
+        parts: What is copied for the peers.
+        nbytes: Size of it.
+        at: Address of all of it, or 0 if it is not in one piece or is overwritten by the result.
+        note: Peers find it with the signature, but do not compare it.
+    """
+
+    parts: Sequence[Part] = ()
+    nbytes: int = 0
+    at: int = 0
+    note: bytes = b""
+
+
+NOTHING = Contribution()
 
 
 class Collectives:
@@ -51,39 +73,38 @@ class Collectives:
     def start(
         self,
         text: bytes,
-        parts: Sequence[Part],
-        nbytes: int,
+        handed: Contribution,
         finish: Finish | None,
-        tensors: tuple[list[Tensor], list[Tensor]],
-        note: bytes = b"",
+        inputs: list[Tensor],
+        outputs: list[Tensor],
     ) -> Operation:
         """Deposit a contribution, and return the operation.
 
         Args:
             text: The signature.
-            parts: The contribution.
-            nbytes: Size of it.
+            handed: The contribution.
             finish: Called when all peers have called the same.
-            tensors: Inputs and outputs, for the record.
-            note: Peers find it with the signature, but do not compare it.
+            inputs: The tensors that are read, for the record.
+            outputs: Those that are filled.
         """
         channel = self.channel
         with channel.lock:
             number = channel.next_number
             call = Call(text, number)
-            entry = Entry(signature.OPS[text[0]], number + 1, *tensors)
+            entry = Entry(signature.OPS[text[0]], number + 1, inputs, outputs)
             entry.group, entry.description = channel.name, self.description
             entry.generation, entry.timeout = self._generation, channel.timeout
             entry.group_size = self.size
             recorder.add(entry)
             try:
-                message = channel.begin(nbytes, call)
-                for offset, tensor in parts:
-                    put(tensor, message.segment, message.offset + offset)
+                message = channel.begin(handed.nbytes, call, at=handed.at)
+                if not message.is_there:
+                    for offset, tensor in handed.parts:
+                        put(tensor, message.segment, message.offset + offset)
             except ShmError as error:
                 self._refuse(call, error, entry)
                 raise
-            channel.post(message, text, note)
+            channel.post(message, text, handed.note)
             operation = Operation(channel, call, finish, entry, self._forget)
             self.pending[number] = operation
         return operation
@@ -97,7 +118,7 @@ class Collectives:
     # -- the collectives
 
     def barrier(self) -> Operation:
-        return self.start(signature.pack("barrier"), (), 0, None, ([], []))
+        return self.start(signature.pack("barrier"), NOTHING, None, [], [])
 
     def all_gather_single(self, output: Tensor, input: Tensor) -> Operation:
         """Fill `output` with the `input` of every rank, in rank order."""
@@ -116,7 +137,7 @@ class Collectives:
             if target is not output:
                 output.data.copy_(target)
 
-        return self.start(text, ((0, input),), nbytes, finish, ([input], [output]))
+        return self.start(text, of(input), finish, [input], [output])
 
     def all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> Operation:
         """Fill each of `outputs` with the `input` of one rank; sizes may differ."""
@@ -129,7 +150,7 @@ class Collectives:
                 else:
                     take(output, *self.channel.contents(peer, number))
 
-        return self.start(text, ((0, input),), input.nbytes, finish, ([input], list(outputs)))
+        return self.start(text, of(input), finish, [input], list(outputs))
 
     def all_reduce(self, tensor: Tensor, reduction: int) -> Operation:
         """Reduce `tensor` over all ranks, in place."""
@@ -138,18 +159,21 @@ class Collectives:
         def finish(number: int) -> None:
             self._reduce(tensor, flat(tensor), 0, number, reduction)
 
-        return self.start(text, ((0, tensor),), tensor.nbytes, finish, ([tensor], [tensor]))
+        handed = Contribution(
+            ((0, tensor),), tensor.nbytes
+        )  # a copy: peers read it while this is overwritten
+        return self.start(text, handed, finish, [tensor], [tensor])
 
     def reduce(self, tensor: Tensor, root: int, reduction: int) -> Operation:
         """Reduce `tensor` over all ranks, in place on rank `root`."""
         text = signature.pack("reduce", tensor.dtype, (tensor.numel(),), reduction, root)
         if self.rank != root:
-            return self.start(text, ((0, tensor),), tensor.nbytes, None, ([tensor], []))
+            return self.start(text, of(tensor), None, [tensor], [])
 
         def finish(number: int) -> None:
             self._reduce(tensor, flat(tensor), 0, number, reduction)
 
-        return self.start(text, (), 0, finish, ([tensor], [tensor]))
+        return self.start(text, NOTHING, finish, [tensor], [tensor])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, reduction: int) -> Operation:
         """Reduce `input` over all ranks; `output` is this rank's piece of the result."""
@@ -166,7 +190,8 @@ class Collectives:
         def finish(number: int) -> None:
             self._reduce(output, whole[start : start + numel], start * input.itemsize, number, reduction)
 
-        return self.start(text, parts, nbytes * self.size, finish, ([input], [output]))
+        handed = Contribution(parts, nbytes * self.size, whole.data_ptr())
+        return self.start(text, handed, finish, [input], [output])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: int) -> Operation:
         """Reduce each of `inputs` over all ranks; `output` is the result of one of them. Sizes may differ."""
@@ -179,24 +204,24 @@ class Collectives:
         def finish(number: int) -> None:
             self._reduce(output, flat(inputs[self.rank]), offsets[self.rank], number, reduction)
 
-        return self.start(text, parts, offsets[-1], finish, (list(inputs), [output]))
+        return self.start(text, Contribution(parts, offsets[-1]), finish, list(inputs), [output])
 
     def broadcast(self, tensor: Tensor, root: int) -> Operation:
         """Overwrite `tensor` with that of rank `root`."""
         text = signature.pack("broadcast", tensor.dtype, (tensor.numel(),), root=root)
         if self.rank == root:
-            return self.start(text, ((0, tensor),), tensor.nbytes, None, ([tensor], [tensor]))
+            return self.start(text, of(tensor), None, [tensor], [tensor])
 
         def finish(number: int) -> None:
             take(tensor, *self.channel.contents(self.channel.peers[root], number))
 
-        return self.start(text, (), 0, finish, ([tensor], [tensor]))
+        return self.start(text, NOTHING, finish, [tensor], [tensor])
 
     def gather(self, outputs: Sequence[Tensor], input: Tensor, root: int) -> Operation:
         """Fill each of `outputs`, on rank `root`, with the `input` of one rank."""
         text = signature.pack("gather", input.dtype, (input.numel(),), root=root)
         if self.rank != root:
-            return self.start(text, ((0, input),), input.nbytes, None, ([input], []))
+            return self.start(text, of(input), None, [input], [])
 
         def finish(number: int) -> None:
             for output, peer in zip(outputs, self.channel.peers, strict=True):
@@ -205,7 +230,7 @@ class Collectives:
                 else:
                     take(output, *self.channel.contents(peer, number))
 
-        return self.start(text, (), 0, finish, ([input], list(outputs)))
+        return self.start(text, NOTHING, finish, [input], list(outputs))
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Operation:
         """Fill `output` with one of the `inputs` of rank `root`."""
@@ -218,13 +243,13 @@ class Collectives:
             def finish(number: int) -> None:
                 output.data.copy_(inputs[root])
 
-            return self.start(text, parts, offsets[-1], finish, (list(inputs), [output]))
+            return self.start(text, Contribution(parts, offsets[-1]), finish, list(inputs), [output])
 
         def finish_here(number: int) -> None:
             segment, offset = self.channel.contents(self.channel.peers[root], number)
             take(output, segment, offset + self.rank * aligned(output.nbytes))
 
-        return self.start(text, (), 0, finish_here, ([], [output]))
+        return self.start(text, NOTHING, finish_here, [], [output])
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, receives: Sequence[int], sends: Sequence[int]
@@ -239,19 +264,22 @@ class Collectives:
         """
         received, sent = flat(output), flat(input)
         expected, given = self._elements(output, receives), self._elements(input, sends)
-        inputs, outputs = torch.split(sent, given), torch.split(received, expected)
-        op, tensors = "all_to_all_single", ([input], [output])
+        text = signature.pack("all_to_all_single", input.dtype)
+        handed, fill = self._exchange(text, torch.split(received, expected), torch.split(sent, given))
+        handed.at = sent.data_ptr()  # in one piece, as the pieces lie side by side
 
         def finish(number: int) -> None:
+            fill(number)
             if received.data_ptr() != output.data_ptr():
                 output.data.copy_(received.view(output.shape))
 
-        return self._exchange(op, list(outputs), list(inputs), tensors, finish)
+        return self.start(text, handed, finish, [input], [output])
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Operation:
         """Fill each of `outputs` with one of the `inputs` of one rank. Sizes may differ."""
-        outputs, inputs = list(outputs), list(inputs)
-        return self._exchange("all_to_all", outputs, inputs, (inputs, outputs), lambda number: None)
+        text = signature.pack("all_to_all", outputs[0].dtype)
+        handed, finish = self._exchange(text, outputs, inputs)
+        return self.start(text, handed, finish, list(inputs), list(outputs))
 
     def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
         """Return how many elements each of `rows` of a tensor are."""
@@ -261,34 +289,26 @@ class Collectives:
         return [of_row * number for number in rows]
 
     def _exchange(
-        self,
-        op: str,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        tensors: tuple[list[Tensor], list[Tensor]],
-        then: Finish,
-    ) -> Operation:
-        """Fill each of `outputs` with what one rank has among its `inputs` for this one."""
-        text = signature.pack(op, outputs[0].dtype)
+        self, text: bytes, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Contribution, Finish]:
+        """Return what to hand over, and what fills each of `outputs` with what one rank has for this one."""
         expected, given = [one.numel() for one in outputs], [one.numel() for one in inputs]
         note = struct.pack(f"<{2 * self.size}q", *given, *expected)
-        offsets = starts(inputs)
+        offsets = list(accumulate((one.nbytes for one in inputs), initial=0))
         parts = [part for rank, part in enumerate(zip(offsets, inputs, strict=False)) if rank != self.rank]
 
         def finish(number: int) -> None:
-            sent = self._check_exchange(op, number, text, note)
+            sent = self._check_exchange(number, text, note)
             for rank, (output, peer) in enumerate(zip(outputs, self.channel.peers, strict=True)):
                 if rank == self.rank:
                     output.data.copy_(inputs[rank].data)
                 elif sent[rank][self.rank]:
-                    before = sum(aligned(count * output.itemsize) for count in sent[rank][: self.rank])
                     segment, offset = self.channel.contents(peer, number)
-                    take(output, segment, offset + before)
-            then(number)
+                    take(output, segment, offset + sum(sent[rank][: self.rank]) * output.itemsize)
 
-        return self.start(text, parts, offsets[-1], finish, tensors, note)
+        return Contribution(parts, offsets[-1], note=note), finish
 
-    def _check_exchange(self, op: str, number: int, text: bytes, note: bytes) -> list[tuple[int, ...]]:
+    def _check_exchange(self, number: int, text: bytes, note: bytes) -> list[tuple[int, ...]]:
         """Return how many elements each rank sends to each.
 
         Raises:
@@ -307,7 +327,7 @@ class Collectives:
             for b in range(size)
             if sent[a][b] != received[b][a]
         ]
-        raise CollectiveMismatch(f"{op} (#{number + 1}) of group {channel.name}: {'; '.join(wrong)}")
+        raise CollectiveMismatch(f"{Call(text, number)} of group {channel.name}: {'; '.join(wrong)}")
 
     def _reduce(self, output: Tensor, own: Tensor, offset: int, number: int, reduction: int) -> None:
         """Reduce this rank's part, and what peers have at `offset` of their contributions, into `output`."""
@@ -327,6 +347,12 @@ class Collectives:
             result = torch.empty(numel, dtype=dtype)
             reduce.reduce_into(result, parts, reduction)
             output.data.copy_(result.view(output.shape))
+
+
+def of(tensor: Tensor) -> Contribution:
+    """Return a contribution that is a whole tensor."""
+    at = tensor.data_ptr() if tensor.is_contiguous() else 0
+    return Contribution(((0, tensor),), tensor.nbytes, at)
 
 
 def flat(tensor: Tensor) -> Tensor:

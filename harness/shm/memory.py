@@ -10,6 +10,9 @@ import ctypes
 import mmap
 import os
 import weakref
+from bisect import bisect
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,6 +174,11 @@ class Arena:
     def __init__(self) -> None:
         self._free: list[Segment] = []
         self._segments: dict[int, Segment] = {}
+        self._lent: dict[int, Segment] = {}
+        """Those that are lent, by address; `_starts` are their addresses in order."""
+        self._starts: list[int] = []
+        self._returned: deque[int] = deque()
+        """Addresses of lent segments whose tensor is gone."""
 
     @property
     def nbytes(self) -> int:
@@ -203,14 +211,49 @@ class Arena:
 
     def give(self, segment: Segment) -> None:
         """Let a segment be taken again."""
-        if segment.handle.inode in self._segments:
+        if segment.handle.inode in self._segments and segment.address not in self._lent:
             self._free.append(segment)
+
+    def lend(self, numel: int, dtype: torch.dtype, why: str) -> Tensor:
+        """Return a tensor in a segment of its own, which comes back when the tensor is gone."""
+        segment = self.take(max(numel, 1) * dtype.itemsize, why)
+        self._lent[segment.address] = segment
+        self._starts = sorted(self._lent)
+        mapping = (ctypes.c_char * segment.handle.nbytes).from_address(segment.address)
+        mapping.segment = segment  # type: ignore[attr-defined] # it stays mapped when the group has ended
+        # Called in any thread, at any time: it only notes it.
+        weakref.finalize(mapping, self._returned.append, segment.address).atexit = False
+        return torch.frombuffer(mapping, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+
+    def find(self, address: int) -> tuple[Segment, int] | None:
+        """Return the lent segment in which an address is, and its offset there."""
+        if not self._starts:
+            return None
+        segment = self._lent[self._starts[bisect(self._starts, address) - 1]]
+        offset = address - segment.address
+        return (segment, offset) if 0 <= offset < segment.handle.nbytes else None
+
+    def take_back(self, in_use: Collection[Segment]) -> None:
+        """Let lent segments be taken again whose tensor is gone, but for those that are `in_use`."""
+        for _ in range(len(self._returned)):
+            address = self._returned.popleft()
+            segment = self._lent.get(address)
+            if segment is None:  # of before `close`
+                continue
+            if segment in in_use:
+                self._returned.append(address)
+            else:
+                del self._lent[address]
+                self._starts = sorted(self._lent)
+                self.give(segment)
 
     def close(self) -> None:
         """Give back all memory, but what tensors still use."""
         for segment in self._segments.values():
             segment.close()
-        self._segments, self._free = {}, []
+        self._segments, self._lent, self._free = {}, {}, []
+        self._starts = []
+        self._returned.clear()
 
     def _drop(self, segment: Segment) -> None:
         self._free.remove(segment)

@@ -1,4 +1,4 @@
-"""One rank of a group as its peers see it: its control segment, its state, and the segments that it fills.
+"""One rank of a group as its peers see it: its control segment, its state, the segments that it fills.
 
 Each rank has a control segment that it alone writes: 64-bit words, and the headers and short contents of
 messages (`channel.py`).
@@ -10,6 +10,7 @@ import contextlib
 import os
 import struct
 import threading
+from dataclasses import dataclass
 
 from harness.shm import futex, signature
 from harness.shm.memory import Handle, Segment
@@ -27,7 +28,7 @@ POSTED = 128
 """A word for each lane; then follows what this rank has read, then headers, then contents."""
 
 LOCATION = struct.Struct("<QqQQQ")
-"""In a header: kind of place, descriptor, inode and size of the segment, bytes of the contents."""
+"""In a header: kind of place, descriptor, inode and size of the segment, offset of the contents in it."""
 
 TEXT = struct.Struct("<IIQ")
 """In a header: length of the text, kind of the message, its number."""
@@ -115,3 +116,22 @@ class Peer:
     def forget(self) -> None:
         """Give up what is mapped of the segments that it fills."""
         self._filled.clear()
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A message that is being written."""
+
+    lane: int
+    number: int
+    segment: Segment
+    offset: int
+    """Where its contents go, in the segment; 0 where it has none."""
+    nbytes: int
+    is_inline: bool
+    is_there: bool = False
+    """Whether the contents need not be written."""
+
+    @property
+    def address(self) -> int:
+        return self.segment.address + self.offset

@@ -80,6 +80,25 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Leave the group."""
         self._leave()
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D tensor, whose values are undefined, in memory that peers can read.
+
+        A collective whose input is there copies nothing for the peers, unless the input is the output too.
+        They may read it until `await_readers` returns: until then it must not be written.
+
+        Raises:
+            OutOfSharedMemory: there is no memory for it.
+        """
+        return self._channel.allocate(numel, dtype)
+
+    def await_readers(self, tensor: Tensor) -> None:
+        """Return when no peer will read memory of `allocate` any more for what was called so far.
+
+        Raises:
+            ShmError: a peer that has not read it is gone, or does not read it within the timeout.
+        """
+        self._channel.await_readers(tensor)
+
     def _work(self, operation: Operation, opts: Any, result: list[Tensor]) -> dist.Work:
         if getattr(opts, "asyncOp", True):
             return ShmWork(operation, result)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 import torch
@@ -193,3 +194,56 @@ def test_pieces_that_do_not_fit_are_named_on_both_ranks(pair: list[Collectives])
             match=r"rank 0 \(pid \d+\) sends 2 elements to rank 1 \(pid \d+\), which expects 3$",
         ):
             operation.complete()
+
+
+def test_what_lies_in_allocated_memory_is_not_copied(pair: list[Collectives]) -> None:
+    numel = 1 << 16
+    buffer = pair[0].channel.allocate(2 * numel, torch.float32)
+    buffer.copy_(torch.arange(2.0 * numel))
+    shards = [torch.zeros(numel), torch.zeros(numel)]
+    begun = [
+        end.reduce_scatter_single(shard, whole, 0)
+        for end, shard, whole in zip(pair, shards, (buffer, torch.ones(2 * numel)), strict=True)
+    ]
+    for operation in begun:
+        operation.complete()
+    assert torch.cat(shards).equal(torch.arange(2.0 * numel) + 1)
+    assert [end.channel.arena.nbytes for end in pair] == [8 * numel, 8 * numel]  # the buffer alone; a copy
+
+
+def test_allocated_memory_has_readers_until_they_are_done(pair: list[Collectives]) -> None:
+    buffer = pair[0].channel.allocate(4, torch.float32).fill_(5)
+    gathered = torch.zeros(8)
+    begun = [
+        pair[0].all_gather_single(torch.zeros(8), buffer),
+        pair[1].all_gather_single(gathered, torch.ones(4)),
+    ]
+    begun[0].complete()
+    with ThreadPoolExecutor(1) as pool:
+        free = pool.submit(pair[0].channel.await_readers, buffer[1:])
+        with pytest.raises(FutureTimeout):
+            free.result(0.05)
+        begun[1].complete()
+        free.result(5)
+    buffer.zero_()
+    assert gathered.tolist() == [5.0] * 4 + [1.0] * 4
+
+
+def test_a_sum_in_allocated_memory_leaves_peers_what_they_read(pair: list[Collectives]) -> None:
+    tensors = [end.channel.allocate(4, torch.float32).fill_(rank + 1.0) for rank, end in enumerate(pair)]
+    begun = [end.all_reduce(tensor, 0) for end, tensor in zip(pair, tensors, strict=True)]
+    for operation in begun:
+        operation.complete()
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 4] * 2
+
+
+def test_allocated_memory_comes_back_with_its_last_tensor(pair: list[Collectives]) -> None:
+    channel = pair[0].channel
+    view = channel.allocate(1 << 16, torch.float32)[5:]
+    other = channel.allocate(1 << 16, torch.float32)
+    assert channel.arena.nbytes == 2 << 18
+    del view, other
+    kept = [channel.allocate(1 << 16, torch.float32) for _ in range(2)]
+    assert channel.arena.nbytes == 2 << 18
+    channel.leave(0)
+    assert kept[0].fill_(3).sum() == 3 << 16
