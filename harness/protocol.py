@@ -155,6 +155,8 @@ class RunItem:
     """Node id and path of the next item of this world: shared fixtures stay up. None: tear all down."""
     shared_tmp_path: str
     search: Search = field(default_factory=Search)
+    location: tuple[str, int | None, str] | None = None
+    """Of the item, as pytest has it: a rank need not look into the source for it."""
     fake: FakeRank | None = None
     """The rank to run it as, in a fake world."""
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -81,6 +81,7 @@ class Controller:
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared_tmp_path = ""
+        self._coming: Demand | None = None
         self._begun: Begun | None = None
         self._looks_ahead = (
             self._debugging is None
@@ -151,8 +152,9 @@ class Controller:
         outcomes = self._run(item, request, nextitem) if isinstance(request, Request) else request
         # Wider fixtures of unmarked items before this one, as pytest would between two items.
         torn_down = tear_down(item, nextitem)
-        if nextitem is not None and _have_passed(outcomes) and torn_down.excinfo is None:
-            self._begin_ahead(nextitem)
+        coming, self._coming = self._coming, None
+        if coming is not None and _have_passed(outcomes) and torn_down.excinfo is None:
+            self._begin_ahead(coming)
         reports = self._report(item, outcomes)
         if torn_down.excinfo is not None:
             _add_failed_tear_down(item, torn_down, reports)
@@ -165,18 +167,52 @@ class Controller:
         return True
 
     def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Outcomes | Refusal:
-        begun = self._take_begun(item)
-        order = begun.order if begun is not None else self._order(item, request, nextitem)
         try:
-            reported = last = self._run_in_world(item, request, order, begun)
+            begun = self._take_begun(item)
+            begun = begun or self._begin(Demand(item, request, self._order(item, request, nextitem)))
+            self._coming = self._look_ahead(nextitem)  # while the ranks run
+            reported = last = self._finish(begun)
             if not last.is_clean():
                 search = CrashSearch()
                 while search.add(last):
-                    last = self._run_in_world(item, request, search.order(order))
+                    again = replace(begun.demand, order=search.order(begun.demand.order))
+                    last = self._finish(self._begin(again))
                 reported = search.to_report(last)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
         return Outcomes(reported, last)
+
+    def _begin(self, demand: Demand) -> Begun:
+        request = demand.request
+        try:
+            world = self._worlds.take(request.key, fresh=request.fresh)
+        except WorldError as error:
+            raise WorldError(f"no world of {request.key}: {error}") from error
+        return self._begin_in(world, demand)
+
+    def _begin_in(self, world: World, demand: Demand) -> Begun:
+        self._last_items[world.name] = demand.item
+        try:
+            world.begin(demand.order, demand.request.timeout)
+        except (WorldError, pytest.fail.Exception):
+            self._worlds.discard(world)
+            raise
+        return Begun(demand, world)
+
+    def _finish(self, begun: Begun) -> ItemOutcome:
+        world = begun.world
+        attending = contextlib.nullcontext() if self._debugging is None else self._debugging.attending(world)
+        try:
+            with attending:
+                outcome = world.finish()
+        except (WorldError, pytest.fail.Exception):
+            self._worlds.discard(world)
+            raise
+        if len(outcome.finished()) < len(outcome.ranks):
+            self._worlds.discard(world)
+        else:
+            self._worlds.give_back(world, keep=outcome.is_clean() and not begun.demand.request.fresh)
+        return outcome
 
     def _report(self, item: pytest.Item, outcomes: Outcomes | Refusal) -> list[pytest.TestReport]:
         if isinstance(outcomes, Refusal):
@@ -185,55 +221,31 @@ class Controller:
         seed = self._config.getoption("world_seed")
         return merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
 
-    def _run_in_world(
-        self, item: pytest.Item, request: Request, order: RunItem, begun: Begun | None = None
-    ) -> ItemOutcome:
-        try:
-            world = self._worlds.take(request.key, fresh=request.fresh) if begun is None else begun.world
-        except WorldError as error:
-            raise WorldError(f"no world of {request.key}: {error}") from error
-        self._last_items[world.name] = item
-        attending = contextlib.nullcontext() if self._debugging is None else self._debugging.attending(world)
-        try:
-            with attending:
-                if begun is None:
-                    world.begin(order, request.timeout)
-                outcome = world.finish()
-        except (WorldError, pytest.fail.Exception):
-            self._worlds.discard(world)
-            raise
-        if len(outcome.finished()) < len(outcome.ranks):
-            self._worlds.discard(world)
-        else:
-            self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
-        return outcome
-
     # The next test, begun while this one is reported
 
-    def _begin_ahead(self, item: pytest.Item) -> None:
-        """Let the ranks begin the next test while this process reports the one that all of them have passed.
+    def _look_ahead(self, item: pytest.Item | None) -> Demand | None:
+        """Return what to begin as soon as all ranks have passed the current test.
 
-        Not under pytest-xdist, where the item after the next one is unknown, and with it what to tear down;
-        not where ranks write, or talk, to the user directly.
+        Nothing under pytest-xdist, where the item after the next one is unknown, and with it what to tear
+        down; nothing where ranks write, or talk, to the user directly.
         """
+        if item is None or not self._looks_ahead:
+            return None
         request = item.stash.get(_request_key, None)
-        if not isinstance(request, Request) or request.fresh or not self._looks_ahead:
-            return
-        if (world := self._worlds.take_ahead(request.key)) is None:
-            return
-        order = self._order(item, request, self._after(item))
-        try:
-            world.begin(order, request.timeout)
-        except WorldError:  # the same would befall it in its turn
-            self._worlds.discard(world)
-            return
-        self._last_items[world.name] = item
-        self._begun = Begun(item, order, world)
+        if not isinstance(request, Request) or request.fresh:
+            return None
+        return Demand(item, request, self._order(item, request, self._after(item)))
+
+    def _begin_ahead(self, demand: Demand) -> None:
+        """Let ranks begin the next test while this process reports the one that all of them have passed."""
+        if (world := self._worlds.take_ahead(demand.request.key)) is not None:
+            with contextlib.suppress(WorldError):  # the same will befall it in its turn
+                self._begun = self._begin_in(world, demand)
 
     def _take_begun(self, item: pytest.Item) -> Begun | None:
         """Return the test that was begun ahead if it is this one; end one that pytest passes over."""
         begun, self._begun = self._begun, None
-        if begun is not None and begun.item is not item:
+        if begun is not None and begun.demand.item is not item:
             self._worlds.drop_taken(TEAR_DOWN_WITHIN)
             return None
         return begun
@@ -248,6 +260,7 @@ class Controller:
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=f"{self._shared_tmp_path}/{name[:40]}",
             search=Search(secrets.randbits(128)),
+            location=item.location,
             fake=request.fake,
         )
 
@@ -330,11 +343,19 @@ class Controller:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A test that a world runs already."""
+class Demand:
+    """A test, what it requests, and the order that ranks run it by."""
 
     item: pytest.Item
+    request: Request
     order: RunItem
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A test that a world runs."""
+
+    demand: Demand
     world: World
 
 

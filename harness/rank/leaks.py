@@ -248,7 +248,7 @@ def _files() -> frozenset[str]:
     """Return the open descriptors, except for the one that listing them takes."""
     try:
         found = os.listdir("/proc/self/fd")
-        mine = os.open("/proc/self/fd", os.O_RDONLY)  # the lowest free number, as that of the listing was
+        mine = os.open("/", os.O_RDONLY)  # the lowest free number, as that of the listing was
     except OSError:
         return frozenset()
     os.close(mine)

@@ -37,6 +37,7 @@ from harness.protocol import (
 from harness.rank.exchanges import Exchanges
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
+from harness.rank.pytest_internals import attach_log_handlers_quickly
 from harness.rank.rendezvous import Rendezvous
 from harness.rank.reporter import describe_raised
 from harness.rank.session import RankSession, seed_everything
@@ -98,6 +99,7 @@ class Rank:
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
         capture_into(self.spec.path_of("captured"))
+        attach_log_handlers_quickly()
         session = RankSession(self)
         try:
             status = pytest.main(list(self.spec.session.args), plugins=[session])

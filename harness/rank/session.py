@@ -30,7 +30,7 @@ from harness.protocol import (
 )
 from harness.rank import debugger
 from harness.rank.item import ItemGuards
-from harness.rank.pytest_internals import waiting_conftests
+from harness.rank.pytest_internals import set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState
 from harness.rank.torch_internals import count_collectives, count_groups
@@ -137,6 +137,8 @@ class RankSession:
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
+            if order.location is not None:
+                set_location(item, order.location)
             self._reporter.begin(item)
             self.rank.reseed()
             with self._properties_in_step(order.search), self._values(order.fake):

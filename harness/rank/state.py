@@ -85,7 +85,9 @@ def _fold(value: Any, old: Any, new: Any) -> Any:
 # The interpreter and its process
 
 # Not SIGCHLD: torch's DataLoader sets a handler once, for good.
-_SIGNALS = [signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "ALRM", "TERM", "USR1", "USR2")]
+_SIGNALS = {
+    f"SIG{name}": signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "ALRM", "TERM", "USR1", "USR2")
+}
 # Low limits break what comes later; the others are hardly set in a test.
 _LIMITS = {
     name: getattr(resource, name)
@@ -115,7 +117,7 @@ class InterpreterState(Snapshot):
         umask = os.umask(0o077)
         os.umask(umask)
         return cls(
-            signal_handlers={number.name: signal.getsignal(number) for number in _SIGNALS},
+            signal_handlers={name: signal.getsignal(number) for name, number in _SIGNALS.items()},
             blocked_signals={str(number): number for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())},
             pending_alarm=signal.getitimer(signal.ITIMER_REAL)[0] > 0,
             faulthandler=faulthandler.is_enabled(),

@@ -35,7 +35,7 @@ class RankWorld:
         self.backend = spec.key.backend
         self.device = device
         self.seed = spec.seed
-        self._shared_tmp_path: Path | None = None
+        self._shared_tmp_path = ""
 
     def __repr__(self) -> str:
         # The same on every rank, so that equal tracebacks read the same; reports name the rank themselves.
@@ -52,14 +52,15 @@ class RankWorld:
     @property
     def shared_tmp_path(self) -> Path:
         """A directory of this test that is the same on all ranks; `tmp_path` is each rank's own."""
-        if self._shared_tmp_path is None:
+        if not self._shared_tmp_path:
             raise RuntimeError("world.shared_tmp_path exists only while a test runs")
-        self._shared_tmp_path.mkdir(parents=True, exist_ok=True)
-        return self._shared_tmp_path
+        path = Path(self._shared_tmp_path)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
     def enter_test(self, shared_tmp_path: str) -> None:
         """Set the directory that the ranks of the coming test share."""
-        self._shared_tmp_path = Path(shared_tmp_path)
+        self._shared_tmp_path = shared_tmp_path
 
     def stand_for(self, fake: FakeRank) -> None:
         """Be a rank of a fake world for the coming test."""

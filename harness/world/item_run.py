@@ -77,8 +77,9 @@ class ItemRun:
 
     def begin(self) -> None:
         """Send the ranks the order; they run the item, also while the controller does something else."""
+        order = pickle_message(self.order)
         for handle in self._handles:
-            handle.begin(self.order)
+            handle.begin(order)
 
     def finish(self) -> ItemOutcome:
         """Wait for the end of the item; return what each rank said of it. The deadline counts from now.

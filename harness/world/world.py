@@ -202,7 +202,7 @@ class World:
         for handle in self._handles:
             handle.started.kill()
         for handle in self._handles:
-            handle.started.close()
+            handle.close()
             self._launcher.forget(handle.pid)
             if self._kept is not None:
                 self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)
