@@ -1,0 +1,45 @@
+"""A rank attaches pytest's log handlers to the loggers that pytest attaches them to, and detaches them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from _pytest.logging import LogCaptureHandler, catching_logs
+
+from harness.rank.pytest_internals import attach_log_handlers_quickly
+
+NAMES = ("", "lockstep-apart", "lockstep-apart.below", "lockstep-plain")
+
+
+def _attached(level: int | None) -> list[object]:
+    handler = LogCaptureHandler()
+    loggers = [logging.getLogger(name or None) for name in NAMES]
+    patched: Any = catching_logs(handler, level=level)
+    with patched:
+        found: list[object] = [handler in logger.handlers for logger in loggers]
+        found += [handler.level, logging.root.level]
+    return [*found, *(handler in logger.handlers for logger in loggers), logging.root.level]
+
+
+@pytest.mark.parametrize("level", [None, logging.DEBUG])
+def test_the_same_loggers_have_the_handler(monkeypatch: pytest.MonkeyPatch, level: int | None) -> None:
+    monkeypatch.setattr(logging.getLogger("lockstep-apart"), "propagate", False)
+    logging.getLogger("lockstep-placeholder.below")
+    of_pytest = _attached(level)
+    for name in ("__enter__", "__exit__"):
+        monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
+    attach_log_handlers_quickly()
+    assert _attached(level) == of_pytest
+    assert of_pytest[0] is True
+
+
+def test_a_handler_that_a_test_has_removed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__enter__", "__exit__"):
+        monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
+    attach_log_handlers_quickly()
+    handler, before = LogCaptureHandler(), list(logging.root.handlers)
+    with catching_logs(handler):
+        logging.root.removeHandler(handler)
+    assert logging.root.handlers == before
