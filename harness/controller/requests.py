@@ -98,7 +98,12 @@ def _fake_rank(item: pytest.Item, mark: RanksMark) -> FakeRank:
             f"ranks({', '.join(map(str, mark.sizes))}) of a fake world: several ranks work only on a test "
             "function; give one size and one rank here: ranks(8, backend='fake', as_rank=0)"
         )
-    rank, size = each[0] if len(each) == 1 else params[PLACE]
+    rank, size = place = each[0] if len(each) == 1 else params[PLACE]
+    if place not in each:
+        raise MarkError(
+            f"ranks({size}) of a fake world, on one parameter of a test: its items are made before that is "
+            "known; mark the test"
+        )
     return FakeRank(rank, size, mark.made_up_values)
 
 

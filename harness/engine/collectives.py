@@ -109,9 +109,10 @@ def start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:
 
 
 def start_exchange(shard: Tensor, axis: Axis) -> Callable[[], tuple[Tensor, ...]]:
-    """Start to gather the 1-D `shard` of each of the S ranks, in tensors of their own; one is `shard` itself.
+    """Start to gather the 1-D `shard` of each of the S ranks, in one or several 1-D tensors, in order.
 
-    It may not be touched until the result is there. Shards without elements are left out.
+    One may be `shard` itself, which may not be touched until the result is there. Shards without elements are
+    left out.
     """
     if not shard.numel():
         return lambda: ()
@@ -121,7 +122,7 @@ def start_exchange(shard: Tensor, axis: Axis) -> Callable[[], tuple[Tensor, ...]
             pair = (shard, other) if axis.rank == 0 else (other, shard)
             return _after(_swap(other, shard, axis), lambda: pair)
         arrived = _start_gather(shard.new_empty(axis.size * shard.numel()), shard, axis)
-    return lambda: arrived().view(axis.size, -1).unbind()
+    return lambda: (arrived(),)
 
 
 def start_mean(

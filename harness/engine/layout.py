@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -214,17 +214,26 @@ class RowLayout(Layout):
         return replace(self, shapes=tuple(s for s, _ in chosen), dims=tuple(dim for _, dim in chosen))
 
 
-def copy_out(shards: Sequence[Tensor], full: Tensor, layout: Layout) -> None:
-    """Fill `full` (1-D, the layout's padded size) from all `shards`, in which pieces lie end to end."""
+def copy_out(parts: Iterable[Tensor], full: Tensor, layout: Layout) -> None:
+    """Fill `full` (1-D, the layout's padded size) from all shards, in which pieces lie end to end.
+
+    Args:
+        parts: each (any number of shards, elements of a shard), in order.
+    """
     assert isinstance(layout, RowLayout)
     sizes = list(layout.piece_numels)
     parameters = torch.split(full, [size * layout.num_shards for size in sizes])
-    for shard, pieces in enumerate(torch.split(each, sizes) for each in shards):
-        for index, (parameter, piece, size) in enumerate(zip(parameters, pieces, sizes, strict=True)):
+    first = 0
+    for part in parts:
+        shards = range(first, first := first + len(part))
+        for index, (parameter, pieces) in enumerate(
+            zip(parameters, torch.split(part, sizes, dim=1), strict=True)
+        ):
             if layout.num_runs[index] == 1:
-                parameter[shard * size : (shard + 1) * size].copy_(piece)
-            else:
-                whole = parameter[: layout.numels[index]].view(layout.shapes[index])
+                parameter.view(layout.num_shards, sizes[index])[shards.start : shards.stop].copy_(pieces)
+                continue
+            whole = parameter[: layout.numels[index]].view(layout.shapes[index])
+            for shard, piece in zip(shards, pieces, strict=True):
                 into = layout.select(index, shard, whole)
                 into.copy_(piece[: into.numel()].view(into.shape))
 

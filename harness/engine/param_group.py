@@ -334,8 +334,8 @@ class ParamGroup:
             if isinstance(arrived, tuple):
                 self.full.allocate()
                 numel = self.shard.layout.shard_numel
-                shards = [shard for part in arrived for shard in part.view(-1, numel).unbind()]
-                copy_out(shards, self.full.buffer, self.shard.layout)
+                parts = (part.view(-1, numel) for part in arrived)
+                copy_out(parts, self.full.buffer, self.shard.layout)
             self._forget_all_gather()
 
     def _forget_all_gather(self) -> None:

@@ -213,11 +213,12 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         frame: FrameType | None = sys._getframe(1)
         module = ""
         while frame is not None:
-            name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
-            if not module and not _is_of(name, PLUMBING):
-                module = name
-            if not is_installed(file):
-                return module, f"{os.path.relpath(file, self._base)}:{frame.f_lineno}"
+            code, name = frame.f_code, str(frame.f_globals.get("__name__"))
+            # A mode of the test's own stands between training code and its operations, too.
+            if code.co_name not in ("__torch_dispatch__", "__torch_function__"):
+                module = module or ("" if _is_of(name, PLUMBING) else name)
+                if not is_installed(code.co_filename):
+                    return module, f"{os.path.relpath(code.co_filename, self._base)}:{frame.f_lineno}"
             frame = frame.f_back
         return module, "an unknown place"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.collectives import divide_factors
 from harness.engine.layout import FlatLayout, Piece, RowLayout, copy_in, copy_out
@@ -214,7 +215,7 @@ def test_pieces_of_any_dim_are_contiguous_padded_and_come_back_whole(shape, dim,
         expected = torch.zeros(layout.piece_numels[index])
         expected[: len(piece)] = layout.select(index, shard, value).flatten()
         assert torch.equal(shards[shard, start : start + len(expected)], expected)
-    copy_out(shards, full, layout)
+    copy_out(shards.split(2), full, layout)
     for value, view in zip(values, layout.views(full), strict=True):
         assert torch.equal(view, value)
 
@@ -245,9 +246,27 @@ def test_unpacking_inverts_packing(shapes, num_shards):
     layout, values = RowLayout(shapes, num_shards), values_of(shapes)
     buffer, full = torch.empty(2, layout.padded_numel)
     copy_in(values, buffer, layout)
-    copy_out(buffer.view(num_shards, layout.shard_numel), full, layout)
+    copy_out(buffer.view(num_shards, layout.shard_numel).split(1), full, layout)
     for value, start, numel in zip(values, layout.starts, layout.numels, strict=True):
         assert torch.equal(full[start : start + numel].view(value.shape), value)
+
+
+def test_unpacking_takes_as_many_operations_for_any_number_of_shards():
+    class Count(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.num += 1
+            return func(*args, **(kwargs or {}))
+
+    def count(num_shards):
+        layout = RowLayout(((8, 4), (8,)), num_shards)
+        buffer, full = torch.empty(2, layout.padded_numel)
+        with Count() as counted:
+            copy_out([buffer.view(num_shards, -1)], full, layout)
+        return counted.num
+
+    assert count(2) == count(1024)
 
 
 @EITHER

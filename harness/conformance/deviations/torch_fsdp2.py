@@ -56,6 +56,13 @@ CORE: tuple[Deviation, ...] = (
         why=ONE_RANK,
     ),
     Deviation(
+        claims=expand(
+            "core/test_scale.py::test_making_units_takes_no_operations_for_each_rank"
+            "[{FULL_SHARD-orig,SHARD_GRAD_OP-orig,fully_shard}-*]"
+        ),
+        why="each parameter is cut into a tensor for each rank",
+    ),
+    Deviation(
         claims=expand("core/test_shapes.py::*[{nothing,odd_dimensions}*"),
         cases=("*",),
         why=_EMPTY,
