@@ -82,13 +82,22 @@ class Channel:
         self._pidfds: dict[int, Peer] = {}
         self._dead: set[int] = set()
         self._polling = threading.Lock()
-        for peer in self.others:
-            self._watch(peer)
+        try:
+            for peer in self.others:
+                self._watch(peer)
+        except OSError:
+            self._close_watches()
+            raise
 
     def _watch(self, peer: Peer) -> None:
         fd = os.pidfd_open(peer.pid)
         self._pidfds[fd] = peer
         self._poll.register(fd, select.POLLIN)
+
+    def _close_watches(self) -> None:
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds, self._poll = {}, select.poll()
 
     # -- writing
 
@@ -169,11 +178,11 @@ class Channel:
         """
         self._publish(message, text, note, _CALL)
 
-    def refuse(self, what: object, error: ShmError, lane: int = EVERYONE) -> None:
+    def refuse(self, error: ShmError, lane: int = EVERYONE) -> None:
         """Post that this rank cannot take part in what is next, so that its peers raise too."""
         number = self._next[lane]
         message = Outgoing(lane, number, self.me.control, 0, 0, True)
-        text = f"{what}: {error}".encode()[: signature.MAX_BYTES]
+        text = str(error).encode()[: signature.MAX_BYTES]
         self._publish(message, text, b"", _REFUSAL)
 
     def _publish(self, message: Outgoing, text: bytes, note: bytes, kind: int) -> None:
@@ -420,9 +429,8 @@ class Channel:
             self._in_use = []
             for peer in self.others:
                 peer.forget()
-            for fd in self._pidfds:
-                os.close(fd)
-            self._pidfds, self._poll = {}, select.poll()
+            self._close_watches()
+            self.finish_early = lambda number: None  # no cycle keeps the memory
             with contextlib.suppress(OSError):
                 self.me.control.close()
 

@@ -112,7 +112,7 @@ class Collectives:
     def _refuse(self, call: Call, error: ShmError, entry: Entry) -> None:
         entry.complete(failed=True)
         if self.channel.is_usable():
-            self.channel.refuse(call, error)
+            self.channel.refuse(error)
             self.channel.mark_read(call.number)
 
     # -- the collectives

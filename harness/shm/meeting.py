@@ -74,16 +74,18 @@ def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, n
         MeetingFailed: they cannot share memory; on all ranks.
     """
     seconds = timeout.total_seconds()
-    card, control = _introduce(store, rank, size)
+    control = _introduce(store, rank, size)
     try:
-        cards = _read_cards(store, card, rank, size, timeout)
+        cards = _read_cards(store, size, timeout, name)
         if problem := _errors(cards) or _differences(cards):
             raise MeetingFailed(f"group {name}: {problem}")
         assert control is not None
-        channel = _join(store, control, cards, rank, seconds, name)
-    except BaseException:
+        channel = _join(control, cards, rank, seconds, name)
+    except BaseException as error:
         if control is not None:
             control.close()
+        if isinstance(error, OSError):
+            raise _agreed(store, error, f"group {name}: rank {rank}") from error
         raise
     try:
         _await_all(store, channel, seconds)
@@ -95,29 +97,33 @@ def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, n
     return channel
 
 
-def _introduce(store: dist.Store, rank: int, size: int) -> tuple[Card, Segment | None]:
+def _introduce(store: dist.Store, rank: int, size: int) -> Segment | None:
     control, place, error = None, (0, 0, 0), ""
     try:
         if not futex.IS_OFFERED:
             raise OSError(f"not known for processors of {os.uname().machine}")
         control = Segment.create(Layout(size).nbytes, populate=False)
+        os.close(os.dup(control.handle.fd))  # one more: a store in a file needs it
         place = (control.handle.fd, control.handle.inode, control.handle.nbytes)
     except (OSError, MemoryError) as failure:
         error = f"{_with_limit(failure)} (for a group of {size} ranks)"
+        if control is not None:
+            control.close()
+            control = None
     card = Card(PROTOCOL, torch.__version__, this_host(), os.getpid(), place, error)
     store.set(str(rank), json.dumps(asdict(card)))
-    return card, control
+    return control
 
 
-def _read_cards(
-    store: dist.Store, card: Card, rank: int, size: int, timeout: datetime.timedelta
-) -> list[Card]:
+def _read_cards(store: dist.Store, size: int, timeout: datetime.timedelta, name: str) -> list[Card]:
     cards = []
     for other in range(size):
-        if other == rank:
-            cards.append(card)
-            continue
-        store.wait([str(other)], timeout)
+        try:
+            store.wait([str(other)], timeout)
+        except RuntimeError as error:  # DistStoreError, but for FileStore
+            seconds = timeout.total_seconds()
+            text = f"rank {other} did not come to group {name} within {seconds:.1f} s"
+            raise MeetingFailed(text) from error
         cards.append(_parse(store.get(str(other)), other))
     return cards
 
@@ -155,22 +161,24 @@ def _differences(cards: Sequence[Card]) -> str:
     return ""
 
 
-def _join(
-    store: dist.Store, control: Segment, cards: Sequence[Card], rank: int, seconds: float, name: str
-) -> Channel:
-    try:
-        peers = [
-            Peer(one, card.pid, control if one == rank else _control_of(card))
-            for one, card in enumerate(cards)
-        ]
-        spin = _SPINS if len(cards) <= len(os.sched_getaffinity(0)) else 0
-        channel = Channel(name, peers, rank, seconds, spin)
-    except OSError as error:
-        text = f"rank {rank} cannot map the memory of its {len(cards) - 1} peers: {_with_limit(error)}"
-        store.set(_FAILED, text)
-        raise MeetingFailed(f"group {name}: {text}") from error
+def _join(control: Segment, cards: Sequence[Card], rank: int, seconds: float, name: str) -> Channel:
+    peers = [
+        Peer(one, card.pid, control if one == rank else _control_of(card)) for one, card in enumerate(cards)
+    ]
+    spin = _SPINS if len(cards) <= len(os.sched_getaffinity(0)) else 0
+    channel = Channel(name, peers, rank, seconds, spin)
     channel.me.change_state(PRESENT)
     return channel
+
+
+def _agreed(store: dist.Store, error: OSError, who: str) -> MeetingFailed:
+    """Return the error of the rank that was the first that could not map the memory of the others."""
+    if isinstance(error, FileNotFoundError):  # a peer has given up, and is about to say why
+        with contextlib.suppress(RuntimeError):
+            store.wait([_FAILED], datetime.timedelta(seconds=2))
+    if not store.check([_FAILED]):
+        store.set(_FAILED, f"{who} cannot map the memory of its peers: {_with_limit(error)}")
+    return MeetingFailed(store.get(_FAILED).decode())
 
 
 def _with_limit(error: Exception) -> str:
@@ -200,6 +208,6 @@ def _await_all(store: dist.Store, channel: Channel, seconds: float) -> None:
             if store.check([_FAILED]):
                 text = store.get(_FAILED).decode()
                 channel.me.change_state(FAILED, text)
-                raise MeetingFailed(f"group {channel.name}: {text}")
+                raise MeetingFailed(text)
             if time.monotonic() - began > seconds:
                 raise MeetingFailed(f"{peer} did not join group {channel.name} within {seconds:.1f} s")
