@@ -241,10 +241,10 @@ def gathered(world, front, model, dtype, names):
 
 def reduced(world, front, model, log, dtype):
     """Return what to expect of reductions: of each group the whole inside a replica, then a shard across."""
-    expected = []
+    expected, ops = [], {entry.op for entry in front.engine.traffic(log).reductions}
     for _, nbytes, num_shards in gathered(world, front, model, dtype, REDUCED):
         # Replicas that exchange pieces have as much for each.
-        unit = 1 if "all_reduce" in log.counts() else REPLICAS * dtype.itemsize
+        unit = 1 if "all_reduce" in ops else REPLICAS * dtype.itemsize
         across = (dtype, -(-nbytes // unit) * unit, REPLICAS)
         expected += [(dtype, nbytes * num_shards, num_shards), across]
     return expected
