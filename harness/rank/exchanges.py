@@ -1,6 +1,7 @@
 """Sends and receives that a test has begun. Runs inside a rank.
 
-The flight recorder has those of nccl, and of gloo collectives alone (seen in torch 2.13).
+The flight recorder has those of nccl, and of gloo collectives alone (seen in torch 2.13); the record of shm
+has them without the line that called them.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class Exchanges:
         group.send = self._recorded(group.send, is_send=True)
         group.recv = self._recorded(group.recv, is_send=False)
         group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
+        if shm := sys.modules.get("harness.shm"):  # with methods of its own; the third one calls the second
+            group = shm.ShmProcessGroup
+            group.send = self._recorded(group.send, is_send=True)
+            group.recv = self._recorded(group.recv, is_send=False)
 
     def clear(self) -> None:
         """Forget everything: a test begins, or the groups are new."""
@@ -89,10 +94,9 @@ class Exchanges:
         def recorded(group: dist.ProcessGroup, tensors: list[torch.Tensor], *peer_and_tag: int) -> dist.Work:
             __tracebackhide__ = True
             work = begin(group, tensors, *peer_and_tag)
-            *peer, tag = peer_and_tag
-            self._record(
-                work, tensors[0], _Channel(weakref.ref(group), is_send, peer[0] if peer else None, tag)
-            )
+            *given, tag = peer_and_tag
+            peer = given[0] if given and given[0] != ANY_RANK else None
+            self._record(work, tensors[0], _Channel(weakref.ref(group), is_send, peer, tag))
             return work
 
         return recorded
@@ -124,8 +128,10 @@ class Exchanges:
         """See all waits from the first send or receive on; before, waits of collectives cost nothing."""
         if not self._sees_waits:
             self._sees_waits = True
-            work: Any = dist.Work
-            work.wait = self._waiting(work.wait)
+            shm = sys.modules.get("harness.shm")
+            kinds: tuple[Any, ...] = (dist.Work,) if shm is None else (dist.Work, shm.ShmWork)
+            for work in kinds:
+                work.wait = self._waiting(work.wait)
 
     def _waiting(self, wait: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(wait)

@@ -105,7 +105,7 @@ class DefaultGroup:
         self.is_aborted = True
         if self._spec.key.backend == "nccl":
             abort_nccl_groups()
-        if self._spec.key.backend != "gloo":
+        if self._spec.key.backend in ("nccl", "fake"):  # the connections that there are, are the test's
             return
         if shm := sys.modules.get("harness.shm"):
             shm.abort_all()

@@ -18,6 +18,7 @@ from harness.shm.errors import (
 )
 from harness.shm.process_group import NAME, ShmProcessGroup, abort_all, create
 from harness.shm.record import Entry, keep, observe, record
+from harness.shm.work import ShmWork
 
 __all__ = [
     "CollectiveMismatch",
@@ -29,6 +30,7 @@ __all__ = [
     "PeerLost",
     "ShmError",
     "ShmProcessGroup",
+    "ShmWork",
     "abort_all",
     "keep",
     "observe",

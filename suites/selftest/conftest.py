@@ -67,14 +67,20 @@ def shared_project() -> Iterator[Project]:
         yield project
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test of a session one for each backend that its module names."""
+    if "session" in metafunc.fixturenames and hasattr(metafunc.module, "BACKENDS"):
+        metafunc.parametrize("session", metafunc.module.BACKENDS, indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")
 def session(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FaultSession]:
     """One session over the project FAULTS of the requesting module, with the plugins of its PLUGINS.
 
-    A module that is parametrized by `session` has one for each backend. At the end, the test that came after
-    each fault must have passed on the same ranks.
+    A module with BACKENDS has one session for each. At the end, the test that came after each fault must have
+    passed on the same ranks.
     """
     plugins = getattr(request.module, "PLUGINS", ())
     path = tmp_path_factory.mktemp("faults")

@@ -42,6 +42,7 @@ class FaultSession:
     verdicts: dict[str, Verdict]
     output: str
     status: int
+    backend: str
 
     def __getitem__(self, name: str) -> Verdict:
         return self.verdicts[name]
@@ -79,7 +80,7 @@ def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> F
         timeout=300,
         check=False,
     )
-    return FaultSession(path, _read(path), done.stdout.decode(errors="replace"), done.returncode)
+    return FaultSession(path, _read(path), done.stdout.decode(errors="replace"), done.returncode, backend)
 
 
 def _read(path: Path) -> dict[str, Verdict]:

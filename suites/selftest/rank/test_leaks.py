@@ -25,11 +25,12 @@ PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
 class Session:
     """A run of pytest over some test files, and its reports by test."""
 
-    def __init__(self, path: Path, policy: str, *samples: str) -> None:
+    def __init__(self, path: Path, policy: str, *samples: str, backend: str = "gloo") -> None:
         self.path = copy_project("leaking", path)
         (path / "pytest.ini").write_text(f"[pytest]\nranks_preload =\nranks_leaks = {policy}\n")
         files = [f"test_{name}.py" for name in samples]
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--world-timeout=20", *files]
+        options = ("-p", "no:cacheprovider", "--world-timeout=20", f"--backend={backend}")
+        command = [sys.executable, "-m", "pytest", *options, *files]
         # Files, not pipes: those would be waited for as long as a process that is left holds them.
         with (path / "output.txt").open("w") as output:
             subprocess.run(command, cwd=path, stdout=output, stderr=output, timeout=120)
@@ -49,9 +50,10 @@ class Session:
         return [pid for test, pid in lines if test == name]
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    return Session(tmp_path_factory.mktemp("leaks"), "warn", "leaks", "state", "tidy", "forks")
+@pytest.fixture(scope="module", params=["gloo", "shm"])
+def session(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Session:
+    path = tmp_path_factory.mktemp("leaks")
+    return Session(path, "warn", "leaks", "state", "tidy", "forks", backend=request.param)
 
 
 def names_of(sample: str) -> set[str]:

@@ -120,12 +120,13 @@ def test_empty_or_ambiguous_settings_are_refused(
         RunSubtests(AloneInTheWorld(), subtests, {})(settings, print, c=1)
 
 
+@pytest.mark.parametrize(("backend", "how"), [("gloo", "Connection closed by peer"), ("shm", "aborted")])
 def test_cases_fail_on_all_ranks_by_name_and_the_rest_runs(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, backend: str, how: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     copy_project("subtests", pytester.path)
-    result = pytester.runpytest_subprocess("-rA", "-v", "-W", "ignore", timeout=120)
+    result = pytester.runpytest_subprocess("-rA", "-v", "-W", "ignore", "--backend", backend, timeout=120)
     result.assert_outcomes(passed=2, failed=18, skipped=2)
     result.stdout.fnmatch_lines_random(
         [
@@ -141,8 +142,8 @@ def test_cases_fail_on_all_ranks_by_name_and_the_rest_runs(
             "SUBFAILED[[]a=1[]] *::test_all_meet_before_the_next_case - *",
             "FAILED *::test_all_meet_before_the_next_case - contains 1 failed subtest",
             "*::test_skipped_cases_are_skipped SUBSKIPPED[[]all=0[]] (not today)*",
-            "rank 0: lost its connection to rank 1 at test_cases.py:* (Connection closed by peer)",
-            "pytest test_cases.py::test_one_bad_case -W ignore --subtest a=2,b=x",
+            f"rank 0: lost its connection to rank 1 at test_cases.py:* ({how})",
+            f"pytest test_cases.py::test_one_bad_case --backend {backend} -W ignore --subtest a=2,b=x",
         ]
     )
     for rank in (0, 1):
