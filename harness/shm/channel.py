@@ -14,7 +14,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -74,6 +74,9 @@ class Channel:
         self.lock = threading.RLock()
         self.finish_early: Callable[[int], None] = lambda number: None
         """Called with the number of a message to everyone that this rank must read before it can go on."""
+        self.idle: Callable[[], None] | None = None
+        """Called now and then while this rank waits."""
+        self._wanting = 0
         self._spin = spin
         self._layout = Layout(self.size)
         self._next = [0] * (self.size + 1)
@@ -164,7 +167,7 @@ class Channel:
         for lane, number, segment in list(self._in_use):
             if segment is found[0]:
                 for peer in self._readers(lane):
-                    if not self._is_read(peer, lane, number):
+                    if not self.is_read(peer, lane, number):
                         with self.lock:
                             self._wait_until_read(lane, number, "the next use of a buffer")
 
@@ -228,7 +231,7 @@ class Channel:
         waited = list(self.others if peers is None else peers)
         for peer in waited:
             if peer.words[posted] <= number:
-                self._await(peer, waited, lambda one: one.words[posted] > number, what, timeout)
+                self.wait_until(peer, waited, lambda one: one.words[posted] > number, what, timeout)
 
     def has_text(self, peer: Peer, number: int, header: bytes, lane: int = EVERYONE) -> bool:
         """Return whether a message of a peer has the header, as `header` makes it."""
@@ -283,7 +286,7 @@ class Channel:
 
     # -- waiting
 
-    def _is_read(self, peer: Peer, lane: int, number: int) -> bool:
+    def is_read(self, peer: Peer, lane: int, number: int) -> bool:
         kind = 0 if lane == EVERYONE else 1
         read: int = peer.words[self._layout.read // 8 + (2 * self.rank + kind) * DEPTH + number % DEPTH]
         return read > number
@@ -295,27 +298,41 @@ class Channel:
         if lane == EVERYONE:  # also where all have read it: they may wait for this rank's reading
             self.finish_early(number)
         readers = self._readers(lane)
-        if all(self._is_read(peer, lane, number) for peer in readers):
+        if all(self.is_read(peer, lane, number) for peer in readers):
             return
+        with self.wanting_reads():
+            for peer in readers:
+                self.wait_until(peer, readers, lambda one: self.is_read(one, lane, number), what, None)
+
+    @contextlib.contextmanager
+    def wanting_reads(self) -> Iterator[None]:
+        """Let peers ring when they have read a message of this rank."""
+        self._wanting += 1
         self.me.words[WANTS_READ] = 1
         try:
-            for peer in readers:
-                self._await(peer, readers, lambda one: self._is_read(one, lane, number), what, None)
+            yield
         finally:
-            self.me.words[WANTS_READ] = 0
+            self._wanting -= 1
+            if not self._wanting:
+                self.me.words[WANTS_READ] = 0
+
+    def has_room(self, lane: int) -> bool:
+        """Return whether a message to one peer can be posted without waiting."""
+        number = self._next[lane]
+        return number < DEPTH or self.is_read(self.peers[lane - 1], lane, number - DEPTH)
 
     def _reclaim(self) -> None:
         kept = []
         for entry in self._in_use:
             lane, number, segment = entry
-            if all(self._is_read(peer, lane, number) for peer in self._readers(lane)):
+            if all(self.is_read(peer, lane, number) for peer in self._readers(lane)):
                 self.arena.give(segment)
             else:
                 kept.append(entry)
         self._in_use = kept
         self.arena.take_back([segment for _, _, segment in kept])
 
-    def _await(
+    def wait_until(
         self,
         peer: Peer,
         peers: Sequence[Peer],
@@ -339,6 +356,8 @@ class Channel:
                 futex.wait(bell, seen)
                 if is_done(peer):
                     return
+                if self.idle is not None:
+                    self.idle()
                 now = time.monotonic()
                 if now - looked >= futex.SLICE:
                     looked = now
@@ -350,6 +369,20 @@ class Channel:
         finally:
             if thread:
                 del waits[thread]
+
+    def linger(
+        self, peer: Peer, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, since: float
+    ) -> None:
+        """Do one round of `wait_until`, which began at `since`: sleep for some milliseconds at most."""
+        seen, began = peer.rung(), time.monotonic()
+        if is_done(peer):
+            return
+        futex.wait(peer.bell, seen)
+        now = time.monotonic()
+        if now - began >= futex.SLICE:
+            self._look_for_lost(peers, is_done, what)
+            if now - since >= self.timeout:
+                self._time_out(peers, is_done, what, now - since)
 
     def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
         self.check_usable(what)
@@ -376,7 +409,7 @@ class Channel:
     def _time_out(
         self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, seconds: float
     ) -> None:
-        missing = ", ".join(str(peer) for peer in peers if not is_done(peer))
+        missing = ", ".join(str(peer) for peer in peers if not is_done(peer)) or "any rank"
         text = f"{what} of group {self.name} timed out after {seconds:.1f} s: it waits for {missing}"
         self.me.change_state(FAILED, text)
         raise CollectiveTimeout(text)
@@ -386,6 +419,11 @@ class Channel:
     def is_usable(self) -> bool:
         """Return whether this rank is still part of the group."""
         return self.me.state == PRESENT and self.pid == os.getpid()
+
+    def is_lost(self, peer: Peer) -> bool:
+        """Return whether a peer has left the group, or its process has ended."""
+        self._note_deaths()
+        return peer.state in (LEFT, ABORTED, FAILED) or peer.rank in self._dead
 
     def check_alive(self, peer: Peer, what: object) -> None:
         """Raise an error if a peer has died."""
@@ -440,12 +478,12 @@ class Channel:
         deadline = time.monotonic() + patience
         while self._in_use and time.monotonic() < deadline:
             lane, number, _ = self._in_use[0]
-            unread = [peer for peer in self._readers(lane) if not self._is_read(peer, lane, number)]
+            unread = [peer for peer in self._readers(lane) if not self.is_read(peer, lane, number)]
             self._note_deaths()
             waited = [peer for peer in unread if peer.state == PRESENT and peer.rank not in self._dead]
             if not waited:
                 del self._in_use[0]
                 continue
             seen = waited[0].words[BELL]
-            if not self._is_read(waited[0], lane, number):
+            if not self.is_read(waited[0], lane, number):
                 futex.wait(waited[0].bell, seen)

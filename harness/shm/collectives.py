@@ -60,7 +60,7 @@ class Collectives:
         """Of the group, for the record."""
         self.pending: dict[int, Operation] = {}
         """Those that this rank has called and not completed, by number."""
-        self._generation = recorder.number_group()
+        self.generation = recorder.number_group()
         channel.finish_early = self._finish_early
 
     def _finish_early(self, number: int) -> None:
@@ -93,7 +93,7 @@ class Collectives:
             call = Call(text, number)
             entry = Entry(signature.OPS[text[0]], number + 1, inputs, outputs)
             entry.group, entry.description = channel.name, self.description
-            entry.generation, entry.timeout = self._generation, channel.timeout
+            entry.generation, entry.timeout = self.generation, channel.timeout
             entry.group_size = self.size
             recorder.add(entry)
             try:
@@ -117,8 +117,8 @@ class Collectives:
 
     # -- the collectives
 
-    def barrier(self) -> Operation:
-        return self.start(signature.pack("barrier"), NOTHING, None, [], [])
+    def barrier(self, op: str = "barrier") -> Operation:
+        return self.start(signature.pack(op), NOTHING, None, [], [])
 
     def all_gather_single(self, output: Tensor, input: Tensor) -> Operation:
         """Fill `output` with the `input` of every rank, in rank order."""
@@ -157,7 +157,7 @@ class Collectives:
         text = signature.pack("all_reduce", tensor.dtype, (tensor.numel(),), reduction)
 
         def finish(number: int) -> None:
-            self._reduce(tensor, flat(tensor), 0, number, reduction)
+            self.reduce_parts(tensor, flat(tensor), 0, number, reduction)
 
         handed = Contribution(
             ((0, tensor),), tensor.nbytes
@@ -171,7 +171,7 @@ class Collectives:
             return self.start(text, of(tensor), None, [tensor], [])
 
         def finish(number: int) -> None:
-            self._reduce(tensor, flat(tensor), 0, number, reduction)
+            self.reduce_parts(tensor, flat(tensor), 0, number, reduction)
 
         return self.start(text, NOTHING, finish, [tensor], [tensor])
 
@@ -188,7 +188,7 @@ class Collectives:
             parts.append(((self.rank + 1) * nbytes, whole[start + numel :]))
 
         def finish(number: int) -> None:
-            self._reduce(output, whole[start : start + numel], start * input.itemsize, number, reduction)
+            self.reduce_parts(output, whole[start : start + numel], start * input.itemsize, number, reduction)
 
         handed = Contribution(parts, nbytes * self.size, whole.data_ptr())
         return self.start(text, handed, finish, [input], [output])
@@ -202,7 +202,7 @@ class Collectives:
         parts = [part for rank, part in enumerate(zip(offsets, inputs, strict=False)) if rank != self.rank]
 
         def finish(number: int) -> None:
-            self._reduce(output, flat(inputs[self.rank]), offsets[self.rank], number, reduction)
+            self.reduce_parts(output, flat(inputs[self.rank]), offsets[self.rank], number, reduction)
 
         return self.start(text, Contribution(parts, offsets[-1]), finish, list(inputs), [output])
 
@@ -329,7 +329,7 @@ class Collectives:
         ]
         raise CollectiveMismatch(f"{Call(text, number)} of group {channel.name}: {'; '.join(wrong)}")
 
-    def _reduce(self, output: Tensor, own: Tensor, offset: int, number: int, reduction: int) -> None:
+    def reduce_parts(self, output: Tensor, own: Tensor, offset: int, number: int, reduction: int) -> None:
         """Reduce this rank's part, and what peers have at `offset` of their contributions, into `output`."""
         numel, dtype = own.numel(), own.dtype
         if not numel:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from harness.shm import signature
+from harness.shm import futex, signature
 from harness.shm.channel import Channel, Peer
-from harness.shm.errors import CollectiveMismatch
+from harness.shm.errors import CollectiveMismatch, ShmError
 from harness.shm.record import Entry
 
 Finish = Callable[[int], None]
@@ -54,25 +55,47 @@ class Operation:
         """
         if not self.is_done:
             with self._lock:
-                if not self.is_done:
-                    try:
-                        self.channel.wait_for(self.call.number, self.call, timeout=timeout)
-                        self._collect()
-                    except Exception as error:  # not where the user interrupts: the peers go on
-                        self._end(error)
-                        raise
-                    self._end(None)
-        elif self.error is not None:
+                self._complete(timeout)
+        if self.error is not None:
             raise self.error
 
     def try_complete(self) -> bool:
-        """Complete it if all peers have called it; return whether it is complete."""
+        """Complete it if all peers have called it; return whether it is complete, or has failed."""
         if not self.is_done:
-            arrived = (self.channel.arrived(peer, self.call.number) for peer in self.channel.others)
-            if not all(arrived):
+            if self._missing() or not self._lock.acquire(blocking=False):
                 return False
-            self.complete()
+            try:
+                self._complete(None)
+            finally:
+                self._lock.release()
         return True
+
+    def linger(self, since: float) -> None:
+        """Sleep until a peer has called something, for some milliseconds; fail if none will or time is up."""
+        missing, number = self._missing(), self.call.number
+        if not missing:  # another thread is about to complete it
+            time.sleep(futex.SLICE / 10)
+            return
+        try:
+            channel = self.channel
+            channel.linger(missing[0], missing, lambda one: channel.arrived(one, number), self.call, since)
+        except ShmError as error:
+            with self._lock:
+                if not self.is_done:
+                    self._end(error)
+
+    def _missing(self) -> list[Peer]:
+        return [peer for peer in self.channel.others if not self.channel.arrived(peer, self.call.number)]
+
+    def _complete(self, timeout: float | None) -> None:
+        if not self.is_done:
+            try:
+                self.channel.wait_for(self.call.number, self.call, timeout=timeout)
+                self._collect()
+            except Exception as error:  # not where the user interrupts: the peers go on
+                self._end(error)
+            else:
+                self._end(None)
 
     def _collect(self) -> None:
         channel, number = self.channel, self.call.number

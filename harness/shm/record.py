@@ -39,7 +39,8 @@ class Entry:
         op: torch's name.
         inputs: Sizes and dtype of each tensor that it reads.
         outputs: The same of those that it fills.
-        peer: The other rank of a point-to-point operation, -1 otherwise.
+        peer: The other rank of a point-to-point operation, -1 otherwise and for any rank.
+        is_p2p: Whether it is one.
         created: When it was called, nanoseconds since the epoch.
         completed: When it was completed, or 0.
         failed: Whether it ended with an error.
@@ -55,6 +56,7 @@ class Entry:
         "group_size",
         "id",
         "inputs",
+        "is_p2p",
         "number",
         "op",
         "outputs",
@@ -68,7 +70,7 @@ class Entry:
         self.outputs = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.id = self.generation = self.group_size = 0
         self.group = self.description = ""
-        self.peer = -1
+        self.peer, self.is_p2p = -1, False
         self.timeout = 0.0
         self.created, self.completed, self.failed = time.time_ns(), 0, False
 
@@ -79,13 +81,12 @@ class Entry:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in the shape of torch's flight recorder."""
-        is_p2p = self.peer >= 0
         return {
             "record_id": self.id,
             "pg_id": self.generation,
             "process_group": [self.group, self.description],
-            "collective_seq_id": 0 if is_p2p else self.number,
-            "p2p_seq_id": self.number if is_p2p else 0,
+            "collective_seq_id": 0 if self.is_p2p else self.number,
+            "p2p_seq_id": self.number if self.is_p2p else 0,
             "op_id": self.id,
             "profiling_name": f"shm:{self.op}",
             "time_created_ns": self.created,
@@ -98,7 +99,7 @@ class Entry:
             "time_discovered_completed_ns": self.completed or None,
             "retired": bool(self.completed),
             "timeout_ms": int(self.timeout * 1000),
-            "is_p2p": is_p2p,
+            "is_p2p": self.is_p2p,
             "peer": self.peer,
             "failed": self.failed,
         }

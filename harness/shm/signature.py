@@ -74,10 +74,21 @@ def explain(packed: bytes) -> str:
     text = OPS[op]
     if reduction != _NONE:
         text += f" ({REDUCTIONS[reduction]})"
-    if dtype != _NONE:
+    if dtype != _NONE and not count:
+        text += f" of {str(DTYPES[dtype]).removeprefix('torch.')}"
+    elif dtype != _NONE:
         numbers = str(sizes[0]) if len(set(sizes)) == 1 else str(list(sizes))
-        numbers += " elements in many parts" if count == _NONE else ""
+        if count == _NONE:
+            numbers += " elements in many tensors"
+        elif count > 1:
+            numbers = f"{count} tensors of {numbers}"
         text += f" of {numbers} {str(DTYPES[dtype]).removeprefix('torch.')}"
     if root >= 0:
         text += f" with root {root}"
     return text
+
+
+def contents(packed: bytes) -> tuple[torch.dtype, int]:
+    """Return dtype and number of elements of the one tensor of a call."""
+    _, dtype, _, _, _ = _HEAD.unpack_from(packed)
+    return DTYPES[dtype], struct.unpack_from("<q", packed, _HEAD.size)[0]

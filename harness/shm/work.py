@@ -3,55 +3,122 @@
 from __future__ import annotations
 
 import datetime
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from harness.shm.collectives import Operation
+from harness.shm.progress import progress
+
+_NO_TIMEOUT = datetime.timedelta(0)
+
+
+class Pending(Protocol):
+    """A collective or a message that this rank has called."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete, or has failed."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it has met."""
+
+    def complete(self, timeout: float | None = None) -> None:
+        """Wait for the peers, and fill the outputs; once. Raises what it has met."""
+
+    def try_complete(self) -> bool:
+        """Complete it if that takes no waiting; return whether it is done, or has failed."""
+
+    def linger(self, since: float) -> None:
+        """Sleep until a peer has done something, for some milliseconds; fail if none can or time is up.
+
+        Args:
+            since: When it was called, in the seconds of `time.monotonic`.
+        """
 
 
 class ShmWork(dist.Work):
-    """A collective that may not be complete."""
+    """A collective or a message that may not be complete.
 
-    def __init__(self, operation: Operation, result: list[Tensor]) -> None:
+    Args:
+        pending: What to wait for.
+        result: What its future has.
+    """
+
+    def __init__(self, pending: Pending, result: Any) -> None:
         super().__init__()
-        self._operation = operation
+        self.pending = pending
         self._result = result
+        self._future: torch.futures.Future[Any] | None = None
+        self._settling = threading.Lock()
+        self._is_settled = False
 
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the peers, and fill the outputs."""
-        self._operation.complete(timeout.total_seconds() or None)
+        try:
+            self.pending.complete(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
+        finally:
+            if self._future is not None:
+                self.settle()
         return True
 
     def is_completed(self) -> bool:
         """Return whether it is complete; it is completed here if all peers have called it."""
-        return self._operation.try_complete()
+        return self.pending.try_complete()
 
     def is_success(self) -> bool:
-        return self._operation.is_done and self._operation.error is None
+        return self.pending.is_done and self.pending.error is None
 
     def exception(self) -> BaseException | None:
-        return self._operation.error
+        return self.pending.error
 
-    def result(self) -> list[Tensor]:
+    def result(self) -> Any:
         return self._result
 
     def synchronize(self) -> None:
         self.wait()
 
-    def get_future(self) -> torch.futures.Future[object]:
-        """Return a future that is complete: it waits for the collective first."""
-        future: torch.futures.Future[object] = torch.futures.Future()
-        self.wait()
-        future.set_result(self._result)
+    def source_rank(self) -> int:
+        """Return the rank in the group that has sent what was received."""
+        return int(getattr(self.pending, "source", -1))
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes without a wait, in a thread of this process."""
+        with self._settling:
+            known = self._future
+            if known is None:
+                self._future = torch.futures.Future()
+        if known is None:
+            if self.pending.try_complete():
+                self.settle()
+            else:
+                progress.add(self)
+        future = self._future
+        assert future is not None
         return future
+
+    def settle(self) -> None:
+        """Give the future what came out, once; its callbacks run in this thread."""
+        with self._settling:
+            future = self._future
+            if future is None or self._is_settled or not self.pending.is_done:
+                return
+            self._is_settled = True
+        if self.pending.error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self.pending.error)
 
 
 class Completed(dist.Work):
     """The work of a call that has waited already."""
 
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -60,7 +127,33 @@ class Completed(dist.Work):
     def is_success(self) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future[object]:
-        future: torch.futures.Future[object] = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+class Bundle:
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = [work.pending for work in works if isinstance(work, ShmWork)]
+
+    @property
+    def is_done(self) -> bool:
+        return all(work.is_done for work in self._works)
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((work.error for work in self._works if work.error is not None), None)
+
+    def complete(self, timeout: float | None = None) -> None:
+        for work in self._works:
+            work.complete(timeout)
+
+    def try_complete(self) -> bool:
+        done = [work.try_complete() for work in self._works]
+        return all(done)
+
+    def linger(self, since: float) -> None:
+        next(work for work in self._works if not work.is_done).linger(since)

@@ -1,0 +1,52 @@
+"""Programs without pytest: torchrun, spawned and forked processes, each kind of store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import harness.shm
+
+PROGRAMS = Path(__file__).parents[1] / "projects" / "shm"
+
+
+def run_program(*args: str) -> subprocess.CompletedProcess[str]:
+    # Of this environment: pytest's import mode does not put the root of the repository on the path.
+    environ = {**os.environ, "PYTHONPATH": str(Path(harness.shm.__file__).parents[2])}
+    return subprocess.run(
+        [sys.executable, *args], env=environ, text=True, timeout=120, capture_output=True, check=False
+    )
+
+
+def test_torchrun_with_a_plain_script() -> None:
+    options = ("--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0")
+    done = run_program("-m", "torch.distributed.run", "--standalone", *options, str(PROGRAMS / "train.py"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 of 2: [[1.5, 1.5]]",
+        "rank 1 of 2: [[1.5, 1.5]]",
+    ]
+
+
+def test_forked_and_spawned_ranks_on_each_store(tmp_path: Path) -> None:
+    methods = ("fork:file", "fork:tcp", "fork:prefix", "spawn:file")
+    done = run_program(str(PROGRAMS / "starts.py"), str(tmp_path), *methods)
+    assert done.returncode == 0, done.stderr
+    expected = "200000.0 [0, 1], left 0 descriptors, []"
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"{method} rank {rank}: {expected}" for method in methods for rank in range(2)
+    )
+
+
+def test_a_rank_alone_on_a_hash_store() -> None:
+    code = (
+        "import torch, torch.distributed as dist, harness.shm\n"
+        "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(tensor := torch.ones(2))\n"
+        "print(tensor.tolist(), dist.get_backend(), dist.get_backend_config())\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run_program("-c", code)
+    assert (done.stdout, done.stderr) == ("[1.0, 1.0] shm cpu:shm\n", "")
