@@ -306,7 +306,7 @@ class Mailbox:
         )
 
     def _keep(self, message: Arrived) -> None:
-        """Copy a message that nobody expects yet, so that its sender can go on."""
+        """Copy a message that no receive expects yet, so that its sender can go on."""
         dtype, numel = signature.contents(message.text)
         message.kept = torch.empty(numel, dtype=dtype)
         take(message.kept, *self.channel.contents(message.peer, message.number, self._lane))

@@ -24,7 +24,7 @@ class Pending(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What it has met."""
+        """The exception that it has met."""
 
     def complete(self, timeout: float | None = None) -> None:
         """Wait for the peers, and fill the outputs; once. Raises what it has met."""

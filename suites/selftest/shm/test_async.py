@@ -89,7 +89,7 @@ def test_a_work_completes_without_a_wait(world, group):
 
 
 @pytest.mark.ranks(2)
-def test_works_that_nobody_waits_for_do_no_harm(world, group):
+def test_works_without_a_wait_do_no_harm(world, group):
     for _ in range(20):
         dist.all_reduce(torch.ones(3), group=group, async_op=True)
         dist.broadcast(torch.ones(3), 0, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""What a group refuses, by one sentence: wrong tensors, devices, roots, and calls after its end."""
+"""Calls that a group refuses, by one sentence: wrong tensors, devices, roots, and calls after its end."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Pair:
-    """What two ranks call, and what each error must say of both."""
+    """The calls of two ranks, and the words that each error must have of both."""
 
     first: Callable[[dist.ProcessGroup], object]
     second: Callable[[dist.ProcessGroup], object]

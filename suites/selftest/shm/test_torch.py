@@ -1,4 +1,4 @@
-"""What torch builds on a process group: functional collectives, DTensor, DDP, FSDP, checkpoints, Join."""
+"""Torch's own libraries on a process group: functional collectives, DTensor, DDP, FSDP, checkpoints, Join."""
 
 from __future__ import annotations
 

@@ -33,10 +33,15 @@ def make_store(kind: str, directory: str, rank: int) -> dist.Store:
     return dist.PrefixStore("inner", dist.PrefixStore("outer", store)) if kind == "prefix" else store
 
 
+def opened(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # that of the directory itself
+        return ""
+
+
 def run(rank: int, method: str, directory: str) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     store = make_store(method.partition(":")[2], directory, rank)
-    opened = len(os.listdir("/proc/self/fd")) - before
     dist.init_process_group("shm", store=store, rank=rank, world_size=2)
     dist.all_reduce(tensor := torch.ones(100_000))
     gathered = [None, None]
@@ -45,9 +50,9 @@ def run(rank: int, method: str, directory: str) -> None:
     future.wait()
     dist.barrier()
     dist.destroy_process_group()
-    left = len(os.listdir("/proc/self/fd")) - before - opened
+    left = [link for link in map(opened, os.listdir("/proc/self/fd")) if "memfd" in link or "pidfd" in link]
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    line = f"{method} rank {rank}: {tensor.sum().item()} {gathered}, left {left} descriptors, {threads}\n"
+    line = f"{method} rank {rank}: {tensor.sum().item()} {gathered}, left {left}, {threads}\n"
     os.write(1, line.encode())
 
 
