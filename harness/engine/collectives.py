@@ -6,7 +6,7 @@ streams (nccl) to wait is to order the streams: the host goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -31,8 +31,14 @@ class BufferPool:
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a 1-D buffer of `numel` elements: one that is free and large enough, else a new one."""
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis | None = None) -> Tensor:
+        """Return a 1-D buffer of `numel` elements: one that is free and large enough, else a new one.
+
+        One to be sent to the ranks of `axis` lies where they read it, if they do so in place; it need not be
+        given back.
+        """
+        if axis and axis.in_place:
+            return axis.in_place.allocate(numel, dtype)
         if numel == 0:  # it would have no address to be known by
             return torch.empty(0, dtype=dtype, device=device)
         fitting = [b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel]
@@ -51,6 +57,10 @@ class BufferPool:
         if buffer.numel():
             self._free.append(self._lent.pop(buffer.data_ptr()))
 
+    def lent(self, buffer: Tensor) -> bool:
+        """Return whether `take` returned it, and it has not come back."""
+        return buffer.data_ptr() in self._lent
+
     def clear(self) -> None:
         """Free all returned buffers, and forget those that were lent and never returned."""
         self._free, self._lent = [], {}
@@ -68,6 +78,9 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 Finish = Callable[[], Tensor]
 """Wait for a collective and return its result; to be called once."""
+
+Read = Callable[[Sequence[Tensor]], None]
+"""Use what ranks have sent, in rank order, which is valid until it returns."""
 
 # torch 2.13 renamed them; there the older names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -108,21 +121,30 @@ def start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:
         return _start_gather(full, shard, axis)
 
 
-def start_exchange(shard: Tensor, axis: Axis) -> Callable[[], tuple[Tensor, ...]]:
-    """Start to gather the 1-D `shard` of each of the S ranks, in one or several 1-D tensors, in order.
+def start_exchange(shard: Tensor, axis: Axis, arrived: Read) -> Callable[[], None]:
+    """Start to gather the 1-D `shard` of each of the S ranks; what is returned waits, and calls `arrived`.
 
-    One may be `shard` itself, which may not be touched until the result is there. Shards without elements are
-    left out.
+    That gets all shards in order, in one or several 1-D tensors, which are valid until it returns; none if
+    they have no elements. Until then `shard` may not be touched.
     """
     if not shard.numel():
-        return lambda: ()
+        return lambda: arrived(())
     with record_function(GATHER):
+        if axis.in_place:
+            return _after(axis.in_place.all_gather_views(shard, arrived), lambda: None)
         if _is_gloo_pair(shard, axis):
             other = torch.empty_like(shard)
             pair = (shard, other) if axis.rank == 0 else (other, shard)
-            return _after(_swap(other, shard, axis), lambda: pair)
-        arrived = _start_gather(shard.new_empty(axis.size * shard.numel()), shard, axis)
-    return lambda: (arrived(),)
+            return _after(_swap(other, shard, axis), lambda: arrived(pair))
+        full = _start_gather(shard.new_empty(axis.size * shard.numel()), shard, axis)
+    return lambda: arrived((full(),))
+
+
+def as_sent(shard: Tensor, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
+    """Return the 1-D `shard` in `dtype` on `device`; a cast copy lies where ranks of `axis` can read it."""
+    if axis.in_place and (shard.dtype, shard.device) != (dtype, device):
+        return axis.in_place.allocate(shard.numel(), dtype).copy_(shard)
+    return shard.to(device=device, dtype=dtype)
 
 
 def start_mean(
@@ -144,7 +166,9 @@ def start_mean(
         if not full.numel() or mesh.size == 1:
             if own:
                 own.set(full)
-            return lambda: keep(own, full, lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype))
+            return lambda: keep(
+                own, (full,), lambda: (full if divisor == 1 else full.div_(divisor)).to(dtype)
+            )
         if mesh.shard is None:
             assert across is not None
             reduced = _start_all_reduce(full, across, Sum(divisor, usage=usage), pool)
@@ -218,6 +242,14 @@ def divide_factors(size: float) -> tuple[float, float]:
 def _start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:
     if not full.numel():
         return lambda: full
+    if axis.in_place:
+        rows = full.view(axis.size, -1).unbind()
+
+        def read(shards: Sequence[Tensor]) -> None:
+            for row, sent in zip(rows, shards, strict=True):
+                row.copy_(sent)
+
+        return _after(axis.in_place.all_gather_views(shard, read), lambda: full)
     if _is_gloo_pair(full, axis):
         halves = full.view(2, -1)
         work = _swap(halves[1 - axis.rank], shard, axis)
@@ -267,13 +299,20 @@ def _start_reduce_scatter(
         if usage:
             usage.set(full)
         work = _reduce_scatter(shard, full, group=axis.group, async_op=True)
-        return _after(work, lambda: keep(kept, shard, lambda: shard.div_(after).to(dtype)))
+        return _after(work, lambda: keep(kept, (shard,), lambda: shard.div_(after).to(dtype)))
     if usage:
         usage.set(full)
+    if axis.in_place:
+        shards: list[Tensor] = []
+
+        def read(parts: Sequence[Tensor]) -> None:
+            shards.append(keep(kept, parts, lambda: _sum_in_order(parts, divisor, dtype)))
+
+        return _after(axis.in_place.reduce_scatter_views(full, read), shards.pop)
     received = pool.take_like(full)
 
     def result() -> Tensor:
-        parts = received.view(axis.size, -1)
+        parts = received.view(axis.size, -1).unbind()
         shard = keep(kept, parts, lambda: _sum_in_order(parts, divisor, dtype))
         pool.give(received)
         return shard
@@ -309,31 +348,31 @@ def _start_all_reduce(full: Tensor, axis: Axis, sum_: Sum, pool: BufferPool) -> 
         usage.set(full)
     work = dist.all_reduce(full, group=axis.group, async_op=True)
     return _after(
-        work, lambda: keep(usage if usage and usage.needed else None, full, lambda: full.div_(after))
+        work, lambda: keep(usage if usage and usage.needed else None, (full,), lambda: full.div_(after))
     )
 
 
 def _cast(reduced: Tensor, dtype: torch.dtype, usage: Usage | None) -> Tensor:
-    return reduced if reduced.dtype == dtype else keep(usage, reduced, lambda: reduced.to(dtype))
+    return reduced if reduced.dtype == dtype else keep(usage, (reduced,), lambda: reduced.to(dtype))
 
 
-def _sum_in_order(parts: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Return the sum over the rows of `parts` (ranks, n), each added in turn in fp32 or fp64, divided.
+def _sum_in_order(parts: Sequence[Tensor], divisor: float, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the 1-D `parts`, one of each rank, each added in turn in fp32 or fp64, divided.
 
-    It is rounded to the dtype of `parts`, whose first row may be overwritten, and returned in `dtype`.
+    It is rounded to the dtype of `parts` and returned in `dtype`.
     """
-    shard = parts.new_empty(parts.shape[1], dtype=dtype)
-    precise = torch.promote_types(parts.dtype, torch.float32)
-    pieces = zip(torch.split(shard, _CHUNK_NUMEL), torch.split(parts, _CHUNK_NUMEL, dim=1), strict=True)
-    for piece, of_ranks in pieces:
+    sent = parts[0].dtype
+    shard = parts[0].new_empty(parts[0].numel(), dtype=dtype)
+    precise = torch.promote_types(sent, torch.float32)
+    pieces = zip(*(torch.split(each, _CHUNK_NUMEL) for each in (shard, *parts)), strict=True)
+    for piece, *of_ranks in pieces:
         summed = piece if dtype == precise else torch.empty_like(piece, dtype=precise)
         torch.add(of_ranks[0].to(precise), of_ranks[1], out=summed)
         for of_rank in of_ranks[2:]:
             summed.add_(of_rank)
         summed.div_(divisor)
-        if not dtype == parts.dtype == precise:
-            of_ranks[0].copy_(summed)
-            piece.copy_(of_ranks[0])
+        if not dtype == sent == precise:
+            piece.copy_(summed.to(sent))
     return shard
 
 

@@ -18,6 +18,7 @@ from harness.engine import collectives
 from harness.engine.arrivals import Arrivals
 from harness.engine.collectives import BufferPool, Sum
 from harness.engine.layout import Layout, RowLayout, Usage, copy_in
+from harness.engine.mesh import Axis
 from harness.engine.param import LocalShard, attach_gradient
 from harness.engine.torch_internals import gradient_hooks
 from harness.engine.unsharded import UnshardedParams, fill_with_nan
@@ -82,14 +83,14 @@ class Gradients(ABC):
         """Start to average gradients from the leaves of `full`; `settle` shows them."""
         self.settle()
         # Where nothing is sharded the result lies in the packed buffer itself, so the pool cannot have it.
-        whole = self._shard.whole
-        flat = self._pack(full, BufferPool() if whole else pool)
+        axis = self._shard.config.mesh.shard
+        flat = self._pack(full, pool, axis) if axis else self._pack(full, BufferPool())
         self._add_accumulated(flat)
         finish = self._start(flat, full.dtypes.gradient, pool)
 
         def finished() -> Tensor:
             reduced = finish()
-            if not whole:
+            if pool.lent(flat):
                 if self._shard.config.poison:
                     fill_with_nan(flat)
                 pool.give(flat)
@@ -114,8 +115,11 @@ class Gradients(ABC):
         """Start to average the packed `flat`; the result is a shard in `dtype` for `_add_shard`."""
         return collectives.start_mean(flat, self._shard.config.mesh, dtype, pool)
 
-    def _pack(self, full: UnshardedParams, pool: BufferPool) -> Tensor:
-        """Return leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves."""
+    def _pack(self, full: UnshardedParams, pool: BufferPool, axis: Axis | None = None) -> Tensor:
+        """Return leaves' gradients as one 1-D tensor in the reduce dtype, and clear the leaves.
+
+        With `axis`, to be sent to its ranks.
+        """
         pairs = ((leaf.grad, leaf) for leaf in full.leaves)
         gradients = [collectives.local_gradient(g, at) if isinstance(g, DTensor) else g for g, at in pairs]
         dense = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
@@ -123,7 +127,7 @@ class Gradients(ABC):
             for index, gradient in self.arrivals.take().items():
                 dense[index] = gradient if (own := dense[index]) is None else own + gradient
         layout, sent = self._message(dense)
-        flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device)
+        flat = pool.take(layout.padded_numel, full.dtypes.reduce, self._shard.device, axis)
         copy_in(sent, flat, layout)
         for leaf in full.leaves:
             leaf.grad = None

@@ -316,21 +316,19 @@ class Usage:
         packed.index_add_(0, self.used, packed.new_zeros(self.used.numel()))
 
     def unused(self, values: Tensor) -> Tensor:
-        """Return for each mark in the last dim of `values` whether it is -0.0."""
-        marked = values[..., self.places]
+        """Return for each mark in the 1-D `values` whether it is -0.0."""
+        marked = values[self.places]
         return (marked == 0) & marked.signbit()
 
 
-def keep(usage: Usage | None, before: Tensor, change: Callable[[], Tensor]) -> Tensor:
-    """Return `change()`, rounded from `before` or from the sum over its rows, with the same marks.
+def keep(usage: Usage | None, before: Sequence[Tensor], change: Callable[[], Tensor]) -> Tensor:
+    """Return `change()`, rounded from the sum of the 1-D tensors `before`, with the marks of that sum.
 
     Rounding makes -0.0 of a tiny negative number.
     """
     if usage is None:
         return change()
-    unused = usage.unused(before)
-    if unused.dim() > 1:
-        unused = unused.all(0)
+    unused = torch.stack([usage.unused(each) for each in before]).all(0)
     changed = change()
     places = usage.places.to(changed.device)
     kept = (changed[places] + 0.0).masked_fill_(unused.to(changed.device), -0.0)

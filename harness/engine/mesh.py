@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,22 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """One group, or for hybrid strategies the pair (shard, replicate)."""
 
 
+class InPlace(Protocol):
+    """The offers of a process group whose ranks read each other's memory, as those of harness.shm do."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D tensor; what is sent from it is not copied for that.
+
+        It is free for others when the tensor is gone and all have read what it sent.
+        """
+
+    def all_gather_views(self, input: Tensor, read: Callable[[Sequence[Tensor]], None]) -> dist.Work:
+        """Start to call `read` with the 1-D `input` of each rank, in rank order, valid until it returns."""
+
+    def reduce_scatter_views(self, input: Tensor, read: Callable[[Sequence[Tensor]], None]) -> dist.Work:
+        """Start to call `read` with this rank's piece of the 1-D `input` of each rank, likewise."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a mesh, as this rank sees it.
@@ -26,18 +43,21 @@ class Axis:
 
     Attributes:
         backends: The backend that serves each type of device.
+        in_place: The group, if its ranks read what others send where it lies.
     """
 
     group: dist.ProcessGroup
     size: int
     rank: int
     backends: Mapping[str, str]
+    in_place: InPlace | None = None
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
         served = (entry.partition(":") for entry in backend_config(group).split(","))
         backends = {device: backend for device, _, backend in served}
-        return Axis(group, dist.get_world_size(group), dist.get_rank(group), backends)
+        in_place: Any = group if hasattr(group, "all_gather_views") else None
+        return Axis(group, dist.get_world_size(group), dist.get_rank(group), backends, in_place)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,8 +65,8 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: UnshardedParams | None = None
         self.variants: dict[Dtypes, UnshardedParams] = {}
-        # Waits for the all-gather on its way; a tuple is what has to be copied out.
-        self._arrive: Callable[[], Tensor | tuple[Tensor, ...]] | None = None
+        # Waits for the all-gather on its way, and fills the buffer.
+        self._arrive: Callable[[], object] | None = None
         # `shard.versions` when unsharded parameters were pinned.
         self._pinned: Sequence[object] | None = None
         # An optimizer stepped, in a hook of a backward, while modules saw unsharded parameters.
@@ -318,30 +319,32 @@ class ParamGroup:
         if self._part:
             local, axis = self._part
         else:
-            local = flat.to(device=shard.device, dtype=dtypes.compute)
+            local = collectives.as_sent(flat, dtypes.compute, shard.device, axis)
             self._sent = local if local.data_ptr() != flat.data_ptr() else None
         if shard.layout.in_order:
             self._arrive = collectives.start_gather(full.buffer, local, axis)
         else:
             # The buffer is filled parameter by parameter when all shards have come, so it is allocated then:
             # a prefetched group holds the shards alone.
-            self._arrive = collectives.start_exchange(local, axis)
+            self._arrive = collectives.start_exchange(local, axis, partial(self._copy_out, full))
+
+    def _copy_out(self, full: UnshardedParams, arrived: Sequence[Tensor]) -> None:
+        full.allocate()
+        numel = self.shard.layout.shard_numel
+        copy_out((part.view(-1, numel) for part in arrived), full.buffer, self.shard.layout)
 
     @torch.no_grad()
     def _finish_all_gather(self) -> None:
         if self._arrive and self.full:
-            arrived = self._arrive()
-            if isinstance(arrived, tuple):
-                self.full.allocate()
-                numel = self.shard.layout.shard_numel
-                parts = (part.view(-1, numel) for part in arrived)
-                copy_out(parts, self.full.buffer, self.shard.layout)
+            self._arrive()
             self._forget_all_gather()
 
     def _forget_all_gather(self) -> None:
         self._arrive = self._part = None
-        if self._sent is not None:
+        # Its memory and not the tensor: a thread of the backend may hold that longer than needed. What others
+        # read in place cannot be resized, and is theirs until they have.
+        if self._sent is not None and self._sent.untyped_storage().resizable():
             if self.config.poison:
                 fill_with_nan(self._sent)
-            # Its memory and not the tensor: a thread of the backend may hold that longer than needed.
             self._sent.untyped_storage().resize_(0)
+        self._sent = None

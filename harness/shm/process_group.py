@@ -23,6 +23,7 @@ from harness.shm.arguments import (
 )
 from harness.shm.channel import Channel
 from harness.shm.collectives import Collectives
+from harness.shm.in_place import Read, all_gather_views, reduce_scatter_views
 from harness.shm.meeting import meet
 from harness.shm.p2p import ANY, Mailbox
 from harness.shm.progress import progress
@@ -124,6 +125,14 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
             ShmError: a peer that has not read it is gone, or does not read it within the timeout.
         """
         self._channel.await_readers(tensor)
+
+    def all_gather_views(self, input: Tensor, read: Read) -> dist.Work:
+        """Start an all-gather of the 1-D `input`: a wait calls `read` with all ranks', where they lie."""
+        return ShmWork(all_gather_views(self._collectives, input, read), [])
+
+    def reduce_scatter_views(self, input: Tensor, read: Read) -> dist.Work:
+        """Start a reduce-scatter likewise: `read` gets the pieces whose sum this rank wants."""
+        return ShmWork(reduce_scatter_views(self._collectives, input, read), [])
 
     # -- what torch.distributed asks of a backend: the group is its own
 
