@@ -268,9 +268,8 @@ class Controller:
         """Find the next item on the same world, so that fixtures they share stay up until then."""
         if nextitem is None:
             return None
-        later: Iterable[pytest.Item] = itertools.islice(
-            nextitem.session.items, self._position(nextitem), None
-        )
+        items, start = nextitem.session.items, self._position(nextitem)
+        later: Iterable[pytest.Item] = (items[index] for index in range(start, len(items)))
         if hasattr(self._config, "workerinput"):  # of pytest-xdist: which of the items after it are ours?
             later = [nextitem]
         requests = ((item, _request_in(item, request.key)) for item in later)
@@ -279,7 +278,8 @@ class Controller:
         return following if found is not None and found.fake == request.fake else None
 
     def _after(self, item: pytest.Item) -> pytest.Item | None:
-        return next(itertools.islice(item.session.items, self._position(item) + 1, None), None)
+        items, position = item.session.items, self._position(item) + 1
+        return items[position] if position < len(items) else None
 
     def _position(self, item: pytest.Item) -> int:
         if not self._positions:

@@ -18,7 +18,7 @@ from _pytest._code.code import filter_traceback
 from _pytest.config import create_terminal_writer
 from _pytest.debugging import PdbInvoke
 from _pytest.junitxml import bin_xml_escape, xml_key
-from _pytest.logging import catching_logs
+from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 from _pytest.runner import check_interactive_exception
 
@@ -53,11 +53,17 @@ def attach_log_handlers_quickly() -> None:
     if "attached_loggers" not in getattr(catching_logs, "__slots__", ()):
         return  # before 9.2: the root's handlers alone
 
+    entered: list[Any] = []  # without a `leave` since
+
     def enter(self: Any) -> Any:
         handler, root = self.handler, logging.root
-        known = [*root.manager.loggerDict.values()]
-        # Placeholders, for loggers that only have children, do not have the attribute.
-        self.attached_loggers = [root, *(each for each in known if not getattr(each, "propagate", True))]
+        if entered and type(entered[-1].handler) is type(handler) is LogCaptureHandler:
+            self.attached_loggers = entered[-1].attached_loggers  # of the other one of this phase
+        else:
+            known = [*root.manager.loggerDict.values()]
+            # Placeholders, for loggers that only have children, do not have the attribute.
+            self.attached_loggers = [root, *(each for each in known if not getattr(each, "propagate", True))]
+        entered.append(self)
         for logger in self.attached_loggers:
             if handler not in logger.handlers:
                 logger.handlers.append(handler)
@@ -68,6 +74,7 @@ def attach_log_handlers_quickly() -> None:
         return handler
 
     def leave(self: Any, *raised: object) -> None:
+        entered.clear()
         if self.level is not None:
             logging.root.setLevel(self.orig_level)
         for logger in self.attached_loggers:
