@@ -38,13 +38,17 @@ class ParamRef:
         registered = self.module._parameters
         if registered.get(self.name) is value:
             return
-        plain = type(self.module).__setattr__ is nn.Module.__setattr__
-        if plain and self.name in registered and isinstance(value, nn.Parameter):
-            registered[self.name] = value
-            return
-        self.clear()
         # Recurrent modules have a `__setattr__` that keeps a second list of parameters.
-        setattr(self.module, self.name, value)
+        plain = type(self.module).__setattr__ is nn.Module.__setattr__
+        if plain and type(value) is Tensor:
+            self.clear()
+            # All that nn.Module's would do with a tensor under this name, without asking what it is.
+            object.__setattr__(self.module, self.name, value)
+        elif plain and self.name in registered and isinstance(value, nn.Parameter):
+            registered[self.name] = value
+        else:
+            self.clear()
+            setattr(self.module, self.name, value)
 
     def clear(self) -> None:
         self.module._parameters.pop(self.name, None)
@@ -417,6 +421,8 @@ def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 def clean_name(name: str) -> str:
     """Return `name` as it is in the unsharded model."""
+    if INNER not in name:
+        return name
     return ".".join(part for part in name.split(".") if part != INNER)
 
 
