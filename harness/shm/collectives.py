@@ -18,8 +18,9 @@ from torch import Tensor
 from harness.shm import reduce, signature
 from harness.shm.channel import Channel
 from harness.shm.errors import CollectiveMismatch, ShmError
-from harness.shm.memory import Segment, copy
+from harness.shm.memory import Segment, copy, copy_to_both
 from harness.shm.operation import Call, Finish, Operation
+from harness.shm.peer import Outgoing
 from harness.shm.record import Entry, recorder
 
 Part = tuple[int, Tensor]
@@ -35,12 +36,14 @@ class Contribution:
         nbytes: Size of it.
         at: Address of all of it, or 0 if it is not in one piece or is overwritten by the result.
         note: Peers find it with the signature, but do not compare it.
+        also_to: Address in this rank's output that what is at `at` is copied to as well, or 0.
     """
 
     parts: Sequence[Part] = ()
     nbytes: int = 0
     at: int = 0
     note: bytes = b""
+    also_to: int = 0
 
 
 NOTHING = Contribution()
@@ -98,7 +101,9 @@ class Collectives:
             recorder.add(entry)
             try:
                 message = channel.begin(handed.nbytes, call, at=handed.at)
-                if not message.is_there:
+                if handed.also_to:
+                    self._put_twice(handed, message)
+                elif not message.is_there:
                     for offset, tensor in handed.parts:
                         put(tensor, message.segment, message.offset + offset)
             except ShmError as error:
@@ -108,6 +113,15 @@ class Collectives:
             operation = Operation(channel, call, finish, entry, self._forget)
             self.pending[number] = operation
         return operation
+
+    def _put_twice(self, handed: Contribution, message: Outgoing) -> None:
+        if message.is_there:
+            if handed.at != handed.also_to:
+                copy(handed.also_to, handed.at, handed.nbytes)
+        elif handed.at == handed.also_to:
+            copy(message.address, handed.at, handed.nbytes)
+        else:
+            copy_to_both(message.address, handed.also_to, handed.at, handed.nbytes)
 
     def _refuse(self, call: Call, error: ShmError, entry: Entry) -> None:
         entry.complete(failed=True)
@@ -122,22 +136,21 @@ class Collectives:
 
     def all_gather_single(self, output: Tensor, input: Tensor) -> Operation:
         """Fill `output` with the `input` of every rank, in rank order."""
-        nbytes = input.nbytes
+        nbytes, shard = input.nbytes, flat(input)
         text = signature.pack("all_gather_single", input.dtype, (input.numel(),))
+        target = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+        start = target.data_ptr()
 
         def finish(number: int) -> None:
-            target = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-            start = target.data_ptr()
-            for rank, peer in enumerate(self.channel.peers):
-                if rank == self.rank:
-                    take_own(input, start + rank * nbytes)
-                else:
-                    segment, offset = self.channel.contents(peer, number)
-                    copy(start + rank * nbytes, segment.address + offset, nbytes)
+            for peer in self.channel.others:
+                segment, offset = self.channel.contents(peer, number)
+                copy(start + peer.rank * nbytes, segment.address + offset, nbytes)
             if target is not output:
                 output.data.copy_(target)
 
-        return self.start(text, of(input), finish, [input], [output])
+        handed = of(shard)
+        handed.also_to = start + self.rank * nbytes
+        return self.start(text, handed, finish, [input], [output])
 
     def all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> Operation:
         """Fill each of `outputs` with the `input` of one rank; sizes may differ."""
@@ -159,9 +172,7 @@ class Collectives:
         def finish(number: int) -> None:
             self.reduce_parts(tensor, flat(tensor), 0, number, reduction)
 
-        handed = Contribution(
-            ((0, tensor),), tensor.nbytes
-        )  # a copy: peers read it while this is overwritten
+        handed = Contribution(((0, tensor),), tensor.nbytes)  # it is overwritten: peers read a copy
         return self.start(text, handed, finish, [tensor], [tensor])
 
     def reduce(self, tensor: Tensor, root: int, reduction: int) -> Operation:
@@ -387,11 +398,3 @@ def take(tensor: Tensor, segment: Segment, offset: int) -> None:
         copy(tensor.data_ptr(), segment.address + offset, tensor.nbytes)
     else:
         tensor.data.copy_(segment.tensor(offset, tensor.numel(), tensor.dtype).view(tensor.shape))
-
-
-def take_own(tensor: Tensor, address: int) -> None:
-    """Copy a tensor to an address, if it is not there already."""
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.data_ptr() != address:
-        copy(address, tensor.data_ptr(), tensor.nbytes)

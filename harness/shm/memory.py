@@ -41,13 +41,29 @@ for _function in (_copy_small, _copy_large):
     _function.restype = None
 _LARGE = 1 << 16
 
+# Larger pieces are written past the caches, from which peers could read them. All-gathers of 8 MiB a rank took
+# 2.15 ms in one piece, 2.05 in pieces of 64 KiB, 1.85 of 256 KiB, 2.40 of 1 MiB; 1.6 ms with `copy_to_both`.
+_PIECE = 1 << 18
+
 # What is smaller is not compared with the memory that is left: reading that takes 0.05 ms.
 _WORTH_A_LOOK = 1 << 24
 
 
 def copy(to: int, source: int, nbytes: int) -> None:
     """Copy bytes from address to address."""
-    (_copy_large if nbytes >= _LARGE else _copy_small)(to, source, nbytes)
+    if nbytes < _LARGE:
+        _copy_small(to, source, nbytes)
+        return
+    for start in range(0, nbytes, _PIECE):
+        _copy_large(to + start, source + start, min(_PIECE, nbytes - start))
+
+
+def copy_to_both(first: int, second: int, source: int, nbytes: int) -> None:
+    """Copy bytes to two addresses, reading them from memory once."""
+    for start in range(0, nbytes, _PIECE):
+        size = min(_PIECE, nbytes - start)
+        copy(first + start, source + start, size)
+        copy(second + start, source + start, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,7 +347,7 @@ class Mailbox:
             except ShmError as error:
                 self.end(message, error)
                 if channel.is_usable():
-                    channel.refuse(message, error, lane)
+                    channel.refuse(error, lane)
                 continue
             unsent.popleft()
             message.number = written.number
