@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.shm import futex, signature
+from harness.shm.deaths import Deaths
 from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
 from harness.shm.memory import Arena, Handle, Segment
 from harness.shm.peer import (
@@ -81,26 +81,8 @@ class Channel:
         self._layout = Layout(self.size)
         self._next = [0] * (self.size + 1)
         self._in_use: list[tuple[int, int, Segment]] = []
-        self._poll = select.poll()
-        self._pidfds: dict[int, Peer] = {}
-        self._dead: set[int] = set()
-        self._polling = threading.Lock()
-        try:
-            for peer in self.others:
-                self._watch(peer)
-        except OSError:
-            self._close_watches()
-            raise
-
-    def _watch(self, peer: Peer) -> None:
-        fd = os.pidfd_open(peer.pid)
-        self._pidfds[fd] = peer
-        self._poll.register(fd, select.POLLIN)
-
-    def _close_watches(self) -> None:
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds, self._poll = {}, select.poll()
+        self._deaths = Deaths(self.others)
+        self._has_left = False
 
     # -- writing
 
@@ -386,17 +368,12 @@ class Channel:
 
     def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
         self.check_usable(what)
-        self._note_deaths()
+        dead = self._deaths.ranks()
         for peer in peers:
             # Looked at last: it may have done it just before it went.
-            state, dead = peer.state, peer.rank in self._dead
-            if (state in (LEFT, ABORTED, FAILED) or dead) and not is_done(peer):
+            state = peer.state
+            if (state in (LEFT, ABORTED, FAILED) or peer.rank in dead) and not is_done(peer):
                 self._raise_lost(peer, state, what)
-
-    def _note_deaths(self) -> None:
-        with self._polling:  # two threads may not poll at once
-            for fd, _ in self._poll.poll(0):
-                self._dead.add(self._pidfds[fd].rank)
 
     def _raise_lost(self, peer: Peer, state: int, what: object) -> None:
         if state == ABORTED:
@@ -422,13 +399,11 @@ class Channel:
 
     def is_lost(self, peer: Peer) -> bool:
         """Return whether a peer has left the group, or its process has ended."""
-        self._note_deaths()
-        return peer.state in (LEFT, ABORTED, FAILED) or peer.rank in self._dead
+        return peer.state in (LEFT, ABORTED, FAILED) or peer.rank in self._deaths.ranks()
 
     def check_alive(self, peer: Peer, what: object) -> None:
         """Raise an error if a peer has died."""
-        self._note_deaths()
-        if peer.rank in self._dead:
+        if peer.rank in self._deaths.ranks():
             self._raise_lost(peer, PRESENT, what)
 
     def check_usable(self, what: object) -> None:
@@ -460,6 +435,9 @@ class Channel:
         if self.pid != os.getpid():
             return
         with self.lock:
+            if self._has_left:
+                return
+            self._has_left = True
             if self.me.state == PRESENT:
                 self._let_read(patience)
                 self.me.change_state(LEFT)
@@ -467,10 +445,9 @@ class Channel:
             self._in_use = []
             for peer in self.others:
                 peer.forget()
-            self._close_watches()
+            self._deaths.close()
+            self.me.control.close()
             self.finish_early = lambda number: None  # no cycle keeps the memory
-            with contextlib.suppress(OSError):
-                self.me.control.close()
 
     def _let_read(self, patience: float) -> None:
         self._reclaim()
@@ -479,8 +456,8 @@ class Channel:
         while self._in_use and time.monotonic() < deadline:
             lane, number, _ = self._in_use[0]
             unread = [peer for peer in self._readers(lane) if not self.is_read(peer, lane, number)]
-            self._note_deaths()
-            waited = [peer for peer in unread if peer.state == PRESENT and peer.rank not in self._dead]
+            dead = self._deaths.ranks()
+            waited = [peer for peer in unread if peer.state == PRESENT and peer.rank not in dead]
             if not waited:
                 del self._in_use[0]
                 continue

@@ -41,8 +41,9 @@ for _function in (_copy_small, _copy_large):
     _function.restype = None
 _LARGE = 1 << 16
 
-# Larger pieces are written past the caches, from which peers could read them. All-gathers of 8 MiB a rank took
-# 2.15 ms in one piece, 2.05 in pieces of 64 KiB, 1.85 of 256 KiB, 2.40 of 1 MiB; 1.6 ms with `copy_to_both`.
+# Larger pieces are written past the caches, from which peers could read them. All-gathers of 8 MiB a rank
+# took 2.15 ms in one piece, 2.05 in pieces of 64 KiB, 1.85 of 256 KiB, 2.40 of 1 MiB; 1.6 ms with
+# `copy_to_both`.
 _PIECE = 1 << 18
 
 # What is smaller is not compared with the memory that is left: reading that takes 0.05 ms.
