@@ -19,7 +19,7 @@ from harness.exceptions import RankStateWarning
 from harness.rank.leaks import LeakGuard
 from harness.rank.pytest_internals import tear_down_except_for
 from harness.rank.state import RankState
-from harness.rank.torch_internals import clear_dtensor_caches
+from harness.rank.torch_internals import DTensorResults
 from harness.subtests import RunSubtests
 
 if TYPE_CHECKING:
@@ -178,12 +178,14 @@ class StateGuard:
         self.is_restored = True
         self._rank = rank
         self._streams = streams
+        self._dtensor_results = DTensorResults()
 
     def capture(self) -> RankState:
         return RankState.capture()
 
     def start(self) -> None:
         """Take the state of now for what tests start from."""
+        self._dtensor_results.install()
         self.baseline = self._last = RankState.capture()
 
     def adopt(self, before: RankState) -> None:
@@ -213,7 +215,7 @@ class StateGuard:
             self._last = RankState.capture()
             kept = self._last.process_groups & baseline.process_groups
             self.is_restored = not baseline.changes(replace(self._last, process_groups=kept))
-        clear_dtensor_caches()
+        self._dtensor_results.end_test()
         return left
 
 

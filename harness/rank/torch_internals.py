@@ -81,7 +81,7 @@ class TakenGroups:
         for name, known in self.maps.items():
             getattr(_c10d._world, name, {}).update(known)
         for group, name in self.maps["pg_names"].items():
-            torch._C._distributed_c10d._register_process_group(name, group)
+            _c10d._register_process_group(name, group)
         _c10d._world.group_count = self.count
         _c10d._update_default_pg(self.default)
 
@@ -96,7 +96,7 @@ class TakenGroups:
             if group in groups:
                 world.tags_to_pg.setdefault(tag, []).append(group)
         world.pg_map[group] = (self.maps["pg_map"][group][0], store)
-        torch._C._distributed_c10d._register_process_group(self.maps["pg_names"][group], group)
+        _c10d._register_process_group(self.maps["pg_names"][group], group)
         return group
 
     def shut_down(self) -> None:
@@ -121,7 +121,7 @@ def forget_groups() -> None:
     world = _c10d._world
     for name in _MAPS:
         getattr(world, name, {}).clear()
-    torch._C._distributed_c10d._unregister_all_process_groups()
+    _c10d._unregister_all_process_groups()
     world.group_count = 0
 
 
@@ -216,14 +216,45 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return [entry for entry in entries if entry.keys() >= keys]
 
 
-def clear_dtensor_caches() -> None:
-    """Drop the results that operators of DTensor remember.
+# What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
+# the name up.
+_REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
+
+
+class DTensorResults:
+    """The results that operators of DTensor remember, dropped where they may be of other groups.
 
     An operator remembers what it returned for equal arguments, and meshes over different groups of the same
-    ranks are equal: it would answer with a mesh of this test, whose groups may be gone in the next one.
+    ranks are equal: it would answer with a mesh of another test, whose groups may be gone. To find a result
+    again takes 1 to 3 ms, so they are kept while this process has the same groups, no two of them alike.
     """
-    if tensor := sys.modules.get("torch.distributed.tensor"):
-        # As torch.distributed.tensor.debug does, whose import takes 2 s. torch 2.12 has the first, 2.13 both.
-        with contextlib.suppress(AttributeError):
-            tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+    def __init__(self) -> None:
+        self._groups_changed = False
+
+    def install(self) -> None:
+        """Drop the results whenever a group is made or ends."""
+        for name in _REGISTRATIONS:
+            setattr(_c10d, name, self._dropping(getattr(_c10d, name)))
+
+    def end_test(self) -> None:
+        """Drop the results if the test has made groups, or two groups have the same ranks."""
+        members = [ranks for _, ranks in group_members()]
+        if self._groups_changed or len(set(members)) < len(members):
+            self._drop()
+        self._groups_changed = False
+
+    def _dropping(self, register: Callable[..., None]) -> Callable[..., None]:
+        def drop_and_register(*args: Any) -> None:
+            self._groups_changed = True
+            self._drop()
+            register(*args)
+
+        return drop_and_register
+
+    def _drop(self) -> None:
+        if tensor := sys.modules.get("torch.distributed.tensor"):
+            # As torch.distributed.tensor.debug does, whose import takes 2 s. torch 2.12 has the first alone.
+            with contextlib.suppress(AttributeError):
+                tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
