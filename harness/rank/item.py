@@ -17,7 +17,7 @@ import pytest
 
 from harness.exceptions import RankStateWarning
 from harness.rank.leaks import LeakGuard
-from harness.rank.pytest_internals import tear_down_except_for
+from harness.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
 from harness.rank.state import RankState
 from harness.rank.torch_internals import DTensorResults
 from harness.subtests import RunSubtests
@@ -66,7 +66,7 @@ class ItemGuards:
         self.raised = False
         self._setups: list[list[Any]] = []
         """The snapshots from before each set-up under way of a wide fixture, the outermost first."""
-        self._changes: dict[object, list[tuple[Any, Any]]] = {}
+        self._changes: dict[pytest.FixtureDef[Any], list[tuple[Any, Any]]] = {}
         """The snapshots from before and after the set-up of each wide fixture, guard by guard."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -113,6 +113,8 @@ class ItemGuards:
             self._look(others, failed=True)
             raise
         self._look(others)
+        for fixture in self._changes:
+            forget_ended_dependents(fixture)
         return result
 
     def _look(self, guards: Sequence[Guard], failed: bool = False) -> None:

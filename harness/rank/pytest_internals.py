@@ -103,6 +103,23 @@ def set_location(item: pytest.Item, location: tuple[str, int | None, str]) -> No
         vars(item)["location"] = location
 
 
+def forget_ended_dependents(fixture: pytest.FixtureDef[Any]) -> None:
+    """Drop what a living fixture would do, when it ends, to fixtures that requested it and have ended before.
+
+    pytest keeps that, with the request of each test, until the fixture ends: one of the session ends with
+    the last test. If it moves: where `FixtureDef.execute` adds to the finalizers of what it requests.
+    """
+    fixture._finalizers[:] = [
+        each
+        for each in fixture._finalizers
+        if not (
+            isinstance(each, functools.partial)
+            and isinstance(dependent := getattr(each.func, "__self__", None), pytest.FixtureDef)
+            and dependent.cached_result is None
+        )
+    ]
+
+
 def captured_sections(item: pytest.Item) -> list[tuple[str, str, str]]:
     """Return the list of (phase, kind, text) from which the sections of the item's reports are made."""
     return item._report_sections

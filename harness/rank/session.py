@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
+import mmap
 import os
 import random
 import sys
@@ -79,6 +82,7 @@ class RankSession:
         self._state = self._guards.state
         self._reporter = RankReporter(rank, self._guards)
         self._properties: Properties | None = None
+        self._freed_memory = FreedMemory()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
@@ -148,6 +152,7 @@ class RankSession:
         usable = torch.distributed.is_initialized() and self._state.is_restored
         exchanged = self.rank.exchanges.take() if order.fake is None else ()
         self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged))
+        self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Return the item and its next one. What a file changes when it is imported stands from then on."""
@@ -192,6 +197,36 @@ class RankSession:
             self._properties = Properties(self.rank)
             self._config.pluginmanager.register(self._properties)
         return self._properties.of_item(search)
+
+
+class FreedMemory:
+    """Gives back to the system the memory that tests have freed, which the allocator keeps.
+
+    Of one test of a ResNet, 0.7 GB stayed with each rank to the end of the run.
+    """
+
+    def __init__(self) -> None:
+        # Of glibc; other allocators give back by themselves.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._resident = 0
+
+    def give_back(self) -> None:
+        """Do so if this process has grown; it costs 1 ms, and more where there is much."""
+        if self._trim is None:
+            return
+        if _resident() > self._resident + GROWTH:
+            gc.collect()  # models are full of cycles
+            self._trim(0)
+            self._resident = _resident()
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process holds, 0 where the system does not tell; 10 µs."""
+    try:
+        with open("/proc/self/statm", "rb") as figures:
+            return int(figures.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
@@ -280,6 +315,8 @@ class RankCollection:
         waiting.update(kept)
 
 
+GROWTH = 64 * 2**20
+"""Bytes by which a rank has grown when it gives back what tests have freed."""
 SAVE_EVERY = 1.0
 """Seconds. A rank that is killed loses what it has measured since; saving takes longer than a small test."""
 # Of no use in a rank: other processes run what this one does not, and the server imports some of it first.

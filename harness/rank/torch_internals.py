@@ -216,6 +216,8 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return [entry for entry in entries if entry.keys() >= keys]
 
 
+DROP_EVERY = 100
+"""Tests after which the results of DTensor's operators are dropped in any case."""
 # What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
 # the name up.
 _REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
@@ -227,10 +229,12 @@ class DTensorResults:
     An operator remembers what it returned for equal arguments, and meshes over different groups of the same
     ranks are equal: it would answer with a mesh of another test, whose groups may be gone. To find a result
     again takes 1 to 3 ms, so they are kept while this process has the same groups, no two of them alike.
+    Nor are they kept for ever: torch has no limit to their number.
     """
 
     def __init__(self) -> None:
         self._groups_changed = False
+        self._num_tests = 0
 
     def install(self) -> None:
         """Drop the results whenever a group is made or ends."""
@@ -238,9 +242,10 @@ class DTensorResults:
             setattr(_c10d, name, self._dropping(getattr(_c10d, name)))
 
     def end_test(self) -> None:
-        """Drop the results if the test has made groups, or two groups have the same ranks."""
+        """Drop the results if the test has made groups, if two have the same ranks, and now and then."""
+        self._num_tests += 1
         members = [ranks for _, ranks in group_members()]
-        if self._groups_changed or len(set(members)) < len(members):
+        if self._groups_changed or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
             self._drop()
         self._groups_changed = False
 

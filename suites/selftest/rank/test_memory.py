@@ -1,0 +1,98 @@
+"""Memory of a rank: what tests have freed, and what remembers them, does not stay to the last test."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from harness.rank.torch_internals import DROP_EVERY, DTensorResults
+
+pytestmark = pytest.mark.ranks(2)
+
+MEBI = 2**20
+kept: list[Any] = []
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def mesh_of_result(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of a result on `mesh`: the one of an equal mesh where that result is remembered."""
+    return (DTensor.from_local(torch.ones(1), mesh, [Shard(0)]).detach() * 2).device_mesh
+
+
+def default_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,))
+
+
+# What is freed
+
+
+def test_300_mebibytes_are_freed_below_a_block_that_stays():
+    kept.append(resident())
+    # Too small for a mapping of their own: the last one keeps the allocator from giving back those below it.
+    blocks = [bytearray(64 * 1024) for _ in range(4800)]
+    kept.append(blocks[-1])
+    assert resident() > kept[0] + 290 * MEBI
+
+
+def test_they_are_given_back():
+    assert resident() < kept[0] + 80 * MEBI
+
+
+# Fixtures
+
+
+@pytest.fixture
+def narrow(world, request):
+    kept.append(weakref.ref(request))
+
+
+@pytest.mark.parametrize("test", [0, 1, 2])
+def test_requests_of_ended_tests_are_not_kept_by_wide_fixtures(narrow, test):
+    gc.collect()
+    living = [request for each in kept if isinstance(each, weakref.ref) and (request := each()) is not None]
+    assert len(living) == 1
+
+
+# DTensor
+
+
+def test_results_of_operators_are_remembered():
+    mesh = default_mesh()
+    assert mesh_of_result(mesh) is mesh
+    kept.append(mesh)
+
+
+def test_they_are_until_the_groups_change():
+    assert mesh_of_result(default_mesh()) is kept[-1]
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    assert mesh == kept[-1]
+    assert mesh_of_result(mesh) is mesh
+    dist.destroy_process_group(group)
+
+
+def test_results_of_other_groups_are_forgotten():
+    mesh = default_mesh()
+    assert mesh_of_result(mesh) is mesh
+
+
+def test_results_are_dropped_now_and_then():
+    results = DTensorResults()
+    mesh = mesh_of_result(default_mesh())
+    for _ in range(DROP_EVERY - 1):
+        results.end_test()
+    assert mesh_of_result(default_mesh()) is mesh
+    results.end_test()
+    assert mesh_of_result(default_mesh()) is not mesh
