@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# pytest.fail.Exception, by the name under which it can be subclassed with types.
+from _pytest.outcomes import Failed
+
 
 class RankStateWarning(UserWarning):
     """A test left something behind in its rank that would have changed later tests; it was put back."""
@@ -15,8 +18,11 @@ class PeerFailed(AssertionError):
     """Another rank failed a case of a test that this rank shares with it; this rank itself did not fail."""
 
 
-class FakeValueError(RuntimeError):
-    """A test on a rank of a fake world read a value that would come from another rank; there is none."""
+class FakeValueError(Failed):
+    """A test on a rank of a fake world read a value that would come from another rank; there is none.
+
+    A failure of pytest, so that no `except Exception` of what compares values turns it into something else.
+    """
 
 
 class WorldError(RuntimeError):

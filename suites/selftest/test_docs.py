@@ -46,6 +46,7 @@ def test_there_is_a_page():
         "architecture",
         "composable",
         "conformance",
+        "fake",
         "faults",
         "mixed_precision",
         "port",
