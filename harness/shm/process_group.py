@@ -28,6 +28,7 @@ from harness.shm.meeting import meet
 from harness.shm.p2p import ANY, Mailbox
 from harness.shm.progress import progress
 from harness.shm.reduce import PREMUL_SUM
+from harness.shm.torch_internals import backend_options
 from harness.shm.work import Bundle, Completed, Pending, ShmWork
 
 NAME = "shm"
@@ -151,8 +152,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        timeout = datetime.timedelta(seconds=self._channel.timeout)
-        return dist.Backend.Options(NAME, timeout)  # type: ignore[attr-defined]
+        return backend_options(NAME, datetime.timedelta(seconds=self._channel.timeout))
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Let waits from now on last as long as this."""
@@ -188,12 +188,9 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         members = "_".join(map(str, ranks))
         self._splits[members] = nth = self._splits.get(members, 0) + 1
         name = group_name or f"{self.group_name}:split:{members}:{nth}"
-        asked = dist.distributed_c10d._DistributedBackendOptions()
-        asked.store = dist.PrefixStore(f"split/{members}/{nth}", self._store)
-        asked.group_rank, asked.group_size, asked.group_id = ranks.index(self.rank()), len(ranks), name
-        asked.timeout = timeout or datetime.timedelta(seconds=self._channel.timeout)
-        group = create(asked, opts)
-        group._set_group_name(name)
+        store = dist.PrefixStore(f"split/{members}/{nth}", self._store)
+        timeout = timeout or datetime.timedelta(seconds=self._channel.timeout)
+        group = _join(store, ranks.index(self.rank()), len(ranks), timeout, name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split:{nth}")
         return group
 
@@ -427,14 +424,18 @@ class _Started:
         self.reduceOp = getattr(opts, "reduceOp", None)
 
 
-def create(options: Any, backend_options: object) -> ShmProcessGroup:
+def create(options: Any, _: object) -> ShmProcessGroup:
     """Make the group that torch.distributed asks for; ranks meet here."""
     timeout = options.timeout
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=float(timeout))
-    channel = meet(options.store, options.group_rank, options.group_size, timeout, options.group_id)
+    return _join(options.store, options.group_rank, options.group_size, timeout, options.group_id)
+
+
+def _join(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> ShmProcessGroup:
+    channel = meet(store, rank, size, timeout, name)
     _channels.add(channel)
-    return ShmProcessGroup(channel, options.store)
+    return ShmProcessGroup(channel, store)
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()  # those of this process that live

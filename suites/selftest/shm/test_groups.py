@@ -147,3 +147,15 @@ def test_monitored_barrier_of_all_ranks_names_each_missing(world):
             group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True)
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_the_backend_of_a_group_is_the_group(world, group):
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend.name() == "shm"
+    assert not backend.supports_splitting
+    group.set_timeout(timedelta(seconds=77))
+    assert backend.options._timeout == timedelta(seconds=77)
+    with pytest.raises(RuntimeError, match="cuda"):
+        group._get_backend(torch.device("cuda"))

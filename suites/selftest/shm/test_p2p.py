@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from harness.shm import OutOfSharedMemory
 from suites.selftest.shm.samples import same, sample
 
 only_shm = pytest.mark.parametrize("backend", ["shm"])
@@ -169,3 +172,116 @@ def test_a_message_of_another_dtype_is_an_error_of_both(world, group):
 def test_a_message_to_oneself_is_refused(world, group):
     with pytest.raises((ValueError, RuntimeError), match=r"rank|itself"):
         dist.send(torch.ones(3), world.rank, group=group)
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_a_hundred_messages_before_the_first_receive(world, group):
+    if world.rank == 0:
+        works = [dist.isend(torch.full((3000,), float(turn)), 1, group=group) for turn in range(100)]
+        dist.barrier(group=group)
+        for work in works:
+            work.wait()
+    else:
+        dist.barrier(group=group)
+        for turn in range(100):
+            dist.recv(tensor := torch.empty(3000), 0, group=group)
+            assert tensor.min() == tensor.max() == turn
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_the_last_tag_of_a_hundred_is_received_first(world, group):
+    if world.rank == 0:
+        works = [dist.isend(torch.full((2,), float(tag)), 1, group=group, tag=tag) for tag in range(100)]
+        for work in works:
+            work.wait()
+    else:
+        for tag in reversed(range(100)):
+            dist.recv(tensor := torch.empty(2), 0, group=group, tag=tag)
+            assert tensor.tolist() == [float(tag)] * 2
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_receives_take_messages_in_the_order_of_the_calls(world, group):
+    if world.rank == 0:
+        for turn in range(3):
+            dist.send(torch.full((1,), float(turn)), 1, group=group)
+    else:
+        got = [torch.empty(1) for _ in range(3)]
+        works = [dist.irecv(tensor, 0, group=group) for tensor in got]
+        for work in reversed(works):
+            work.wait()
+        assert [tensor.item() for tensor in got] == [0.0, 1.0, 2.0]
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_a_message_arrives_while_its_receiver_waits_elsewhere(world, group):
+    got = torch.empty(100_000)
+    if world.rank == 1:
+        receive = dist.irecv(got, 0, group=group)
+        dist.barrier(group=group)  # which rank 0 reaches when its message has been taken
+        receive.wait()
+        assert got.min() == got.max() == 5
+    else:
+        dist.send(torch.full((100_000,), 5.0), 1, group=group)
+        dist.barrier(group=group)
+
+
+@pytest.mark.ranks(3)
+def test_any_source_goes_on_after_one_sender_has_left(world):
+    group = dist.new_group(backend="shm")
+    if world.rank == 0:
+        sources = [dist.recv(torch.empty(1), group=group)]
+        world.barrier()
+        sources.append(dist.recv(torch.empty(1), group=group))
+        assert sources == [2, 1]
+    elif world.rank == 2:
+        dist.send(torch.ones(1), 0, group=group)
+        dist.destroy_process_group(group)
+        world.barrier()
+    else:
+        world.barrier()
+        dist.send(torch.ones(1), 0, group=group)
+    world.barrier()
+    if world.rank != 2:
+        dist.destroy_process_group(group)
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_a_future_of_a_receive(world, group):
+    if world.rank == 0:
+        dist.barrier(group=group)
+        dist.send(torch.full((2,), 3.0), 1, group=group)
+    else:
+        future = dist.irecv(torch.empty(2), 0, group=group).get_future()
+        dist.barrier(group=group)
+        assert future.wait()[0].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.ranks(2)
+def test_a_receive_times_out_and_says_of_whom(world):
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=0.2))
+    if world.rank == 0:
+        with pytest.raises(dist.DistError, match=r"recv of 3 float32.* from rank 1 of group .* timed out"):
+            dist.recv(torch.empty(3), 1, group=group)
+    world.barrier()
+    dist.destroy_process_group(group)
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_a_message_without_memory_for_it_fails_on_both_ranks(world, group, monkeypatch):
+    def take(nbytes, why):
+        raise OutOfSharedMemory(f"{why}: no memory today")
+
+    if world.rank == 0:
+        monkeypatch.setattr(group._channel.arena, "take", take)
+    call = dist.send if world.rank == 0 else dist.recv
+    with pytest.raises(dist.DistError, match=r"send of 100000 float32.*no memory today"):
+        call(torch.empty(100_000), 1 - world.rank, group=group)
+    monkeypatch.undo()
+    call(torch.empty(100_000), 1 - world.rank, group=group)

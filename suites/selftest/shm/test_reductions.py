@@ -199,6 +199,20 @@ def test_a_reduce_scatter_has_the_bits_of_the_engine_on_gloo(world, group, dtype
 
 
 @pytest.mark.parametrize("backend", ["shm"])
+@pytest.mark.parametrize("dtype", LOW, ids=names(LOW))
+@pytest.mark.ranks(2, 3)
+def test_an_all_reduce_has_the_bits_of_the_engine_on_gloo(world, group, dtype):
+    gloo = dist.new_group(backend="gloo")
+    mesh = MeshInfo(None, Axis.of(gloo))
+    for turn, numel in enumerate(SIZES):
+        full = random(world.rank, dtype, numel, turn)
+        dist.all_reduce(mean := full.clone(), AVG, group=group)
+        engine = collectives.start_mean(full.clone(), mesh, dtype, collectives.BufferPool())()
+        assert same(mean, engine), numel
+    dist.destroy_process_group(gloo)
+
+
+@pytest.mark.parametrize("backend", ["shm"])
 @pytest.mark.ranks(3)
 def test_coalesced_sums_have_the_bits_of_single_ones(world, group):
     tensors = [random(world.rank, torch.bfloat16, numel, 0) for numel in SIZES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,15 @@ def test_a_rank_alone_on_a_hash_store() -> None:
     )
     done = run_program("-c", code)
     assert (done.stdout, done.stderr) == ("[1.0, 1.0] shm cpu:shm\n", "")
+
+
+def test_a_killed_rank_is_named_by_the_rank_that_waits(tmp_path: Path) -> None:
+    before = os.listdir("/dev/shm")
+    ways = ("all_reduce", "future", "recv", "recv from any", "send", "future of a receive")
+    done = run_program(str(PROGRAMS / "deaths.py"), str(tmp_path), *ways)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(ways)
+    for line in lines:
+        assert re.search(r"rank 1 \(pid \d+\) of group 0 is gone|all peers of group 0 are gone", line), line
+    assert set(os.listdir("/dev/shm")) <= set(before)
