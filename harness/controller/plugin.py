@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from harness.marker import BACKENDS
 from harness.options import adopted_kinds
 from harness.protocol import RunItem, Search, Warned, WorldKey
 from harness.reporting.merge import merge
+from harness.world.item_run import ItemRun
 from harness.world.outcome import ItemOutcome
 from harness.world.pool import Interrupted, WorldPool
 from harness.world.world import World
@@ -153,7 +154,8 @@ class Controller:
         # Wider fixtures of unmarked items before this one, as pytest would between two items.
         torn_down = tear_down(item, nextitem)
         coming, self._coming = self._coming, None
-        if coming is not None and _have_passed(outcomes) and torn_down.excinfo is None:
+        passed = isinstance(outcomes, Outcomes) and outcomes.passed
+        if coming is not None and passed and torn_down.excinfo is None:
             self._begin_ahead(coming)
         reports = self._report(item, outcomes)
         if torn_down.excinfo is not None:
@@ -169,18 +171,18 @@ class Controller:
     def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Outcomes | Refusal:
         try:
             begun = self._take_begun(item)
-            begun = begun or self._begin(Demand(item, request, self._order(item, request, nextitem)))
+            begun = begun or self._begin(self._demand(item, request, nextitem))
             self._coming = self._look_ahead(nextitem)  # while the ranks run
             reported = last = self._finish(begun)
-            if not last.is_clean():
-                search = CrashSearch()
+            if not (was_clean := last.is_clean()):
+                search, order = CrashSearch(), begun.demand.run.order
                 while search.add(last):
-                    again = replace(begun.demand, order=search.order(begun.demand.order))
-                    last = self._finish(self._begin(again))
+                    run = ItemRun(search.order(order), request.timeout)
+                    last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
-        return Outcomes(reported, last)
+        return Outcomes(reported, last, was_clean and last.has_passed())
 
     def _begin(self, demand: Demand) -> Begun:
         request = demand.request
@@ -193,7 +195,7 @@ class Controller:
     def _begin_in(self, world: World, demand: Demand) -> Begun:
         self._last_items[world.name] = demand.item
         try:
-            world.begin(demand.order, demand.request.timeout)
+            world.begin(demand.run)
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
@@ -234,7 +236,7 @@ class Controller:
         request = item.stash.get(_request_key, None)
         if not isinstance(request, Request) or request.fresh:
             return None
-        return Demand(item, request, self._order(item, request, self._after(item)))
+        return self._demand(item, request, self._after(item))
 
     def _begin_ahead(self, demand: Demand) -> None:
         """Let ranks begin the next test while this process reports the one that all of them have passed."""
@@ -249,6 +251,9 @@ class Controller:
             self._worlds.drop_taken(TEAR_DOWN_WITHIN)
             return None
         return begun
+
+    def _demand(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Demand:
+        return Demand(item, request, ItemRun(self._order(item, request, nextitem), request.timeout))
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
@@ -344,11 +349,11 @@ class Controller:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A test, what it requests, and the order that ranks run it by."""
+    """A test, what it requests, and its run, which has not begun."""
 
     item: pytest.Item
     request: Request
-    order: RunItem
+    run: ItemRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,10 +370,8 @@ class Outcomes:
 
     reported: ItemOutcome
     last: ItemOutcome
-
-
-def _have_passed(outcomes: Outcomes | Refusal) -> bool:
-    return isinstance(outcomes, Outcomes) and outcomes.last.has_passed()
+    passed: bool
+    """Whether that is clear before reports are compared."""
 
 
 def _add_failed_tear_down(

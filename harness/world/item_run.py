@@ -55,18 +55,16 @@ class ItemRun:
     time is over, or when no rank can get on any more, is asked for its status and counts as stuck.
 
     Args:
-        handles: the ranks, in rank order.
         timeout: seconds for the item, without collection; infinity for a user who debugs.
     """
 
-    def __init__(self, handles: Sequence[RankHandle], order: RunItem, timeout: float) -> None:
+    def __init__(self, order: RunItem, timeout: float) -> None:
         self.order = order
-        self._handles = handles
+        self._packed = pickle_message(order)
         self._timeout = timeout
-        self._begun = self._deadline = time.monotonic()
+        self._begun = self._deadline = 0.0
         self._grace = self._last_grace = float("inf")
         self._collecting: dict[int, str] = {}
-        self._outcomes = [RankOutcome(handle.rank) for handle in handles]
         self._answers: dict[int, RankStatus] = {}
         self._next_probe = 0.0
         self._unanswered: set[int] = set()
@@ -75,11 +73,17 @@ class ItemRun:
         self._diagnoses: dict[str, Diagnosis] = {}
         self._aborted = ""
 
-    def begin(self) -> None:
-        """Send the ranks the order; they run the item, also while the controller does something else."""
-        order = pickle_message(self.order)
-        for handle in self._handles:
-            handle.begin(order)
+    def begin(self, handles: Sequence[RankHandle]) -> None:
+        """Send the ranks the order; they run the item, also while the controller does something else.
+
+        Args:
+            handles: the ranks, in rank order.
+        """
+        self._handles = handles
+        self._begun = time.monotonic()
+        for handle in handles:
+            handle.begin(self._packed)
+        self._outcomes = [RankOutcome(handle.rank) for handle in handles]
 
     def finish(self) -> ItemOutcome:
         """Wait for the end of the item; return what each rank said of it. The deadline counts from now.

@@ -135,13 +135,12 @@ class ItemOutcome:
         )
 
     def has_passed(self) -> bool:
-        """Whether it is clear before anything is compared between ranks that the test has passed.
+        """Whether it is clear of a clean outcome, before reports are compared, that the test has passed.
 
         Every rank has passed the three phases, without subtests, and nothing is known to be wrong.
         """
         return (
-            self.is_clean()
-            and self.diagnosis is None
+            self.diagnosis is None
             and all(rank.has_passed() and rank.left_in_flight is None for rank in self.ranks)
             and all([report["when"] for report in rank.reports] == _PHASES for rank in self.ranks)
         )

@@ -23,7 +23,6 @@ from harness.protocol import (
     Interrupt,
     RankSpec,
     Ready,
-    RunItem,
     SessionSpec,
     StartFailed,
     Warned,
@@ -106,17 +105,17 @@ class World:
         if self.lease is not None:
             self.lease.leave_to_ranks()
 
-    def begin(self, order: RunItem, timeout: float) -> None:
+    def begin(self, run: ItemRun) -> None:
         """Make all ranks run one item; `finish` waits for its end.
 
         Raises:
             WorldError: the world's directory is gone, or what `--rank-output-dir` holds cannot be replaced.
         """
         if self._kept is not None:
-            self._kept.clear(order.nodeid)
-        self._run = ItemRun(self._handles, order, timeout)
+            self._kept.clear(run.order.nodeid)
+        self._run = run
         try:
-            self._run.begin()
+            run.begin(self._handles)
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
 

@@ -19,6 +19,7 @@ from harness.launch.processes import ChildProcess, RankProcess
 from harness.protocol import Probe, RankSpec, RunItem, Search, SessionSpec, WorldKey
 from harness.world import handle as module
 from harness.world.handle import RankHandle
+from harness.world.item_run import ItemRun
 from harness.world.outcome import Died
 from harness.world.world import World
 
@@ -59,7 +60,7 @@ def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connect
     world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle.spec.session, launcher, None)
     world._handles = [handle]
     with pytest.raises(WorldError, match=f"the directory of 1 rank .*, {tmp_path}/world-3, has been removed"):
-        world.begin(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0)
+        world.begin(ItemRun(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0))
 
 
 def test_a_process_that_has_just_ended_can_be_killed() -> None:

@@ -59,6 +59,12 @@ class SilentRank(RankHandle):
         return SimpleNamespace(captured=lambda: ())
 
 
+def _run(rank: SilentRank, timeout: float) -> ItemRun:
+    run = ItemRun(ORDER, timeout)
+    run.begin([rank])
+    return run
+
+
 class FreedRank(SilentRank):
     """A rank stopped in a subtest: after the abort it answers one probe, and ends the test with the next."""
 
@@ -75,8 +81,7 @@ class FreedRank(SilentRank):
 
 def test_the_deadline_of_a_test_begun_ahead_counts_from_its_turn() -> None:
     ours, theirs = multiprocessing.Pipe()
-    run = ItemRun([SilentRank(ours)], ORDER, 0.05)
-    run.begin()
+    run = _run(SilentRank(ours), 0.05)
     theirs.send((Finished(True, 0, 0),))
     time.sleep(0.1)  # the controller reports the test before
     outcome = run.finish()
@@ -87,7 +92,7 @@ def test_the_deadline_of_a_test_begun_ahead_counts_from_its_turn() -> None:
 def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     rank = FreedRank()
-    outcome = ItemRun([rank], ORDER, 10).finish()
+    outcome = _run(rank, 10).finish()
     assert rank.sent.count(AbortGroup("a=1")) == 1
     assert outcome.finished() == [Finished(True, 0, 0)]
 
@@ -96,7 +101,7 @@ def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> N
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     ours, _theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
-    ItemRun([rank], ORDER, 0.5).finish()
+    _run(rank, 0.5).finish()
     assert rank.sent == [Probe(), Probe(full=True)]
 
 
@@ -104,7 +109,7 @@ def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
     theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport"}),))
-    outcome = ItemRun([rank], ORDER, 1.5).finish()
+    outcome = _run(rank, 1.5).finish()
     assert outcome.timed_out
     assert rank.reads < 30
 
@@ -113,7 +118,7 @@ def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any
     monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
     ours, theirs = multiprocessing.Pipe()
     theirs.send((Collecting("test_endless.py"),))
-    (rank,) = ItemRun([SilentRank(ours)], ORDER, 0.1).finish().ranks
+    (rank,) = _run(SilentRank(ours), 0.1).finish().ranks
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.importing == "test_endless.py"
 
