@@ -51,6 +51,7 @@ def test_there_is_a_page():
         "mixed_precision",
         "port",
         "properties",
+        "shm",
         "your_engine",
     ]
 
