@@ -181,7 +181,9 @@ def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
     news = [entry for entry in entries if entry["time_created_ns"] >= begun]
     before = {} if may_have_forgotten else dict.fromkeys(generation, 0)
     before |= {
-        _name(entry): entry["collective_seq_id"] for entry in entries if entry["time_created_ns"] < begun
+        _name(entry): entry["collective_seq_id"]
+        for entry in entries
+        if entry["time_created_ns"] < begun and not entry["is_p2p"]  # which have a number of their own
     }
     default = dist.group.WORLD
     members = {

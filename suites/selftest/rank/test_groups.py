@@ -12,26 +12,28 @@ import torch.distributed as dist
 pytestmark = pytest.mark.ranks(2)
 
 
-def sockets_of(pid: int) -> int:
-    files = Path(f"/proc/{pid}/fd").iterdir()
-    return sum(os.readlink(file).startswith("socket:") for file in files if os.path.lexists(file))
+def descriptors_of_groups(pid: int) -> int:
+    """Count what groups are made of: sockets on gloo, anonymous memory on shm."""
+    files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(file)]
+    return sum(file.startswith(("socket:", "/memfd:lockstep-shm")) for file in files)
 
 
 def test_groups_stay_while_another_rank_is_in_the_test(world):
     pids = world.gather(os.getpid())
-    before = sockets_of(pids[0])
+    before = descriptors_of_groups(pids[0])
     world.barrier()
     world.mesh(2, 1, names=("replicate", "shard"))
     world.barrier()
     if world.rank == 1:
         time.sleep(0.3)  # while rank 0 ends the test
-        assert sockets_of(pids[0]) > before
+        assert descriptors_of_groups(pids[0]) > before
 
 
 def test_groups_are_gone_in_the_next_test():
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
+@pytest.mark.ranks(2, backend="gloo")
 def test_threads_of_gloo_do_not_take_the_core_of_what_wakes_them():
     threads = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
     assert len(threads) >= 2

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from suites.selftest.project import Project
 
 FAULTS = "collectives"
-BACKENDS = ("gloo",)
+BACKENDS = ("gloo", "shm")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from suites.selftest.fault_session import FaultSession
 
 FAULTS = "deaths"
-BACKENDS = ("gloo",)
+BACKENDS = ("gloo", "shm")
 
 
 @pytest.mark.parametrize(

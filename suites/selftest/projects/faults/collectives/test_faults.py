@@ -51,7 +51,7 @@ def test_operation_in_backward(world):
 def test_one_missing_in_backward(world):
     x = torch.ones(3, requires_grad=True)
     if world.rank == 1:
-        x.register_hook(lambda grad: dist.all_reduce(grad))  # a hook
+        x.register_hook(lambda grad: dist.all_reduce(grad.clone()))  # a hook
     x.sum().backward()
 
 
@@ -59,7 +59,7 @@ def test_failure_in_backward(world):
     def hook(grad):
         if world.rank == 1:
             raise ValueError("in a hook")
-        dist.all_reduce(grad)
+        dist.all_reduce(grad.clone())
 
     x = torch.ones(3, requires_grad=True)
     x.register_hook(hook)
