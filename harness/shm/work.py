@@ -53,6 +53,7 @@ class ShmWork(dist.Work):
         self.pending = pending
         self._result = result
         self._future: torch.futures.Future[Any] | None = None
+        self._settled: torch.futures.Future[Any] | None = None
         self._settling = threading.Lock()
         self._is_settled = False
 
@@ -92,7 +93,9 @@ class ShmWork(dist.Work):
         with self._settling:
             known = self._future
             if known is None:
-                self._future = torch.futures.Future()
+                # What `Future.set_exception` sets is a value to C++: DDP's reducer would take it for tensors.
+                self._settled = torch.futures.Future()
+                self._future = self._settled.then(self._outcome)
         if known is None:
             if self.pending.try_complete():
                 self.settle()
@@ -105,14 +108,16 @@ class ShmWork(dist.Work):
     def settle(self) -> None:
         """Give the future what came out, once; its callbacks run in this thread."""
         with self._settling:
-            future = self._future
-            if future is None or self._is_settled or not self.pending.is_done:
+            settled = self._settled
+            if settled is None or self._is_settled or not self.pending.is_done:
                 return
             self._is_settled = True
-        if self.pending.error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self.pending.error)
+        settled.set_result(None)
+
+    def _outcome(self, _: torch.futures.Future[Any]) -> Any:
+        if self.pending.error is not None:
+            raise self.pending.error
+        return self._result
 
 
 class Completed(dist.Work):
