@@ -23,7 +23,7 @@ class RankWorld:
     Attributes:
         rank: This rank, from 0.
         size: Number of ranks.
-        backend: torch.distributed's name of the backend, "gloo", "nccl" or "fake".
+        backend: torch.distributed's name of the backend: "gloo", "nccl", "shm" or "fake".
         device: Where this rank's tensors belong.
         seed: What random, numpy and torch were seeded with before the test, the same on every rank. For data
             that differs, seed a generator with `world.seed + world.rank`.
