@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from suites.selftest.fault_session import FaultSession
 
 FAULTS = "hangs"
+BACKENDS = ("gloo", "shm")
 
 
 @pytest.mark.parametrize(

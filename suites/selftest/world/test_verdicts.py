@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from suites.selftest.fault_session import FaultSession
 
 FAULTS = "verdicts"
+BACKENDS = ("gloo", "shm")
 
 
 def test_ranks_may_send_unequally_often(session: FaultSession) -> None:
