@@ -7,7 +7,8 @@ from torch import nn
 from harness.conformance import Capability, Precision, offers
 from harness.conformance.models import KnownGradient, NestedWrappedModule
 
-pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every group of the model has some padding
+# On three ranks every group of the model has some padding.
+pytestmark = pytest.mark.ranks(2, 3, needs=())
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -219,6 +220,7 @@ def test_a_frozen_group_out_of_backward_is_gathered_once(world, engine, shard, c
     assert [group.gathered_bytes for group in engine.groups(model)] == [0, 0]
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, shard, collectives, strategy):
     """facebookresearch/fairscale#513."""
 
