@@ -33,7 +33,8 @@ def run(rank: int, way: str, path: str) -> None:
         WAYS[way]()
         outcome = "no error"
     except RuntimeError as error:
-        outcome = f"{type(error).__name__}: {error}"
+        lines = str(error).splitlines()  # that of a future has the traceback of its thread
+        outcome = f"{type(error).__name__}: {' '.join(lines)}"
     os.write(1, f"{way}: {outcome}\n".encode())
     dist.destroy_process_group()
 
