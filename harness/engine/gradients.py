@@ -21,7 +21,7 @@ from harness.engine.layout import Layout, RowLayout, Usage, copy_in
 from harness.engine.mesh import Axis
 from harness.engine.param import LocalShard, attach_gradient
 from harness.engine.torch_internals import gradient_hooks
-from harness.engine.unsharded import UnshardedParams, fill_with_nan
+from harness.engine.unsharded import UnshardedParams
 
 
 class Gradients(ABC):
@@ -90,10 +90,7 @@ class Gradients(ABC):
 
         def finished() -> Tensor:
             reduced = finish()
-            if pool.lent(flat):
-                if self._shard.config.poison:
-                    fill_with_nan(flat)
-                pool.give(flat)
+            pool.give(flat, self._shard.config.poison)
             return reduced
 
         self.started = finished

@@ -319,7 +319,9 @@ class ParamGroup:
         if self._part:
             local, axis = self._part
         else:
-            local = collectives.as_sent(flat, dtypes.compute, shard.device, axis)
+            local = flat
+            if (flat.dtype, flat.device) != (dtypes.compute, shard.device):
+                local = collectives.as_sent(flat, dtypes.compute, shard.device, axis)
             self._sent = local if local.data_ptr() != flat.data_ptr() else None
         if shard.layout.in_order:
             self._arrive = collectives.start_gather(full.buffer, local, axis)
@@ -331,7 +333,7 @@ class ParamGroup:
     def _copy_out(self, full: UnshardedParams, arrived: Sequence[Tensor]) -> None:
         full.allocate()
         numel = self.shard.layout.shard_numel
-        copy_out((part.view(-1, numel) for part in arrived), full.buffer, self.shard.layout)
+        copy_out([part.view(-1, numel) for part in arrived], full.buffer, self.shard.layout)
 
     @torch.no_grad()
     def _finish_all_gather(self) -> None:

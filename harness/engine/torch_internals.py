@@ -60,6 +60,11 @@ gradient_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] =
     "_post_accumulate_grad_hooks"
 )
 
+# How many modes of torch.utils._python_dispatch are entered, and a range in a profile that is no operation.
+# If they move: `torch.profiler.record_function` alone does what both are for.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+FastLabel: Callable[[str], Any] = torch._C._profiler._RecordFunctionFast
+
 # A tensor of a subclass that has shape, dtype and device, but no memory; and the attribute of a class whose
 # operations go to `__torch_dispatch__` alone. Both are in torch's notes on subclasses. If they move: see how
 # DTensor is made.

@@ -120,7 +120,7 @@ class Channel:
             return Outgoing(lane, number, self.me.control, offset, nbytes, True)
         if self._in_use:
             self._reclaim()
-        segment = self.arena.take(nbytes, str(what))
+        segment = self.arena.take(nbytes, what)
         self._in_use.append((lane, number, segment))
         return Outgoing(lane, number, segment, 0, nbytes, False)
 

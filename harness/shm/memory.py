@@ -202,7 +202,7 @@ class Arena:
         """Bytes of memory that it holds."""
         return sum(segment.handle.nbytes for segment in self._segments.values())
 
-    def take(self, nbytes: int, why: str) -> Segment:
+    def take(self, nbytes: int, why: object) -> Segment:
         """Return the smallest free segment of at least `nbytes`, or a new one instead of a smaller one.
 
         Args:
@@ -277,7 +277,7 @@ class Arena:
         del self._segments[segment.handle.inode]
         segment.close()
 
-    def _create(self, nbytes: int, why: str) -> Segment:
+    def _create(self, nbytes: int, why: object) -> Segment:
         left = available() if nbytes >= _WORTH_A_LOOK else nbytes
         try:
             if left < nbytes:

@@ -95,6 +95,7 @@ def assert_same_bits(here, there):
 def gloo(world):
     group = dist.new_group(backend="gloo")
     yield group
+    dist.barrier(group)  # a rank that is done would close connections that others are making
     dist.destroy_process_group(group)
 
 
