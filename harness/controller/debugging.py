@@ -98,6 +98,8 @@ def check_debuggers(config: pytest.Config, keys: Mapping[str, WorldKey]) -> None
             has = "no test runs on ranks"
             if keys:
                 has = f"the largest world has the ranks 0 to {max(key.size for key in keys.values()) - 1}"
+            if any(key.backend == "fake" for key in keys.values()):
+                has += ". A fake world is one process: --rank-pdb 0 debugs it, whichever rank it stands for"
             raise pytest.UsageError(f"--rank-pdb {rank}: there is no such rank: {has}")
         return
     for name, option in (("usepdb", "--pdb"), ("trace", "--trace")):

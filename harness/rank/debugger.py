@@ -108,6 +108,7 @@ class NoDebugger:
 
     def __init__(self, rank: Rank, debugged: int | None) -> None:
         self._world = rank.world
+        self._number = rank.spec.rank  # in a fake world not the one that it stands for
         self._debugged = debugged
 
     def pytest_enter_pdb(self, config: pytest.Config, pdb: Any) -> None:
@@ -119,7 +120,7 @@ class NoDebugger:
         place = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
         here = f"{place}: breakpoint in rank {self._world.rank} of {self._world.size}"
         if self._debugged is None:
-            run = f"run the test with --rank-pdb {self._world.rank}"
+            run = f"run the test with --rank-pdb {self._number}"
             pytest.fail(f"{here}: ranks have no terminal of their own; {run}", pytrace=False)
         sys.stderr.write(f"{here}: skipped, because the debugger is in rank {self._debugged}\n")
 

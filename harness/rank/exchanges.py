@@ -55,7 +55,7 @@ class Exchanges:
         self._channels: dict[tuple[object, ...], _Channel] = {}
         self._works: weakref.WeakKeyDictionary[dist.Work, _Channel] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
-        self._sees_waits = False
+        self._sees_shm = self._sees_waits = False
 
     def install(self) -> None:
         """See all sends and receives from now on, by whatever name the user has imported the function."""
@@ -63,10 +63,19 @@ class Exchanges:
         group.send = self._recorded(group.send, is_send=True)
         group.recv = self._recorded(group.recv, is_send=False)
         group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
-        if shm := sys.modules.get("harness.shm"):  # with methods of its own; the third one calls the second
-            group = shm.ShmProcessGroup
-            group.send = self._recorded(group.send, is_send=True)
-            group.recv = self._recorded(group.recv, is_send=False)
+        self.see_shm()
+
+    def see_shm(self) -> None:
+        """See those of shm too, which has methods of its own, once a file of tests has imported it."""
+        shm = sys.modules.get("harness.shm")
+        if shm is None or self._sees_shm:
+            return
+        self._sees_shm = True
+        group: Any = shm.ShmProcessGroup  # its third method calls the second
+        group.send = self._recorded(group.send, is_send=True)
+        group.recv = self._recorded(group.recv, is_send=False)
+        if self._sees_waits:
+            shm.ShmWork.wait = self._waiting(shm.ShmWork.wait)
 
     def clear(self) -> None:
         """Forget everything: a test begins, or the groups are new."""
@@ -128,8 +137,9 @@ class Exchanges:
         """See all waits from the first send or receive on; before, waits of collectives cost nothing."""
         if not self._sees_waits:
             self._sees_waits = True
-            shm = sys.modules.get("harness.shm")
-            kinds: tuple[Any, ...] = (dist.Work,) if shm is None else (dist.Work, shm.ShmWork)
+            kinds: list[Any] = [dist.Work]
+            if self._sees_shm:
+                kinds.append(sys.modules["harness.shm"].ShmWork)
             for work in kinds:
                 work.wait = self._waiting(work.wait)
 

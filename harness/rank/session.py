@@ -141,6 +141,7 @@ class RankSession:
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
+            self.rank.exchanges.see_shm()
             if order.location is not None:
                 set_location(item, order.location)
             self._reporter.begin(item)

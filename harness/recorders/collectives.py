@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,12 +122,17 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._is_recorded = False
         """Whether the dispatcher is in a collective that has its entry already."""
         self._leave: list[Callable[[], None]] = []
+        self._blind_since = 0
+        """When it was entered before anything had imported shm, nanoseconds since the epoch."""
+        self._misses_shm = False
 
     def __enter__(self) -> Self:
         self._was_entered = True
         self._thread = threading.get_ident()
         if shm := sys.modules.get("harness.shm"):  # whose groups the dispatcher does not see
             self._leave.append(shm.observe(self._record_shm))
+        else:
+            self._blind_since = time.time_ns()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -136,6 +142,15 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if self._leave:
             self._leave.pop()()
+        else:
+            self._misses_shm = self._has_missed_shm()
+            self._blind_since = 0
+
+    def _has_missed_shm(self) -> bool:
+        """Whether shm was imported, and used, since this log was entered without it."""
+        shm = sys.modules.get("harness.shm") if self._blind_since else None
+        calls = [] if shm is None else shm.record()
+        return self._misses_shm or any(call["time_created_ns"] >= self._blind_since for call in calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,9 +205,14 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @property
     def entries(self) -> tuple[Collective, ...]:
-        """Return the collectives, in order; RuntimeError if the log was never entered."""
+        """Return the collectives, in order; RuntimeError if the log was never entered, or has missed some."""
         if not self._was_entered:
             raise RuntimeError("this log was never entered: that it is empty proves nothing")
+        if self._has_missed_shm():
+            raise RuntimeError(
+                "this log has missed collectives of shm, which was imported after the log was entered: write "
+                "`import harness.shm` at the top of the file"
+            )
         return tuple(self._entries)
 
     def __iter__(self) -> Iterator[Collective]:

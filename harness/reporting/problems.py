@@ -81,10 +81,7 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
         for phase in PHASES:
             report = rank.phases.get(phase)
             if report is not None and report.failed:
-                # By an exception of harness.shm, which compares what ranks call.
-                is_mismatch = "CollectiveMismatch: " in messages(report)[-1]
-                problem = Problem(rank.rank, report.stop, "failed", report, is_mismatch=is_mismatch)
-                found[phase].append(problem)
+                found[phase].append(_failure(rank.rank, report))
         if isinstance(rank.fate, Died):
             found[rank.reached()].append(_death(context, rank.rank, rank.fate))
     _add_silence(context, ranks, found)
@@ -104,6 +101,12 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
         # A tear-down that breaks after that because a peer is gone adds nothing.
         found["teardown"] = [problem for problem in found["teardown"] if not problem.is_victim()]
     return found
+
+
+def _failure(rank: int, report: pytest.TestReport) -> Problem:
+    # By an exception of harness.shm, which compares what ranks call.
+    is_mismatch = "CollectiveMismatch: " in messages(report)[-1]
+    return Problem(rank, report.stop, "failed", report, is_mismatch=is_mismatch)
 
 
 def _death(context: Context, rank: int, died: Died) -> Problem:
@@ -180,7 +183,7 @@ def subtest_problems(
 ) -> list[Problem]:
     """Return the problems of one subtest, of which some ranks have a report."""
     failed = {rank: report for rank, report in reports.items() if report.failed}
-    problems = [Problem(rank, report.stop, "failed", report) for rank, report in failed.items()]
+    problems = [_failure(rank, report) for rank, report in failed.items()]
     if any(hasattr(report, "wasxfail") for report in reports.values()):
         return [problem for problem in problems if not problem.is_victim()]
     for rank in ranks:

@@ -12,6 +12,8 @@ from torch import Tensor
 from harness.shm.reduce import PREMUL_SUM, why_not
 from harness.shm.signature import REDUCTIONS
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 _NUMBERS = {getattr(dist.ReduceOp.RedOpType, name): number for number, name in enumerate(REDUCTIONS)}
 
 

@@ -40,6 +40,8 @@ from harness.shm.peer import (
     Peer,
 )
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 _NOTHING, _INLINE, _SEGMENT = 0, 1, 2
 _CALL, _REFUSAL = 0, 1
 
@@ -263,6 +265,8 @@ class Channel:
         base = self._layout.read // 8 + kind * DEPTH + number % DEPTH
         for peer in self.others if peers is None else peers:
             words[base + 2 * DEPTH * peer.rank] = number + 1
+            # A processor may load this word before its store is seen, and miss a peer that begins to wait at
+            # this moment: that one looks again after `futex.SLICE`. A fence would cost every collective more.
             if peer.words[WANTS_READ]:
                 self.me.ring()
 

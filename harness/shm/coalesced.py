@@ -11,6 +11,8 @@ from harness.shm import signature
 from harness.shm.collectives import Collectives, Contribution, flat, starts, take
 from harness.shm.operation import Operation
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 
 def all_reduce(ends: Collectives, tensors: Sequence[Tensor], reduction: int) -> Operation:
     """Reduce each of `tensors`, of one dtype, over all ranks, in place."""

@@ -23,6 +23,8 @@ from harness.shm.operation import Call, Finish, Operation
 from harness.shm.peer import Outgoing
 from harness.shm.record import Entry, recorder
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 Part = tuple[int, Tensor]
 """A tensor and the offset, in bytes, at which a contribution has it."""
 

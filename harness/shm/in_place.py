@@ -11,6 +11,8 @@ from harness.shm.collectives import Collectives, flat, of
 from harness.shm.operation import Operation
 from harness.shm.reduce import SUM
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 Read = Callable[[Sequence[Tensor]], None]
 """A function of the 1-D contributions of all ranks, in rank order, which are valid until it returns."""
 

@@ -26,6 +26,8 @@ from harness.shm.errors import MeetingFailed
 from harness.shm.memory import Handle, Segment
 from harness.shm.peer import FAILED, JOINING, PRESENT, Layout, Peer
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 PROTOCOL = 1
 """To be counted up when ranks of before could not understand those of after."""
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from harness.shm.errors import OutOfSharedMemory
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (

@@ -12,6 +12,8 @@ from harness.shm.channel import Channel, Peer
 from harness.shm.errors import CollectiveMismatch, ShmError
 from harness.shm.record import Entry
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 Finish = Callable[[int], None]
 """Fill the outputs of the collective of that number."""
 

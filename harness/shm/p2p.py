@@ -21,6 +21,8 @@ from harness.shm.collectives import Collectives, put, take
 from harness.shm.errors import CollectiveMismatch, PeerLost, ShmError
 from harness.shm.record import Entry, recorder
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 ANY = -1
 """Instead of a source: any rank."""
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from harness.shm import futex, signature
 from harness.shm.memory import Handle, Segment
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 DEPTH = 32
 """Messages of a lane that are there at once."""
 

@@ -31,6 +31,8 @@ from harness.shm.reduce import PREMUL_SUM
 from harness.shm.torch_internals import backend_options
 from harness.shm.work import Bundle, Completed, Pending, ShmWork
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 NAME = "shm"
 
 # As torch annotates it, its methods have overloads that neither torch.distributed nor the trampolines call.

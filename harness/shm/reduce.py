@@ -13,6 +13,8 @@ from torch import Tensor
 
 from harness.shm.signature import REDUCTIONS
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(len(REDUCTIONS))
 
 # The fp32 sum of so many elements stays in a core's L2 cache (256 KiB) until it is whole.

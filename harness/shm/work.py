@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from harness.shm.progress import progress
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 _NO_TIMEOUT = datetime.timedelta(0)
 
 

@@ -71,6 +71,8 @@ class ItemRun:
         self._suspicion: Diagnosis | None = None
         self._diagnosis: Diagnosis | None = None
         self._diagnoses: dict[str, Diagnosis] = {}
+        self._failed_cases: dict[str, dict[int, RankStatus]] = {}
+        """By case, what the ranks that failed in it had begun then."""
         self._aborted = ""
 
     def begin(self, handles: Sequence[RankHandle]) -> None:
@@ -100,6 +102,7 @@ class ItemRun:
         now = time.monotonic()
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
+        self._compare_failed_cases()
         seconds, diagnosis = now - self._begun, self._find_diagnosis()
         if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
@@ -145,7 +148,10 @@ class ItemRun:
         match message:
             case Reported(data, doing):
                 outcome.reports.append(data)
-                outcome.status = outcome.status or doing
+                if data.get("$report_type") == "TestReport":
+                    outcome.status = outcome.status or doing
+                elif doing is not None and doing.case:
+                    self._failed_cases.setdefault(doing.case, {})[rank] = doing
             case Warned():
                 outcome.warnings.append(message)
             case Vote():
@@ -295,6 +301,12 @@ class ItemRun:
             statuses |= self._request_statuses({handle.rank for handle in self._handles} - statuses.keys())
             return diagnose(statuses, len(self._handles))
         return find_mismatch(statuses, len(self._handles), include_ended=not stuck)
+
+    def _compare_failed_cases(self) -> None:
+        for case, statuses in self._failed_cases.items():
+            found = find_mismatch(statuses, len(self._handles), include_ended=True)
+            if found is not None:
+                self._diagnoses.setdefault(case, found)
 
     def _look_for_work_in_flight(self) -> None:
         """Find out what is still in flight on ranks that ended after unequal numbers of collectives.

@@ -45,6 +45,21 @@ def test_reused_groups_change_no_verdict(mixed: Project) -> None:
 
 
 @pytest.mark.parametrize("groups", ["own", "reuse"])
+def test_ranks_on_shm_change_no_verdict(mixed: Project, groups: str) -> None:
+    assert verdicts_of(mixed, "--backend=shm", f"-oranks_adopt_groups={groups}") == VERDICTS
+
+
+def test_adopted_tests_are_skipped_in_fake_worlds(mixed: Project) -> None:
+    """They need what their peers send, as all tests do that do not say otherwise."""
+    found = verdicts_of(mixed, "--backend=fake", "-k", "TestTwo or TestContinuous")
+    assert len(found) == 7
+    sentence = (
+        "skipped: the test needs that a rank receives what the others have sent, which fake does not offer"
+    )
+    assert {name: said for name, said in found.items() if said != sentence} == {}
+
+
+@pytest.mark.parametrize("groups", ["own", "reuse"])
 def test_a_hang_is_numbered_from_its_own_test_on(project: Project, groups: str) -> None:
     project.copy("adopt/numbers", f"ranks_adopt = torch\nranks_adopt_groups = {groups}")
     first, second = (

@@ -236,6 +236,62 @@ def test_commands_come_from_a_pipe_and_ctrl_c_ends_the_test(tmp_path: Path) -> N
     assert "ZeroDivisionError: slipped" in slip
 
 
+# Other backends
+
+STOPS = """
+import pytest, torch
+import torch.distributed as dist
+
+@pytest.mark.ranks({mark}, timeout=0.5)
+def test_it(world):
+    ranks = torch.ones(1)
+    breakpoint()
+    dist.all_reduce(ranks)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mark", "chosen", "place"),
+    [("2, backend='shm'", 1, (1, 2)), ("1024, backend='fake', as_rank=511", 0, (511, 1024))],
+    ids=["shm", "fake"],
+)
+def test_the_rank_is_debugged_on_other_backends(
+    tmp_path: Path, mark: str, chosen: int, place: tuple[int, int]
+) -> None:
+    (tmp_path / "test_it.py").write_text(STOPS.format(mark=mark))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--rank-pdb", str(chosen)],
+        cwd=tmp_path,
+        input=f"p dist.get_rank(), world.size\n__import__('time').sleep({HOLD})\nc\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert f"(Pdb) {place}" in done.stdout
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+
+
+def test_a_fake_world_has_one_process_to_debug(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(STOPS.format(mark="8, backend='fake', as_rank=5"))
+    fails, refused = (
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *args],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        ).stdout
+        for args in ((), ("--rank-pdb", "5"))
+    )
+    remedy = "breakpoint in rank 5 of 8: ranks have no terminal of their own; run the test with --rank-pdb 0"
+    assert remedy in fails
+    assert "--rank-pdb 5: there is no such rank" in refused
+    assert "A fake world is one process: --rank-pdb 0 debugs it, whichever rank it stands for" in refused
+
+
 # Where there is no debugger
 
 

@@ -1,4 +1,4 @@
-"""The self-tests that run on ranks themselves, on shared memory instead of gloo."""
+"""Self-tests on ranks, on shared memory instead of gloo; groups of shm in worlds of gloo; its preloading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from suites.selftest.project import Run, copy_project, line_of, run_pytest
+
 SELFTEST = Path(__file__).parents[1]
+PROJECT = "shm_in_gloo"
 FILES = ("assertions", "rank/test_groups.py", "rank/test_world_fixture.py")
 
 
@@ -26,3 +31,28 @@ def test_self_tests_on_ranks_pass_on_shm() -> None:
     counts = re.search(r"^(\d+) passed, \d+ deselected in ", done.stdout, re.MULTILINE)
     assert counts is not None, done.stdout
     assert int(counts[1]) > 50
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_pytest(copy_project(PROJECT, tmp_path_factory.mktemp(PROJECT)), "test_gloo.py")
+
+
+def test_a_log_says_that_shm_was_imported_too_late(run: Run) -> None:
+    assert run.outcome("test_imports_in_its_body") == "passed"
+
+
+def test_a_log_in_a_world_of_gloo_has_the_collectives_of_shm(run: Run) -> None:
+    assert run.outcome("test_log") == "passed"
+
+
+def test_an_unmatched_send_on_shm_fails_in_a_world_of_gloo(run: Run) -> None:
+    (failure,) = run.case("test_unmatched")
+    place = f"test_gloo.py:{line_of('isend', run.path / 'test_gloo.py')}"
+    sentence = f"left isend to rank 1 (float32 [2]) at {place} in flight: it was not received"
+    assert sentence in (failure.text or "")
+
+
+def test_the_server_imports_shm_for_a_file_that_names_it(tmp_path: Path) -> None:
+    run = run_pytest(copy_project(PROJECT, tmp_path), "test_preload.py")
+    assert run.outcome("test_is_preloaded") == "passed"

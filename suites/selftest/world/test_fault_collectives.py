@@ -71,6 +71,22 @@ def test_a_deadlocked_case_is_named_and_the_other_cases_run(session: FaultSessio
     assert "contains 1 failed subtest" in verdict.text
 
 
+def test_a_mismatch_in_a_case_is_named_as_outside_of_cases(session: FaultSession) -> None:
+    verdict = session["test_mismatch_in_a_case"]
+    first, second = (
+        rf"rank {rank} (is|was) in {call} #2 \(float \[2\]\)"
+        for rank, call in enumerate(("all_reduce", "broadcast"))
+    )
+    assert re.fullmatch(f"mismatch: ({first} while {second}|{second} while {first})", verdict.head()[0])
+    assert "--subtest n=2" in verdict.text
+    assert "contains 1 failed subtest" in verdict.text
+
+
+def test_a_traceback_has_no_frames_of_the_backend(session: FaultSession) -> None:
+    for name in ("test_order", "test_mismatch_in_a_case", "test_failure_in_backward"):
+        assert "harness/shm/" not in session[name].text
+
+
 def test_a_case_that_catches_the_abort_of_its_deadlock_fails(session: FaultSession) -> None:
     verdict = session["test_rescue_in_a_case"]
     assert "rank 0 waits in all_reduce #2 (float [5]), which rank 1 never reached: " in verdict.text

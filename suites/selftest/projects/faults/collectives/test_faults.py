@@ -164,6 +164,16 @@ def test_rescue_in_a_case(world, run_subtests):
     run_subtests({"n": [1, 2, 3]}, claim)
 
 
+def test_mismatch_in_a_case(world, run_subtests):
+    def claim(n):
+        if world.rank == 0 or n != 2:
+            dist.all_reduce(torch.ones(n))
+        else:
+            dist.broadcast(torch.ones(n), 0)
+
+    run_subtests({"n": [1, 2, 3]}, claim)
+
+
 def test_one_missing_after_cases(world, run_subtests):
     run_subtests({"n": [1, 2]}, lambda n: world.barrier())
     if world.rank == 1:
