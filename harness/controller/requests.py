@@ -54,15 +54,15 @@ def request_of(item: pytest.Item) -> Request | Refusal | None:
 def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     config = item.config
     backend = mark.backend or default_backend(config)
+    lacking = sorted(BACKENDS[backend].lacks.intersection(mark.needs))
+    if lacking and mark.backend is None:
+        return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
     fake = _fake_rank(item, mark) if backend == "fake" else None
     size = _size_of(item, mark) if fake is None else 1
     device = config.getoption("device") or BACKENDS[backend].devices[0]
     key = WorldKey(size, backend, device)
     if device not in BACKENDS[backend].devices:
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
-    lacking = sorted(BACKENDS[backend].lacks.intersection(mark.needs))
-    if lacking and mark.backend is None:
-        return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
     need = size if backend == "nccl" else 1
     if device == "cuda" and need > (have := count_gpus()):
         lack = f"need {need} GPUs, this machine has {have}; run with --backend gloo"

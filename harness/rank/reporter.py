@@ -74,8 +74,8 @@ class RankReporter:
             data["xml_notes"] = notes
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport
-            tells = report.failed if is_of_subtest else report.when != "teardown"
-            self._rank.send(Reported(sanitise(data), self._rank.status.collectives() if tells else None))
+            ends_part = report.failed if is_of_subtest else report.when != "teardown"
+            self._rank.send(Reported(sanitise(data), self._rank.status.collectives() if ends_part else None))
         else:  # posted reports are lost if the process dies: no loss, unless there is something to show
             has_output = any(title.endswith(report.when) for title, _ in report.sections)
             send = self._rank.send if has_output and report.when != "teardown" else self._rank.post
