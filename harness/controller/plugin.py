@@ -146,6 +146,9 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if self._begun is not None and self._begun.demand.item is not item:  # pytest has passed over it
+            self._begun = None
+            self._worlds.drop_taken(TEAR_DOWN_WITHIN)
         request = item.stash.get(_request_key, None)
         if request is None:
             return None
@@ -154,8 +157,8 @@ class Controller:
         # Wider fixtures of unmarked items before this one, as pytest would between two items.
         torn_down = tear_down(item, nextitem)
         coming, self._coming = self._coming, None
-        passed = isinstance(outcomes, Outcomes) and outcomes.passed
-        if coming is not None and passed and torn_down.excinfo is None:
+        passed = isinstance(outcomes, Outcomes) and outcomes.passed and torn_down.excinfo is None
+        if coming is not None and passed and not (item.session.shouldstop or item.session.shouldfail):
             self._begin_ahead(coming)
         reports = self._report(item, outcomes)
         if torn_down.excinfo is not None:
@@ -170,7 +173,7 @@ class Controller:
 
     def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Outcomes | Refusal:
         try:
-            begun = self._take_begun(item)
+            begun, self._begun = self._begun, None
             begun = begun or self._begin(self._demand(item, request, nextitem))
             self._coming = self._look_ahead(nextitem)  # while the ranks run
             reported = last = self._finish(begun)
@@ -241,16 +244,9 @@ class Controller:
     def _begin_ahead(self, demand: Demand) -> None:
         """Let ranks begin the next test while this process reports the one that all of them have passed."""
         if (world := self._worlds.take_ahead(demand.request.key)) is not None:
-            with contextlib.suppress(WorldError):  # the same will befall it in its turn
+            # What is wrong with the world is reported in the test's turn; a plugin's deadline comes too late.
+            with contextlib.suppress(WorldError, pytest.fail.Exception):
                 self._begun = self._begin_in(world, demand)
-
-    def _take_begun(self, item: pytest.Item) -> Begun | None:
-        """Return the test that was begun ahead if it is this one; end one that pytest passes over."""
-        begun, self._begun = self._begun, None
-        if begun is not None and begun.demand.item is not item:
-            self._worlds.drop_taken(TEAR_DOWN_WITHIN)
-            return None
-        return begun
 
     def _demand(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Demand:
         return Demand(item, request, ItemRun(self._order(item, request, nextitem), request.timeout))
@@ -323,6 +319,7 @@ class Controller:
             self._worlds.drop_taken(TEAR_DOWN_WITHIN)
             self._worlds.close()
             raise
+        self._worlds.drop_taken(TEAR_DOWN_WITHIN)  # pytest has passed over the last test
         self._worlds.close()  # while what goes wrong can still fail the run
         return result
 

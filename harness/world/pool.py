@@ -71,7 +71,7 @@ class WorldPool:
         self._taken = world = None if fresh else self._warm.pop(key, None)
         if world is not None and world.lease is not None and not world.lease.resume():
             self._close(world)  # its ranks were recalled, for a world that waits
-            world = None
+            self._taken = world = None
         if world is not None and (fault := world.fault()):
             self._complain(world, fault)
             self.discard(world)

@@ -94,6 +94,26 @@ def test_a_run_that_stops_interrupts_it(project: Project) -> None:
     project.assert_nothing_is_left()
 
 
+def test_nothing_begins_once_the_run_is_to_stop(project: Project) -> None:
+    project.copy("ahead")
+    output = project.run("test_end.py::test_stops_at_once", "test_end.py::test_next")
+    assert "the project's own reason" in output
+    assert "1 passed" in output
+    assert project.pids("begun") == []
+
+
+@pytest.mark.parametrize(("last", "passed"), [("test_unmarked", 2), ("test_passed_over", 1)])
+def test_one_passed_over_ends_before_what_follows(project: Project, last: str, passed: int) -> None:
+    project.copy("ahead")
+    names = ("test_before_unmarked", "test_passed_over", "test_unmarked")
+    chosen = names[: names.index(last) + 1]
+    output = project.run(*(f"test_over.py::{name}" for name in chosen))
+    assert f"{passed} passed" in output
+    assert len(project.pids("begun", rank=1)) == 1
+    assert [len(project.pids("wide-torn-down", rank)) for rank in (0, 1)] == [1, 1]
+    project.assert_nothing_is_left()
+
+
 def test_ctrl_c_between_two_tests_names_the_one_that_runs(project: Project) -> None:
     project.copy("ahead")
     output = project.run("test_end.py::test_interrupts", "test_end.py::test_next")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HELD = {"test_first": "printed-1", "test_before_death": "about-to-die-1", "test_before_other": "never-1"}
-STOPS = {"test_stops": "begun-1", "test_interrupts": "begun-1"}
+STOPS = dict.fromkeys(("test_stops", "test_interrupts", "test_before_unmarked"), "begun-1")
 
 
 def pytest_sessionstart(session):
@@ -34,6 +34,8 @@ class Holder:
                 time.sleep(0.01)
             with Path("held.txt").open("a") as held:
                 held.write(f"{name} {note.exists()}\n")
+            if name == "test_stops":
+                self._session.shouldstop = "the project's own reason"
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid):
@@ -42,5 +44,5 @@ class Holder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logstart(self, nodeid):
-        if nodeid.endswith("::test_stops"):
+        if nodeid.endswith("::test_stops_at_once"):
             self._session.shouldstop = "the project's own reason"

@@ -18,6 +18,10 @@ def test_stops(wide):
     pass
 
 
+def test_stops_at_once(wide):
+    pass
+
+
 def test_interrupts(wide):
     pass
 
