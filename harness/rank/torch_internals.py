@@ -221,6 +221,9 @@ DROP_EVERY = 100
 # What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
 # the name up.
 _REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
+# What makes `ShardingPropagator` know how an operator is sharded. If one moves: what
+# `torch.distributed.tensor.experimental.register_sharding` calls.
+_RULES = ("register_sharding_prop_rule", "register_op_strategy", "register_single_dim_op_strategy")
 
 
 class DTensorResults:
@@ -228,32 +231,40 @@ class DTensorResults:
 
     An operator remembers what it returned for equal arguments, and meshes over different groups of the same
     ranks are equal: it would answer with a mesh of another test, whose groups may be gone. To find a result
-    again takes 1 to 3 ms, so they are kept while this process has the same groups, no two of them alike.
-    Nor are they kept for ever: torch has no limit to their number.
+    again takes 1 to 3 ms, so they are kept while this process has the same groups, no two of them alike, and
+    until a test registers how an operator is sharded. Nor are they kept for ever: torch has no limit to
+    their number.
     """
 
     def __init__(self) -> None:
-        self._groups_changed = False
+        self._is_outdated = self._awaits_rules = False
         self._num_tests = 0
 
     def install(self) -> None:
-        """Drop the results whenever a group is made or ends."""
+        """Drop the results whenever a group is made or ends, or an operator gets a rule."""
         for name in _REGISTRATIONS:
             setattr(_c10d, name, self._dropping(getattr(_c10d, name)))
+        self._awaits_rules = True
 
     def end_test(self) -> None:
         """Drop the results if the test has made groups, if two have the same ranks, and now and then."""
+        if self._awaits_rules and (tensor := sys.modules.get("torch.distributed.tensor")):
+            self._awaits_rules = False
+            propagator = type(tensor.DTensor._op_dispatcher.sharding_propagator)
+            for name in _RULES:
+                if register := getattr(propagator, name, None):  # torch 2.11 has two of them
+                    setattr(propagator, name, self._dropping(register))
         self._num_tests += 1
         members = [ranks for _, ranks in group_members()]
-        if self._groups_changed or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
+        if self._is_outdated or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
             self._drop()
-        self._groups_changed = False
+        self._is_outdated = False
 
     def _dropping(self, register: Callable[..., None]) -> Callable[..., None]:
-        def drop_and_register(*args: Any) -> None:
-            self._groups_changed = True
+        def drop_and_register(*args: Any, **options: Any) -> None:
+            self._is_outdated = True
             self._drop()
-            register(*args)
+            register(*args, **options)
 
         return drop_and_register
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from harness.rank.torch_internals import DROP_EVERY, DTensorResults
 
@@ -86,6 +87,22 @@ def test_they_are_until_the_groups_change():
 def test_results_of_other_groups_are_forgotten():
     mesh = default_mesh()
     assert mesh_of_result(mesh) is mesh
+
+
+def summed() -> DTensor:
+    return torch.logcumsumexp(DTensor.from_local(torch.ones(1, 3), default_mesh(), [Shard(0)]), dim=1)
+
+
+def test_an_operator_follows_the_rule_of_torch():
+    assert summed().placements == (Shard(0),)
+
+
+def test_a_rule_that_a_later_test_registers_counts():
+    @register_sharding(torch.ops.aten.logcumsumexp.default)
+    def replicated(x, dim):
+        return [([Replicate()], [Replicate(), None])]
+
+    assert summed().placements == (Replicate(),)
 
 
 def test_results_are_dropped_now_and_then():
