@@ -76,7 +76,8 @@ _GATHERS = (
     "all_gather_into_tensor_coalesced",
     "all_gather_into_tensor_out",
 )
-_READS = frozenset({"_local_scalar_dense", "equal"})
+# Operators that return what Python sees of values: numbers and booleans, or a shape.
+_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"})
 # Of their input these use shape and dtype alone.
 _WITHOUT_VALUES = frozenset(
@@ -149,9 +150,8 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return (result[0], done_work(result[0])) if name == "allreduce_" else result
         if not self._sources:
             return func(*args, **kwargs)
-        if name in _READS:
-            self._refuse(args)
-            return func(*args, **kwargs)
+        if not _READS.isdisjoint(func.tags):
+            self._refuse(_masks(args[1]) if name == "index" else (*args, *kwargs.values()))
         source = None if name in _WITHOUT_VALUES else self._source(args[1:] if name in _OVERWRITES else args)
         source = source or self._source(tuple(kwargs.values()))
         result = func(*args, **kwargs)
@@ -258,8 +258,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(each, list | tuple) for each in value)
+def _masks(indices: Any) -> list[Tensor]:
+    """Return the indices that choose by their values how much there is."""
+    return [index for index in _tensors(indices) if index.dtype in (torch.bool, torch.uint8)]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -45,6 +45,10 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "copied": lambda value: torch.zeros(4).copy_(value).tolist(),
     "deepcopy": lambda value: copy.deepcopy(value).max().item(),
     "max": lambda value: max(value),
+    "allclose": lambda value: torch.allclose(torch.ones(4), value),
+    "nonzero": lambda value: len(value.nonzero()),
+    "mask": lambda value: len(torch.ones(4)[value > 0]),
+    "unique": lambda value: len(value.unique()),
 }
 
 
@@ -59,6 +63,7 @@ def test_a_value_that_owes_nothing_to_a_peer_is_read() -> None:
     value = received()
     assert (value.shape, value.dtype) == ((4,), torch.float32)
     assert torch.zeros_like(value).tolist() == value.new_ones(4).sub(1).tolist() == [0.0] * 4
+    assert value[torch.tensor([True, False, True, False])].shape == value[torch.tensor([0, 2])].shape == (2,)
     assert value.fill_(3).tolist() == [3.0] * 4
     assert received().copy_(torch.ones(4)).tolist() == [1.0] * 4
 
