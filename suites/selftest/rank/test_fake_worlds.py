@@ -87,6 +87,7 @@ def test_the_option_runs_what_needs_no_values(tmp_path: Path) -> None:
         "test_property[rank-0-of-3]": "passed",
         "test_property[rank-2-of-3]": "passed",
         "test_unmarked": "passed",
+        "test_values_of_unittest": skipped,
     }
 
 

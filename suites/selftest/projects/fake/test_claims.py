@@ -1,3 +1,5 @@
+import unittest
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,3 +23,9 @@ def test_property(world, number):
 
 def test_unmarked():
     pass
+
+
+@pytest.mark.ranks(2)
+class TestOfUnittest(unittest.TestCase):
+    def test_values_of_unittest(self):
+        raise NotImplementedError
