@@ -350,6 +350,12 @@ def test_dtype_check_that_looked_at_nothing_fails(check, module):
 # closeness
 
 
+def test_tensors_on_meta_agree_in_shape():
+    assert_named_close({"w": torch.ones(3, device="meta")}, {"w": torch.ones(3, device="meta")})
+    with pytest.raises(AssertionError, match="shape"):
+        assert_named_close({"w": torch.ones(3, device="meta")}, {"w": torch.ones(4, device="meta")})
+
+
 def test_default_tolerance_is_the_row_of_the_looser_dtype():
     close, far = torch.tensor([1.0005], dtype=F16), torch.tensor([1.01], dtype=F16)
     one = torch.ones(1)
