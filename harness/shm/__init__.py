@@ -6,7 +6,6 @@ imports torch and the standard library only.
 
 import torch.distributed as _dist
 
-from harness.shm.channel import waits
 from harness.shm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -16,6 +15,7 @@ from harness.shm.errors import (
     PeerLost,
     ShmError,
 )
+from harness.shm.membership import waits
 from harness.shm.process_group import NAME, ShmProcessGroup, abort_all, create
 from harness.shm.record import Entry, keep, observe, record
 from harness.shm.work import ShmWork

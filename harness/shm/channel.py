@@ -1,4 +1,4 @@
-"""The ranks of one group as they see each other: messages in order, waiting, and who is gone.
+"""The messages that the ranks of one group post and read, in order.
 
 Each rank has a control segment that it alone writes. In it are lanes: lane 0 is read by all peers, lane 1 + p
 by peer p alone. A message is a header in a ring of `DEPTH`, with up to `INLINE` bytes beside it or more in a
@@ -19,16 +19,13 @@ import torch
 from torch import Tensor
 
 from harness.shm import futex, signature
-from harness.shm.deaths import Deaths
-from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
+from harness.shm.errors import PeerLost, ShmError
+from harness.shm.membership import Membership
 from harness.shm.memory import Arena, Handle, Segment
 from harness.shm.peer import (
-    ABORTED,
     BELL,
     DEPTH,
-    FAILED,
     INLINE,
-    JOINING,
     LEFT,
     LOCATION,
     POSTED,
@@ -45,17 +42,12 @@ __tracebackhide__ = True  # under pytest a failure points to the call
 _NOTHING, _INLINE, _SEGMENT = 0, 1, 2
 _CALL, _REFUSAL = 0, 1
 
-waits: dict[int, tuple[str, float]] = {}
-"""What threads of this process wait for, and since when: by ident, where it has taken more than a moment.
-
-A thread that waits here wakes up now and then, so the system does not show that it is blocked."""
-
 EVERYONE = 0
 """The lane that all peers read."""
 
 
-class Channel:
-    """A rank's end of a group.
+class Channel(Membership):
+    """A rank's end of a group: what it posts for its peers, and reads of theirs.
 
     Args:
         name: Of the group, for messages.
@@ -66,24 +58,15 @@ class Channel:
     """
 
     def __init__(self, name: str, peers: Sequence[Peer], rank: int, timeout: float, spin: int) -> None:
-        self.name, self.rank, self.timeout = name, rank, timeout
-        self.size = len(peers)
-        self.peers = peers
-        self.me = peers[rank]
-        self.others = [peer for peer in peers if peer.rank != rank]
+        super().__init__(name, peers, rank, timeout, spin)
         self.arena = Arena()
-        self.pid = os.getpid()
         self.lock = threading.RLock()
         self.finish_early: Callable[[int], None] = lambda number: None
         """Called with the number of a message to everyone that this rank must read before it can go on."""
-        self.idle: Callable[[], None] | None = None
-        """Called now and then while this rank waits."""
         self._wanting = 0
-        self._spin = spin
         self._layout = Layout(self.size)
         self._next = [0] * (self.size + 1)
         self._in_use: list[tuple[int, int, Segment]] = []
-        self._deaths = Deaths(self.others)
         self._has_left = False
 
     # -- writing
@@ -318,117 +301,7 @@ class Channel:
         self._in_use = kept
         self.arena.take_back([segment for _, _, segment in kept])
 
-    def wait_until(
-        self,
-        peer: Peer,
-        peers: Sequence[Peer],
-        is_done: Callable[[Peer], bool],
-        what: object,
-        timeout: float | None,
-    ) -> None:
-        """Wait until something is so of `peer`; fail if one of `peers` can no longer make it so."""
-        for _ in range(self._spin):
-            if is_done(peer):
-                return
-        words, bell = peer.words, peer.bell
-        began = looked = time.monotonic()
-        limit = self.timeout if timeout is None else timeout
-        thread = 0
-        try:
-            while True:
-                seen = words[BELL]
-                if is_done(peer):
-                    return
-                futex.wait(bell, seen)
-                if is_done(peer):
-                    return
-                if self.idle is not None:
-                    self.idle()
-                now = time.monotonic()
-                if now - looked >= futex.SLICE:
-                    looked = now
-                    thread = threading.get_ident()
-                    waits[thread] = (str(what), began)
-                    self._look_for_lost(peers, is_done, what)
-                    if now - began >= limit:
-                        self._time_out(peers, is_done, what, now - began)
-        finally:
-            if thread:
-                del waits[thread]
-
-    def linger(
-        self, peer: Peer, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, since: float
-    ) -> None:
-        """Do one round of `wait_until`, which began at `since`: sleep for some milliseconds at most."""
-        seen, began = peer.rung(), time.monotonic()
-        if is_done(peer):
-            return
-        futex.wait(peer.bell, seen)
-        now = time.monotonic()
-        if now - began >= futex.SLICE:
-            self._look_for_lost(peers, is_done, what)
-            if now - since >= self.timeout:
-                self._time_out(peers, is_done, what, now - since)
-
-    def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
-        self.check_usable(what)
-        dead = self._deaths.ranks()
-        for peer in peers:
-            # Looked at last: it may have done it just before it went.
-            state = peer.state
-            if (state in (LEFT, ABORTED, FAILED) or peer.rank in dead) and not is_done(peer):
-                self._raise_lost(peer, state, what)
-
-    def _raise_lost(self, peer: Peer, state: int, what: object) -> None:
-        if state == ABORTED:
-            raise GroupAborted(f"{peer} has aborted group {self.name}, in which {what} waits for it")
-        if state == FAILED:
-            raise PeerLost(f"{peer} of group {self.name} has failed, {what} waits for it: {peer.reason}")
-        verb = "has left the group" if state == LEFT else "is gone"
-        raise PeerLost(f"{peer} of group {self.name} {verb}: {what} waits for it")
-
-    def _time_out(
-        self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, seconds: float
-    ) -> None:
-        missing = ", ".join(str(peer) for peer in peers if not is_done(peer)) or "any rank"
-        text = f"{what} of group {self.name} timed out after {seconds:.1f} s: it waits for {missing}"
-        self.me.change_state(FAILED, text)
-        raise CollectiveTimeout(text)
-
     # -- the end
-
-    def is_usable(self) -> bool:
-        """Return whether this rank is still part of the group."""
-        return self.me.state == PRESENT and self.pid == os.getpid()
-
-    def is_lost(self, peer: Peer) -> bool:
-        """Return whether a peer has left the group, or its process has ended."""
-        return peer.state in (LEFT, ABORTED, FAILED) or peer.rank in self._deaths.ranks()
-
-    def check_alive(self, peer: Peer, what: object) -> None:
-        """Raise an error if a peer has died."""
-        if peer.rank in self._deaths.ranks():
-            self._raise_lost(peer, PRESENT, what)
-
-    def check_usable(self, what: object) -> None:
-        """Raise an error if this rank has no part in the group any more."""
-        state = self.me.state
-        if state == PRESENT and self.pid == os.getpid():
-            return
-        if self.pid != os.getpid():
-            raise ShmError(
-                f"{what}: group {self.name} belongs to process {self.pid}, of which this is a fork"
-            )
-        if state == ABORTED:
-            raise GroupAborted(f"{what}: this rank has aborted group {self.name}")
-        if state == FAILED:
-            raise ShmError(f"{what}: group {self.name} has failed on this rank: {self.me.reason}")
-        raise ShmError(f"{what}: this rank has left group {self.name}")
-
-    def abort(self) -> None:
-        """Let all ranks that wait in the group, and this one, raise `GroupAborted`."""
-        if self.pid == os.getpid() and self.me.state in (JOINING, PRESENT):
-            self.me.change_state(ABORTED)
 
     def leave(self, patience: float) -> None:
         """Leave the group, and give back its memory.

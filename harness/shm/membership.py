@@ -1,0 +1,152 @@
+"""A rank's part in a group: who its peers are, waiting until one of them has done something, who is gone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from harness.shm import futex
+from harness.shm.deaths import Deaths
+from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
+from harness.shm.peer import ABORTED, BELL, FAILED, JOINING, LEFT, PRESENT, Peer
+
+waits: dict[int, tuple[str, float]] = {}
+"""What threads of this process wait for, and since when: by ident, where it has taken more than a moment.
+
+A thread that waits here wakes up now and then, so the system does not show that it is blocked."""
+
+
+class Membership:
+    """The ranks of a group, as one of them sees them.
+
+    Args:
+        name: Of the group, for messages.
+        peers: All ranks, this one included, in order.
+        rank: Of this process.
+        timeout: Seconds that a wait lasts at most.
+        spin: How often to look before sleeping.
+    """
+
+    def __init__(self, name: str, peers: Sequence[Peer], rank: int, timeout: float, spin: int) -> None:
+        self.name, self.rank, self.timeout = name, rank, timeout
+        self.size = len(peers)
+        self.peers = peers
+        self.me = peers[rank]
+        self.others = [peer for peer in peers if peer.rank != rank]
+        self.pid = os.getpid()
+        self.idle: Callable[[], None] | None = None
+        """Called now and then while this rank waits."""
+        self._spin = spin
+        self._deaths = Deaths(self.others)
+
+    def wait_until(
+        self,
+        peer: Peer,
+        peers: Sequence[Peer],
+        is_done: Callable[[Peer], bool],
+        what: object,
+        timeout: float | None,
+    ) -> None:
+        """Wait until something is so of `peer`; fail if one of `peers` can no longer make it so."""
+        for _ in range(self._spin):
+            if is_done(peer):
+                return
+        words, bell = peer.words, peer.bell
+        began = looked = time.monotonic()
+        limit = self.timeout if timeout is None else timeout
+        thread = 0
+        try:
+            while True:
+                seen = words[BELL]
+                if is_done(peer):
+                    return
+                futex.wait(bell, seen)
+                if is_done(peer):
+                    return
+                if self.idle is not None:
+                    self.idle()
+                now = time.monotonic()
+                if now - looked >= futex.SLICE:
+                    looked = now
+                    thread = threading.get_ident()
+                    waits[thread] = (str(what), began)
+                    self._look_for_lost(peers, is_done, what)
+                    if now - began >= limit:
+                        self._time_out(peers, is_done, what, now - began)
+        finally:
+            if thread:
+                del waits[thread]
+
+    def linger(
+        self, peer: Peer, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, since: float
+    ) -> None:
+        """Do one round of `wait_until`, which began at `since`: sleep for some milliseconds at most."""
+        seen, began = peer.rung(), time.monotonic()
+        if is_done(peer):
+            return
+        futex.wait(peer.bell, seen)
+        now = time.monotonic()
+        if now - began >= futex.SLICE:
+            self._look_for_lost(peers, is_done, what)
+            if now - since >= self.timeout:
+                self._time_out(peers, is_done, what, now - since)
+
+    def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
+        self.check_usable(what)
+        dead = self._deaths.ranks()
+        for peer in peers:
+            # Looked at last: it may have done it just before it went.
+            state = peer.state
+            if (state in (LEFT, ABORTED, FAILED) or peer.rank in dead) and not is_done(peer):
+                self._raise_lost(peer, state, what)
+
+    def _raise_lost(self, peer: Peer, state: int, what: object) -> None:
+        if state == ABORTED:
+            raise GroupAborted(f"{peer} has aborted group {self.name}, in which {what} waits for it")
+        if state == FAILED:
+            raise PeerLost(f"{peer} of group {self.name} has failed, {what} waits for it: {peer.reason}")
+        verb = "has left the group" if state == LEFT else "is gone"
+        raise PeerLost(f"{peer} of group {self.name} {verb}: {what} waits for it")
+
+    def _time_out(
+        self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, seconds: float
+    ) -> None:
+        missing = ", ".join(str(peer) for peer in peers if not is_done(peer)) or "any rank"
+        text = f"{what} of group {self.name} timed out after {seconds:.1f} s: it waits for {missing}"
+        self.me.change_state(FAILED, text)
+        raise CollectiveTimeout(text)
+
+    def is_usable(self) -> bool:
+        """Return whether this rank is still part of the group."""
+        return self.me.state == PRESENT and self.pid == os.getpid()
+
+    def is_lost(self, peer: Peer) -> bool:
+        """Return whether a peer has left the group, or its process has ended."""
+        return peer.state in (LEFT, ABORTED, FAILED) or peer.rank in self._deaths.ranks()
+
+    def check_alive(self, peer: Peer, what: object) -> None:
+        """Raise an error if a peer has died."""
+        if peer.rank in self._deaths.ranks():
+            self._raise_lost(peer, PRESENT, what)
+
+    def check_usable(self, what: object) -> None:
+        """Raise an error if this rank has no part in the group any more."""
+        state = self.me.state
+        if state == PRESENT and self.pid == os.getpid():
+            return
+        if self.pid != os.getpid():
+            raise ShmError(
+                f"{what}: group {self.name} belongs to process {self.pid}, of which this is a fork"
+            )
+        if state == ABORTED:
+            raise GroupAborted(f"{what}: this rank has aborted group {self.name}")
+        if state == FAILED:
+            raise ShmError(f"{what}: group {self.name} has failed on this rank: {self.me.reason}")
+        raise ShmError(f"{what}: this rank has left group {self.name}")
+
+    def abort(self) -> None:
+        """Let all ranks that wait in the group, and this one, raise `GroupAborted`."""
+        if self.pid == os.getpid() and self.me.state in (JOINING, PRESENT):
+            self.me.change_state(ABORTED)
