@@ -29,6 +29,10 @@ def check_tensors(op: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> Non
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{op}: backend shm is for dense tensors, and one is {tensor.layout}")
             raise ValueError(f"{op}: its tensors have different dtypes, {dtype} and {tensor.dtype}")
+        if tensor.is_conj() or tensor.is_neg():  # its memory has other values than it has
+            raise ValueError(
+                f"{op}: a tensor is a conjugated or negated view; call .resolve_conj().resolve_neg() on it"
+            )
 
 
 def check_filled(op: str, outputs: Iterable[Tensor]) -> None:
@@ -46,6 +50,8 @@ def check_filled(op: str, outputs: Iterable[Tensor]) -> None:
 def check_numel(op: str, whole: Tensor, piece: Tensor, size: int) -> None:
     """Raise ValueError unless `whole` has the elements of `size` pieces."""
     if whole.numel() != piece.numel() * size:
+        if size == 1:
+            raise ValueError(f"{op}: an output of {whole.numel()} elements, for an input of {piece.numel()}")
         raise ValueError(
             f"{op}: a tensor of {whole.numel()} elements is not {size} times one of {piece.numel()}, "
             f"as it must be for {size} ranks"
@@ -85,4 +91,4 @@ def reduction_of(op: str, opts: Any, dtype: torch.dtype) -> int:
 
 def premultiplied(opts: Any, reduction: int, tensor: Tensor) -> Tensor:
     """Return what a tensor adds to the reduction: multiplied by the factor of PREMUL_SUM."""
-    return tensor * opts.reduceOp.factor if reduction == PREMUL_SUM else tensor
+    return (tensor * opts.reduceOp.factor).to(tensor.dtype) if reduction == PREMUL_SUM else tensor

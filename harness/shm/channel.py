@@ -128,14 +128,12 @@ class Channel(Membership):
         Raises:
             ShmError: a peer that has not read it is gone, or does not read it within the timeout.
         """
-        found = self.arena.find(tensor.data_ptr())
-        if found is None:
-            return
-        for lane, number, segment in list(self._in_use):
-            if segment is found[0]:
-                for peer in self._readers(lane):
-                    if not self.is_read(peer, lane, number):
-                        with self.lock:
+        with self.lock:
+            found = self.arena.find(tensor.data_ptr())
+            for lane, number, segment in list(self._in_use):
+                if found is not None and segment is found[0]:
+                    for peer in self._readers(lane):
+                        if not self.is_read(peer, lane, number):
                             self._wait_until_read(lane, number, "the next use of a buffer")
 
     def post(self, message: Outgoing, text: bytes, note: bytes = b"") -> None:
@@ -215,7 +213,9 @@ class Channel(Membership):
         length, kind, _ = TEXT.unpack_from(peer.memory, at)
         text = bytes(peer.memory[at + TEXT.size : at + TEXT.size + length])
         if kind == _REFUSAL:
-            raise ShmError(f"{peer} of group {self.name} could not take part: {text.decode()}")
+            raise ShmError(
+                f"{peer} of group {self.name} could not take part: {text.decode(errors='replace')}"
+            )
         return text
 
     def note(self, peer: Peer, number: int, after: bytes, lane: int = EVERYONE) -> bytes:
@@ -243,6 +243,7 @@ class Channel(Membership):
 
     def mark_read(self, number: int, peers: Iterable[Peer] | None = None, lane: int = EVERYONE) -> None:
         """Let peers use the memory of their messages again."""
+        futex.fence(self.me.bell)
         words = self.me.words
         kind = 0 if lane == EVERYONE else 1
         base = self._layout.read // 8 + kind * DEPTH + number % DEPTH
@@ -316,15 +317,16 @@ class Channel(Membership):
                 return
             self._has_left = True
             if self.me.state == PRESENT:
-                self._let_read(patience)
+                # First: a peer that leaves too need not wait for what this rank will never read.
                 self.me.change_state(LEFT)
+                self._let_read(patience)
             self.arena.close()
             self._in_use = []
             for peer in self.others:
                 peer.forget()
             self._deaths.close()
             self.me.control.close()
-            self.finish_early = lambda number: None  # no cycle keeps the memory
+            self.finish_early, self.idle = lambda number: None, None  # no cycle keeps the memory
 
     def _let_read(self, patience: float) -> None:
         self._reclaim()

@@ -53,9 +53,10 @@ def wake(address: int) -> None:
 
 
 def fence(address: int) -> None:
-    """Let what this thread has stored be seen before what it stores next.
+    """Let what this thread has loaded and stored so far come before what it loads and stores next.
 
-    x86-64 keeps stores in order and loads in order. Elsewhere the kernel's side of a wake-up is a barrier.
+    x86-64 keeps loads in order, and stores, also after loads. Elsewhere the kernel's side of a wake-up is a
+    barrier.
     """
     if _needs_fence:
         wake(address)

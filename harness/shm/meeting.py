@@ -24,7 +24,7 @@ from harness.shm import futex
 from harness.shm.channel import Channel
 from harness.shm.errors import MeetingFailed
 from harness.shm.memory import Handle, Segment
-from harness.shm.peer import FAILED, JOINING, PRESENT, Layout, Peer
+from harness.shm.peer import FAILED, JOINING, MAPPED, PRESENT, Layout, Peer
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -90,12 +90,16 @@ def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, n
             raise _agreed(store, error, f"group {name}: rank {rank}") from error
         raise
     try:
-        _await_all(store, channel, seconds)
+        channel.me.change_state(MAPPED)
+        _await_all(store, channel, JOINING, seconds)
+        with contextlib.suppress(Exception):  # not every store can
+            store.delete_key(str(rank))
+        channel.me.change_state(PRESENT)
+        # None may meet again over the same store while it has cards of this meeting.
+        _await_all(store, channel, MAPPED, seconds)
     except BaseException:
         channel.leave(0)
         raise
-    with contextlib.suppress(Exception):  # for another group over the same store; not every store can
-        store.delete_key(str(rank))
     return channel
 
 
@@ -168,9 +172,7 @@ def _join(control: Segment, cards: Sequence[Card], rank: int, seconds: float, na
         Peer(one, card.pid, control if one == rank else _control_of(card)) for one, card in enumerate(cards)
     ]
     spin = _SPINS if len(cards) <= len(os.sched_getaffinity(0)) else 0
-    channel = Channel(name, peers, rank, seconds, spin)
-    channel.me.change_state(PRESENT)
-    return channel
+    return Channel(name, peers, rank, seconds, spin)
 
 
 def _agreed(store: dist.Store, error: OSError, who: str) -> MeetingFailed:
@@ -196,15 +198,15 @@ def _control_of(card: Card) -> Segment:
     return Segment.open(card.pid, Handle(*card.control), populate=False)
 
 
-def _await_all(store: dist.Store, channel: Channel, seconds: float) -> None:
-    """Wait until all ranks have mapped the memory of all others."""
+def _await_all(store: dist.Store, channel: Channel, state: int, seconds: float) -> None:
+    """Wait until all ranks are past a state."""
     began = time.monotonic()
     for peer in channel.others:
-        while peer.state == JOINING:
+        while peer.state <= state:
             seen = peer.rung()
-            if peer.state == JOINING:
+            if peer.state <= state:
                 futex.wait(peer.bell, seen)
-            if peer.state != JOINING:
+            if peer.state > state:
                 break
             channel.check_alive(peer, "the meeting")
             if store.check([_FAILED]):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from harness.shm import futex
 from harness.shm.deaths import Deaths
 from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
-from harness.shm.peer import ABORTED, BELL, FAILED, JOINING, LEFT, PRESENT, Peer
+from harness.shm.peer import ABORTED, BELL, FAILED, LEFT, PRESENT, Peer
 
 waits: dict[int, tuple[str, float]] = {}
 """What threads of this process wait for, and since when: by ident, where it has taken more than a moment.
@@ -72,7 +72,7 @@ class Membership:
                     looked = now
                     thread = threading.get_ident()
                     waits[thread] = (str(what), began)
-                    self._look_for_lost(peers, is_done, what)
+                    self.look_for_lost(peers, is_done, what)
                     if now - began >= limit:
                         self._time_out(peers, is_done, what, now - began)
         finally:
@@ -89,11 +89,12 @@ class Membership:
         futex.wait(peer.bell, seen)
         now = time.monotonic()
         if now - began >= futex.SLICE:
-            self._look_for_lost(peers, is_done, what)
+            self.look_for_lost(peers, is_done, what)
             if now - since >= self.timeout:
                 self._time_out(peers, is_done, what, now - since)
 
-    def _look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
+    def look_for_lost(self, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object) -> None:
+        """Raise an error if one of `peers`, or this rank, is gone and something is not so of it."""
         self.check_usable(what)
         dead = self._deaths.ranks()
         for peer in peers:
@@ -136,17 +137,21 @@ class Membership:
         state = self.me.state
         if state == PRESENT and self.pid == os.getpid():
             return
-        if self.pid != os.getpid():
-            raise ShmError(
-                f"{what}: group {self.name} belongs to process {self.pid}, of which this is a fork"
-            )
+        self.check_process(what)
         if state == ABORTED:
             raise GroupAborted(f"{what}: this rank has aborted group {self.name}")
         if state == FAILED:
             raise ShmError(f"{what}: group {self.name} has failed on this rank: {self.me.reason}")
         raise ShmError(f"{what}: this rank has left group {self.name}")
 
+    def check_process(self, what: object) -> None:
+        """Raise an error in a child that was forked: what it marks as read, its parent has not read."""
+        if self.pid != os.getpid():
+            raise ShmError(
+                f"{what}: group {self.name} belongs to process {self.pid}, of which this is a fork"
+            )
+
     def abort(self) -> None:
         """Let all ranks that wait in the group, and this one, raise `GroupAborted`."""
-        if self.pid == os.getpid() and self.me.state in (JOINING, PRESENT):
+        if self.pid == os.getpid() and self.me.state <= PRESENT:
             self.me.change_state(ABORTED)

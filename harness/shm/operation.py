@@ -56,6 +56,7 @@ class Operation:
             ShmError: what this or another wait for it has met.
         """
         if not self.is_done:
+            self.channel.check_process(self.call)
             with self._lock:
                 self._complete(timeout)
         if self.error is not None:
@@ -64,6 +65,7 @@ class Operation:
     def try_complete(self) -> bool:
         """Complete it if all peers have called it; return whether it is complete, or has failed."""
         if not self.is_done:
+            self.channel.check_process(self.call)
             if self._missing() or not self._lock.acquire(blocking=False):
                 return False
             try:
@@ -82,9 +84,21 @@ class Operation:
             channel = self.channel
             channel.linger(missing[0], missing, lambda one: channel.arrived(one, number), self.call, since)
         except ShmError as error:
-            with self._lock:
-                if not self.is_done:
-                    self._end(error)
+            self._fail(error)
+
+    def has_failed(self) -> bool:
+        """Return whether it will never complete, as a peer is gone; without waiting."""
+        missing, number = self._missing(), self.call.number
+        try:
+            self.channel.look_for_lost(missing, lambda one: self.channel.arrived(one, number), self.call)
+        except ShmError as error:
+            self._fail(error)
+        return self.is_done
+
+    def _fail(self, error: ShmError) -> None:
+        with self._lock:
+            if not self.is_done:
+                self._end(error)
 
     def _missing(self) -> list[Peer]:
         return [peer for peer in self.channel.others if not self.channel.arrived(peer, self.call.number)]
@@ -101,6 +115,7 @@ class Operation:
 
     def _collect(self) -> None:
         channel, number = self.channel, self.call.number
+        futex.fence(channel.me.bell)
         header = channel.header(self.call.text, number)
         for peer in channel.others:
             if not channel.has_text(peer, number, header):

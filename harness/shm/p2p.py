@@ -88,6 +88,14 @@ class Transfer:
         except ShmError as error:
             self.box.end(self, error)
 
+    def has_failed(self) -> bool:
+        """Return whether it will never complete, as a peer is gone; without waiting."""
+        try:
+            self.box.channel.look_for_lost(self._waited_for()[1], lambda _: self.try_complete(), self)
+        except ShmError as error:
+            self.box.end(self, error)
+        return self.is_done
+
     def _waited_for(self) -> tuple[Peer, list[Peer]]:
         """Return whose bell says that something has happened, and who must be alive."""
         channel = self.box.channel
@@ -221,6 +229,7 @@ class Mailbox:
 
     def exchange(self) -> None:
         """Do what takes no waiting: post messages, take expected ones, see which of this rank are taken."""
+        self.channel.check_process("a message")
         if not self._exchanging.acquire(blocking=False):
             return  # another thread does it
         try:
@@ -247,6 +256,7 @@ class Mailbox:
         while channel.arrived(peer, self._looked_at[peer.rank], self._lane):
             number = self._looked_at[peer.rank]
             self._looked_at[peer.rank] += 1
+            futex.fence(channel.me.bell)
             try:
                 text, error = channel.text(peer, number, self._lane), None
             except ShmError as failure:
@@ -310,14 +320,22 @@ class Mailbox:
     def _keep(self, message: Arrived) -> None:
         """Copy a message that no receive expects yet, so that its sender can go on."""
         dtype, numel = signature.contents(message.text)
+        try:
+            contents = self.channel.contents(message.peer, message.number, self._lane)
+        except ShmError as error:  # of the receive that will expect it, and of no other call
+            message.error = error
+            return
         message.kept = torch.empty(numel, dtype=dtype)
-        take(message.kept, *self.channel.contents(message.peer, message.number, self._lane))
+        take(message.kept, *contents)
         self.channel.mark_read(message.number, [message.peer], self._lane)
 
     def _fail_any(self) -> None:
         """Fail what is expected from any rank if all are gone."""
         waiting = [receive for receive in self._expected if receive.peer == ANY]
         if waiting and all(map(self.channel.is_lost, self.channel.others)):
+            for peer in self.channel.others:  # it may have sent something just before it went
+                self._look(peer)
+            self._match()
             for receive in waiting:
                 self.end(
                     receive, PeerLost(f"all peers of group {self.channel.name} are gone: {receive} waits")

@@ -35,8 +35,8 @@ LOCATION = struct.Struct("<QqQQQ")
 TEXT = struct.Struct("<IIQ")
 """In a header: length of the text, kind of the message, its number."""
 
-JOINING, PRESENT, LEFT, ABORTED, FAILED = range(5)
-"""States of a rank in its group."""
+JOINING, MAPPED, PRESENT, LEFT, ABORTED, FAILED = range(6)
+"""States of a rank in its group, in this order: one that is `MAPPED` has mapped the memory of all others."""
 
 
 class Layout:
@@ -66,7 +66,7 @@ class Peer:
         self.words, self.memory = control.words, control.memory
         self.bell = control.address + 8 * BELL
         self._filled: dict[int, Segment] = {}
-        self._ringing = threading.Lock()
+        self._ringing = threading.RLock()  # a handler of a signal may abort the group meanwhile
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
@@ -111,7 +111,7 @@ class Peer:
                 with contextlib.suppress(OSError):
                     if os.stat(f"/proc/{self.pid}/fd/{known.handle.fd}").st_ino == inode:
                         continue
-                del self._filled[inode]  # the peer has given it up
+                self._filled.pop(inode, None)  # the peer has given it up; another thread may have seen it
             segment = self._filled[handle.inode] = Segment.open(self.pid, handle)
         return segment
 

@@ -265,6 +265,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         check_tensors("all_gather", (*filled, inputs[0]), inputs[0].dtype)
         check_filled("all_gather", filled)
         check_length("all_gather", filled, self.size())
+        check_numel("all_gather", filled[self.rank()], inputs[0], 1)
         return self._work(self._collectives.all_gather(filled, inputs[0]), opts, filled)
 
     def allgather_coalesced(

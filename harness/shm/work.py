@@ -34,6 +34,9 @@ class Pending(Protocol):
     def try_complete(self) -> bool:
         """Complete it if that takes no waiting; return whether it is done, or has failed."""
 
+    def has_failed(self) -> bool:
+        """Return whether it will never complete, as a peer is gone; without waiting."""
+
     def linger(self, since: float) -> None:
         """Sleep until a peer has done something, for some milliseconds; fail if none can or time is up.
 
@@ -69,8 +72,8 @@ class ShmWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is complete; it is completed here if all peers have called it."""
-        return self.pending.try_complete()
+        """Return whether it is complete, or has failed; it is completed here if all peers have called it."""
+        return self.pending.try_complete() or self.pending.has_failed()
 
     def is_success(self) -> bool:
         return self.pending.is_done and self.pending.error is None
@@ -162,5 +165,12 @@ class Bundle:
         done = [work.try_complete() for work in self._works]
         return all(done)
 
+    def has_failed(self) -> bool:
+        failed = [work.is_done or work.has_failed() for work in self._works]
+        return all(failed)
+
     def linger(self, since: float) -> None:
-        next(work for work in self._works if not work.is_done).linger(since)
+        for work in self._works:
+            if not work.is_done:
+                work.linger(since)
+                return

@@ -21,6 +21,18 @@ WRONG = {
         lambda g: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(4), group=g),
         "4 elements is not 2 times one of 3",
     ),
+    "own size in all_gather": (
+        lambda g: dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(2), group=g),
+        "all_gather: an output of 4 elements, for an input of 2",
+    ),
+    "conjugated view": (
+        lambda g: dist.broadcast(torch.ones(4, dtype=torch.complex64).conj(), 0, group=g),
+        r"\.resolve_conj\(\)",
+    ),
+    "negated view": (
+        lambda g: dist.broadcast(torch.ones(1, dtype=torch.complex64).conj().imag, 0, group=g),
+        r"broadcast: .*\.resolve_neg\(\)",
+    ),
     "length of a list": (
         lambda g: dist.all_gather([torch.empty(4)], torch.ones(4), group=g),
         "1.*2|2.*1",

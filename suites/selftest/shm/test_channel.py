@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -24,7 +25,9 @@ from harness.shm.errors import (
 )
 from harness.shm.meeting import meet
 from harness.shm.memory import Arena, Segment
-from harness.shm.peer import DEPTH, INLINE
+from harness.shm.p2p import ANY, Mailbox
+from harness.shm.peer import DEPTH, INLINE, PRESENT, Peer
+from harness.shm.work import Bundle, ShmWork
 
 SECOND = datetime.timedelta(seconds=1)
 
@@ -247,3 +250,134 @@ def test_allocated_memory_comes_back_with_its_last_tensor(pair: list[Collectives
     assert channel.arena.nbytes == 2 << 18
     channel.leave(0)
     assert kept[0].fill_(3).sum() == 3 << 16
+
+
+def test_ranks_that_read_nothing_more_leave_at_once(pair: list[Collectives]) -> None:
+    for end in pair:
+        end.all_reduce(torch.ones(1 << 16), 0)  # no rank waits for it
+    with ThreadPoolExecutor(2) as pool:
+        leaving = [pool.submit(end.channel.leave, 8) for end in pair]
+        for one in leaving:
+            one.result(4)
+
+
+def test_a_store_may_be_used_again_at_once() -> None:
+    class Slow(dist.Store):
+        """A store whose keys go late."""
+
+        def delete_key(self, key: str) -> bool:
+            time.sleep(0.2)
+            return store.delete_key(key)
+
+        def __getattribute__(self, name: str) -> object:
+            return object.__getattribute__(self, name) if name == "delete_key" else getattr(store, name)
+
+    store = dist.HashStore()
+
+    def run(rank: int) -> list[float]:
+        found = []
+        for turn in range(2):
+            channel = meet(Slow() if rank else store, rank, 2, 20 * SECOND, f"{turn}")
+            if turn:
+                Collectives(channel).all_reduce(tensor := torch.ones(2), 0).complete()
+                found = tensor.tolist()
+            channel.leave(5)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [[2.0, 2.0]] * 2
+
+
+def test_a_handler_of_a_signal_may_abort_while_the_rank_rings(pair: list[Collectives]) -> None:
+    channel = pair[0].channel
+
+    def interrupted() -> None:
+        with channel.me._ringing:
+            channel.abort()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(interrupted).result(5)
+    with pytest.raises(GroupAborted, match="rank 0"):
+        pair[1].barrier().complete()
+
+
+def test_two_threads_may_map_the_memory_of_a_peer(
+    pair: list[Collectives], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, stat = pair[0].channel.others[0], os.stat
+
+    def forgetting(path: str) -> os.stat_result:
+        peer.forget()  # as another thread does that sees the same
+        found = stat(path)
+        if path.startswith("/proc"):
+            raise FileNotFoundError(path)
+        return found
+
+    monkeypatch.setattr(os, "stat", forgetting)
+    for numel in (1 << 15, 1 << 17):  # the first segment is given up for a larger one
+        tensors = [torch.ones(numel) for _ in pair]
+        for operation in [end.all_reduce(t, 0) for end, t in zip(pair, tensors, strict=True)]:
+            operation.complete()
+        assert all(tensor.eq(2).all() for tensor in tensors)
+
+
+def test_the_reason_of_a_refusal_may_be_long(pair: list[Collectives]) -> None:
+    waiting = pair[1].barrier()
+    pair[0].channel.refuse(ShmError("\N{HORIZONTAL ELLIPSIS}" * 1000))
+    with pytest.raises(ShmError, match=r"rank 0 .* could not take part: \N{HORIZONTAL ELLIPSIS}+"):
+        waiting.complete()
+
+
+def test_what_was_sent_before_the_last_peer_left_is_received(
+    pair: list[Collectives], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes = [Mailbox(end.channel, end) for end in pair]
+    is_lost = pair[0].channel.is_lost
+
+    def sent_meanwhile(peer: Peer) -> bool:
+        if peer.state == PRESENT:
+            boxes[1].send(torch.tensor([5.0]), 0, 0)
+            pair[1].channel.leave(0)
+        return is_lost(peer)
+
+    monkeypatch.setattr(pair[0].channel, "is_lost", sent_meanwhile)
+    receive = boxes[0].receive(tensor := torch.zeros(1), ANY, 0)
+    receive.complete()
+    assert tensor.item() == 5
+
+
+def test_a_message_that_cannot_be_mapped_fails_its_receive_alone(
+    pair: list[Collectives], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contents(*args: object) -> None:
+        raise PeerLost("its memory is gone")
+
+    boxes = [Mailbox(end.channel, end) for end in pair]
+    for tag in range(DEPTH):
+        boxes[0].send(torch.ones(INLINE), 1, tag)
+    monkeypatch.setattr(pair[1].channel, "contents", contents)
+    boxes[1].exchange()  # as a wait for anything else does
+    with pytest.raises(PeerLost, match="its memory is gone"):
+        boxes[1].receive(torch.zeros(INLINE), 0, 3).complete()
+
+
+def test_a_bundle_of_works_that_are_done_does_not_linger(pair: list[Collectives]) -> None:
+    works = [ShmWork(end.barrier(), []) for end in pair]
+    bundle = Bundle(works)
+    for work in works:
+        work.wait()
+    bundle.linger(time.monotonic())  # another thread has completed them since `is_done` was read
+    assert bundle.is_done
+
+
+def test_a_work_that_is_polled_fails_when_a_peer_has_left(pair: list[Collectives]) -> None:
+    box = Mailbox(pair[0].channel, pair[0])
+    receive = box.receive(torch.zeros(1), 1, 0)
+    works = [ShmWork(pending, []) for pending in (pair[0].barrier(), receive)]
+    works.append(ShmWork(Bundle([ShmWork(pair[0].barrier(), []), works[0]]), []))
+    assert not any(work.is_completed() for work in works)
+    pair[1].channel.leave(0)
+    for work in works:
+        assert work.is_completed()
+        assert not work.is_success()
+        assert "has left the group" in str(work.exception())

@@ -109,6 +109,8 @@ def test_a_group_that_ended_holds_nothing(found: Found) -> None:
 
 
 def test_a_forked_child_may_not_use_the_group(found: Found) -> None:
-    for kind, text in found["forked"]:
-        assert kind == "ShmError"
-        assert "of which this is a fork" in text
+    for refused, total in found["forked"]:
+        for kind, text in refused:
+            assert kind == "ShmError"
+            assert "of which this is a fork" in text
+        assert total == 3 << 16

@@ -117,6 +117,15 @@ def test_premul_sum_by_a_tensor(world, group):
 
 
 @pytest.mark.parametrize("backend", ["shm"])
+@pytest.mark.ranks(2)
+def test_premul_sum_by_a_tensor_of_a_wider_dtype(world, group):
+    op = dist._make_nccl_premul_sum(torch.tensor([2.0]))
+    whole, piece = torch.arange(20_000.0).bfloat16(), torch.empty(10_000, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(piece, whole, op, group=group)
+    assert same(piece, (whole * 4).view(2, -1)[world.rank])
+
+
+@pytest.mark.parametrize("backend", ["shm"])
 @pytest.mark.parametrize("op", ["SUM", "MAX", "MIN", "PRODUCT", "BOR", "BAND", "BXOR"])
 @pytest.mark.ranks(2)
 def test_reductions_of_bool_are_logical(world, group, op):

@@ -185,15 +185,19 @@ def given_back(rank: int) -> object:
 
 
 def forked(rank: int) -> object:
-    """A child that a rank forks may not use the group, and does not end it by exiting."""
+    """A child that a rank forks may not use the group, nor wait for its parent, nor end it by exiting."""
     join(rank, 2)
+    tensor = torch.full((1 << 16,), rank + 1.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    dist.barrier()
     reader, writer = os.pipe()
     if not (child := os.fork()):
-        os.write(writer, json.dumps(error_of(dist.barrier)).encode())
+        os.write(writer, json.dumps([error_of(call) for call in (dist.barrier, work.wait)]).encode())
         sys.exit(0)
     os.waitpid(child, 0)
+    work.wait()
     dist.barrier()
-    return json.loads(os.read(reader, 4096))
+    return [json.loads(os.read(reader, 4096)), float(tensor.sum())]
 
 
 SCENARIOS: dict[Scenario, int] = {
