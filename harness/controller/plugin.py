@@ -283,9 +283,12 @@ class Controller:
         return items[position] if position < len(items) else None
 
     def _position(self, item: pytest.Item) -> int:
-        if not self._positions:
-            self._positions = {item: position for position, item in enumerate(item.session.items)}
-        return self._positions[item]
+        items = item.session.items
+        position = self._positions.get(item, len(items))
+        if position >= len(items) or items[position] is not item:  # a plugin may change them
+            self._positions = {item: position for position, item in enumerate(items)}
+            position = self._positions.get(item, len(items))
+        return position
 
     # What ranks send besides their reports
 

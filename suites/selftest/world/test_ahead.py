@@ -132,6 +132,16 @@ def test_exitfirst_counts_what_only_the_comparison_of_ranks_shows(project: Proje
     assert project.pids("begun") == []
 
 
+def test_a_plugin_may_change_the_list_of_tests(project: Project) -> None:
+    project.copy("ahead")
+    names = ["test_removes", "test_removed", "test_stays", "test_adds", "test_added"]
+    output = project.run("-v", *(f"test_changed.py::{name}" for name in names))
+    ran = [line.split()[0].split("::")[1] for line in output.splitlines() if " PASSED " in line]
+    assert ran == ["test_removes", "test_stays", "test_adds", "test_added"]
+    # The one that was removed had begun, so its world ended; one world served the others.
+    assert len(project.pids("wide-set-up")) == len(project.pids("wide-torn-down")) == 2
+
+
 @pytest.mark.parametrize("options", [["-s"], ["--capture=tee-sys"], ["--rank-pdb=1"]])
 def test_nothing_runs_ahead_where_ranks_talk_to_the_user(project: Project, options: list[str]) -> None:
     project.copy("ahead")

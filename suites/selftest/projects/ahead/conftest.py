@@ -1,4 +1,7 @@
-"""Holds the report of a test until a rank has noted something in the next one, and notes whether it has."""
+"""Holds the report of a test until a rank has noted something in the next one, and notes whether it has.
+
+Some reports change the list of tests.
+"""
 
 import os
 import time
@@ -20,6 +23,12 @@ class Holder:
     def __init__(self, session, seconds):
         self._session = session
         self._seconds = seconds
+        self._added = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        self._added = [item for item in items if item.name == "test_added"]
+        items[:] = [item for item in items if item not in self._added]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
@@ -36,6 +45,10 @@ class Holder:
                 held.write(f"{name} {note.exists()}\n")
             if name == "test_stops":
                 self._session.shouldstop = "the project's own reason"
+        if report.when == "call" and name == "test_removes":
+            self._session.items[:] = [item for item in self._session.items if item.name != "test_removed"]
+        if report.when == "call" and name == "test_stays":
+            self._session.items += self._added
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid):
