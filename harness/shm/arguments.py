@@ -64,6 +64,12 @@ def check_length(op: str, tensors: Sequence[Tensor], size: int) -> None:
         raise ValueError(f"{op}: a list of {len(tensors)} tensors, for a group of {size} ranks")
 
 
+def check_root(op: str, root: int, size: int) -> None:
+    """Raise ValueError unless `root` is a rank of the group."""
+    if not 0 <= root < size:
+        raise ValueError(f"{op}: root {root} is no rank of a group of {size} ranks")
+
+
 def check_splits(tensor: Tensor, splits: Sequence[int], size: int) -> None:
     """Raise ValueError unless the rows of `tensor` can be split so, or equally where there are no splits."""
     rows = tensor.shape[0] if tensor.dim() else 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.shm import reduce, signature
+from harness.shm.arguments import check_root
 from harness.shm.channel import Channel
 from harness.shm.errors import CollectiveMismatch, ShmError
 from harness.shm.memory import Segment, copy, copy_to_both
@@ -179,6 +180,7 @@ class Collectives:
 
     def reduce(self, tensor: Tensor, root: int, reduction: int) -> Operation:
         """Reduce `tensor` over all ranks, in place on rank `root`."""
+        check_root("reduce", root, self.size)
         text = signature.pack("reduce", tensor.dtype, (tensor.numel(),), reduction, root)
         if self.rank != root:
             return self.start(text, of(tensor), None, [tensor], [])
@@ -221,6 +223,7 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor, root: int) -> Operation:
         """Overwrite `tensor` with that of rank `root`."""
+        check_root("broadcast", root, self.size)
         text = signature.pack("broadcast", tensor.dtype, (tensor.numel(),), root=root)
         if self.rank == root:
             return self.start(text, of(tensor), None, [tensor], [tensor])
@@ -232,6 +235,7 @@ class Collectives:
 
     def gather(self, outputs: Sequence[Tensor], input: Tensor, root: int) -> Operation:
         """Fill each of `outputs`, on rank `root`, with the `input` of one rank."""
+        check_root("gather", root, self.size)
         text = signature.pack("gather", input.dtype, (input.numel(),), root=root)
         if self.rank != root:
             return self.start(text, of(input), None, [input], [])
@@ -247,6 +251,7 @@ class Collectives:
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Operation:
         """Fill `output` with one of the `inputs` of rank `root`."""
+        check_root("scatter", root, self.size)
         text = signature.pack("scatter", output.dtype, (output.numel(),), root=root)
         if self.rank == root:
             offsets = starts(inputs)

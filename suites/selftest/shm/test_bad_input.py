@@ -49,6 +49,10 @@ WRONG = {
         lambda g: dist.all_to_all_single(torch.empty(3), torch.ones(3), group=g),
         "3",
     ),
+    "root of broadcast": (lambda g: dist.broadcast(torch.ones(4), group=g, group_src=9), "root 9"),
+    "root of reduce": (lambda g: dist.reduce(torch.ones(4), group=g, group_dst=9), "root 9"),
+    "root of gather": (lambda g: dist.gather(torch.ones(4), group=g, group_dst=9), "root 9"),
+    "root of scatter": (lambda g: dist.scatter(torch.ones(4), group=g, group_src=9), "root 9"),
     "meta": (lambda g: dist.all_reduce(torch.ones(4, device="meta"), group=g), "meta"),
     "sparse": (lambda g: dist.all_reduce(torch.eye(3).to_sparse(), group=g), "(?i)sparse"),
     "bitwise operation of floats": (
