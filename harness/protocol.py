@@ -133,7 +133,8 @@ class CrashedExample:
     """Which rank, and what happened to it."""
 
 
-@dataclass(frozen=True, slots=True)
+# What every test sends has no slots: pickling and reading a frozen class with slots takes half as long again.
+@dataclass(frozen=True)
 class Search:
     """The input that all ranks need equally to search for a failing example in step."""
 
@@ -145,7 +146,7 @@ class Search:
     """Whether to look for a smaller example once the last of these has come up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunItem:
     """Run one item's whole protocol."""
 
@@ -239,7 +240,7 @@ class ItemStarted:
     """The rank has collected what it had to, and the item's own time begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reported:
     """One report of a phase or a subtest, serialised by `pytest_report_to_serializable`."""
 
@@ -340,7 +341,7 @@ class Exchanged:
     line: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finished:
     """The item's protocol is over."""
 
