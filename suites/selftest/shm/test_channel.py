@@ -313,12 +313,13 @@ def test_two_threads_may_map_the_memory_of_a_peer(
             raise FileNotFoundError(path)
         return found
 
-    monkeypatch.setattr(os, "stat", forgetting)
-    for numel in (1 << 15, 1 << 17):  # the first segment is given up for a larger one
-        tensors = [torch.ones(numel) for _ in pair]
-        for operation in [end.all_reduce(t, 0) for end, t in zip(pair, tensors, strict=True)]:
-            operation.complete()
-        assert all(tensor.eq(2).all() for tensor in tensors)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", forgetting)
+        for numel in (1 << 15, 1 << 17):  # the first segment is given up for a larger one
+            tensors = [torch.ones(numel) for _ in pair]
+            for operation in [end.all_reduce(t, 0) for end, t in zip(pair, tensors, strict=True)]:
+                operation.complete()
+    assert all(tensor.eq(2).all() for tensor in tensors)
 
 
 def test_the_reason_of_a_refusal_may_be_long(pair: list[Collectives]) -> None:
