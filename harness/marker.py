@@ -123,6 +123,8 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         raise MarkError(f"ranks(needs={mark.needs!r}): needs is a tuple of words of: {', '.join(NEEDS)}")
     if not isinstance(mark.made_up_values, bool):
         raise MarkError(f"ranks(made_up_values={mark.made_up_values!r}): made_up_values is True or False")
+    if mark.made_up_values and mark.backend != "fake":
+        raise MarkError("ranks(made_up_values=True): only in a fake world: add backend='fake'")
     return mark
 
 

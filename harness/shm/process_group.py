@@ -65,6 +65,9 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- torch's names
 
+    def __repr__(self) -> str:
+        return f"<group {self.group_name} of backend {NAME}, rank {self.rank()} of {self.size()}>"
+
     def getBackendName(self) -> str:
         return NAME
 
@@ -94,12 +97,6 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def getGroupDesc(self) -> str:
         return self._collectives.description
-
-    def size(self) -> int:
-        return self._channel.size
-
-    def rank(self) -> int:
-        return self._channel.rank
 
     def abort(self) -> None:
         """Free all ranks that wait in a collective of this group: they raise `GroupAborted`."""

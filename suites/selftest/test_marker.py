@@ -80,6 +80,11 @@ def test_an_unmarked_node_has_no_mark() -> None:
             {"made_up_values": 1},
             "ranks(made_up_values=1): made_up_values is True or False",
         ),
+        (
+            (2,),
+            {"made_up_values": True},
+            "ranks(made_up_values=True): only in a fake world: add backend='fake'",
+        ),
         ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
         ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": "5"}, "ranks(timeout='5'): a timeout is a number of seconds above 0"),
