@@ -1,4 +1,4 @@
-"""Reports of each test as JSON, with the processes of `pids` that live when it is over."""
+"""Reports of each test as JSON, with the processes that it or one before it has noted and that live on."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 reports = {}
+over = set()
 
 
 @pytest.fixture
@@ -34,9 +35,11 @@ def pytest_runtest_logreport(report):
 
 def pytest_runtest_logfinish(nodeid):
     pids = pathlib.Path("pids.txt")
+    over.add(nodeid.split("::", 1)[1])
     if "RANK" not in os.environ and pids.exists():
-        noted = [line.split()[1] for line in pids.read_text().splitlines()]
-        of(nodeid)["alive"] = [pid for pid in noted if os.path.exists(f"/proc/{pid}")]
+        noted = [line.split() for line in pids.read_text().splitlines()]
+        # The next test may run already.
+        of(nodeid)["alive"] = [pid for test, pid in noted if test in over and os.path.exists(f"/proc/{pid}")]
 
 
 def pytest_sessionfinish():
