@@ -121,10 +121,8 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
     if not isinstance(mark.needs, tuple | list) or not set(mark.needs) <= NEEDS.keys():
         raise MarkError(f"ranks(needs={mark.needs!r}): needs is a tuple of words of: {', '.join(NEEDS)}")
-    if not isinstance(mark.made_up_values, bool):
-        raise MarkError(f"ranks(made_up_values={mark.made_up_values!r}): made_up_values is True or False")
-    if mark.made_up_values and mark.backend != "fake":
-        raise MarkError("ranks(made_up_values=True): only in a fake world: add backend='fake'")
+    if mark.made_up_values not in (False, True) or mark.made_up_values > (mark.backend == "fake"):
+        raise MarkError(f"ranks(made_up_values={mark.made_up_values!r}): True or False, with backend='fake'")
     return mark
 
 
