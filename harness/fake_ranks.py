@@ -5,7 +5,7 @@ Used on both sides, by marks and runs that name the backend `fake`; must not imp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,24 @@ def places(sizes: Sequence[int], as_rank: Sequence[int] | None) -> list[tuple[in
     ]
 
 
-def check_ranks(given: Any, sizes: Sequence[int], backend: object) -> tuple[int, ...]:
-    """Return an `as_rank`, a rank or a list of ranks, as a tuple.
+def check_options(options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the options of a mark, with an `as_rank` as a tuple.
 
     Raises:
-        ValueError: it makes no sense; the message says what to write.
+        ValueError: one that fake worlds alone have makes no sense; the message says what to write.
     """
-    if backend != "fake":
-        raise ValueError(f"ranks(as_rank={given!r}): only in a fake world: add backend='fake'")
-    error, size = f"ranks(as_rank={given!r})", min(sizes)
+    given, shows = options.get("as_rank"), options.get("made_up_values", False)
+    if not isinstance(shows, bool):
+        raise ValueError(f"ranks(made_up_values={shows!r}): made_up_values is True or False")
+    if options.get("backend") != "fake":
+        option = "made_up_values=True" if given is None else f"as_rank={given!r}"
+        raise ValueError(f"ranks({option}): only in a fake world: add backend='fake'")
+    return dict(options) if given is None else {**options, "as_rank": _checked_ranks(given, min(sizes))}
+
+
+def _checked_ranks(given: Any, size: int) -> tuple[int, ...]:
+    """Return a rank or a list of ranks of a world of `size` as a tuple."""
+    error = f"ranks(as_rank={given!r})"
     ranks = tuple(given) if isinstance(given, list | tuple) else (given,)
     for rank in ranks:
         if isinstance(rank, bool) or not isinstance(rank, int):

@@ -104,14 +104,13 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
             raise MarkError(f"ranks({size}): a world has at least 1 rank")
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
-    if options.get("as_rank") is not None:
-        from harness.fake_ranks import check_ranks
+    if options.get("as_rank") is not None or options.get("made_up_values"):
+        from harness.fake_ranks import check_options
 
         try:
-            ranks = check_ranks(options["as_rank"], sizes, options.get("backend"))
+            options = check_options(options, sizes)
         except ValueError as error:
             raise MarkError(str(error)) from None
-        options = {**options, "as_rank": ranks}
     mark = RanksMark(sizes, **options)
     check_backend(mark.backend)
     if not isinstance(mark.fresh, bool):
@@ -121,8 +120,6 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
     if not isinstance(mark.needs, tuple | list) or not set(mark.needs) <= NEEDS.keys():
         raise MarkError(f"ranks(needs={mark.needs!r}): needs is a tuple of words of: {', '.join(NEEDS)}")
-    if mark.made_up_values not in (False, True) or mark.made_up_values > (mark.backend == "fake"):
-        raise MarkError(f"ranks(made_up_values={mark.made_up_values!r}): True or False, with backend='fake'")
     return mark
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -120,21 +120,22 @@ class Training:
 
 @dataclass
 class Run:
-    """Results of one training: parameters before and after it, losses and gradients by step.
-
-    `losses_of_ranks`: the losses of each rank, in order; `train` gathers them.
-    """
+    """Results of one training: parameters before and after it, losses and gradients by step."""
 
     start: Named
     losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     parameters: Named = field(default_factory=dict)
-    losses_of_ranks: tuple[tuple[float, ...], ...] = ()
 
     @cached_property
     def moved(self) -> bool:
         """Whether any parameter changed."""
         return bool(differences(self.parameters, self.start, EXACT))
+
+    @cached_property
+    def losses_of_ranks(self) -> list[tuple[float, ...]]:
+        """The losses of each rank, in order. The first use is a collective."""
+        return list(gathered(tuple(float(step["loss"]) for step in self.losses)).values())
 
 
 def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Training) -> None:
@@ -165,10 +166,7 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
 
 def train(trainee: Trainee, training: Training) -> Run:
     """Train, and return the run that `assert_parity` compares. Every rank must call it."""
-    run = _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
-    losses = gathered(tuple(float(step["loss"]) for step in run.losses))
-    run.losses_of_ranks = tuple(losses.values())
-    return run
+    return _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
 
 
 def _train(trainee: Trainee, training: Training, start: Named) -> Run:
@@ -222,10 +220,13 @@ def _emptiness(reference: Run, training: Training) -> list[str]:
     found: list[str] = []
     if not reference.moved:
         found.append(f"no parameter of the reference moved in {training.steps} steps")
-    losses = reference.losses_of_ranks
-    if not training.same_data and len(losses) > 1 and len(set(losses)) == 1:
+    if not training.same_data and _is_repeated(reference.losses_of_ranks):
         found.append("the losses are the same on all ranks: give them different data, or pass same_data=True")
     return found
+
+
+def _is_repeated(losses: Sequence[object]) -> bool:
+    return len(losses) > 1 and len(set(losses)) == 1
 
 
 def assert_sharded_parity(

@@ -209,7 +209,7 @@ class FreedMemory:
     def __init__(self) -> None:
         # Of glibc; other allocators give back by themselves.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._resident = 0
+        self._resident = _resident()
 
     def give_back(self) -> None:
         """Do so if this process has grown; it costs 1 ms, and more where there is much."""

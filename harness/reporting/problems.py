@@ -69,8 +69,13 @@ class Problem:
 
 
 def find_causes(problems: list[Problem]) -> list[Problem]:
-    """Return those that are no victims; if all are, those that are no bystanders; else all."""
+    """Return those that are no victims; if all are, those that are no bystanders; else all.
+
+    A rank that fails by itself goes on to the harness's own collectives; that the others' are different is
+    a consequence.
+    """
     causes = [problem for problem in problems if not problem.is_victim()]
+    causes = [problem for problem in causes if not problem.is_mismatch] or causes
     return causes or [problem for problem in problems if not problem.is_bystander()] or problems
 
 
@@ -105,7 +110,7 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
 
 def _failure(rank: int, report: pytest.TestReport) -> Problem:
     # By an exception of harness.shm, which compares what ranks call.
-    is_mismatch = "CollectiveMismatch: " in messages(report)[-1]
+    is_mismatch = any("CollectiveMismatch: " in message for message in messages(report))
     return Problem(rank, report.stop, "failed", report, is_mismatch=is_mismatch)
 
 

@@ -47,15 +47,7 @@ EVERYONE = 0
 
 
 class Channel(Membership):
-    """A rank's end of a group: what it posts for its peers, and reads of theirs.
-
-    Args:
-        name: Of the group, for messages.
-        peers: All ranks, this one included, in order.
-        rank: Of this process.
-        timeout: Seconds that a wait lasts at most.
-        spin: How often to look before sleeping.
-    """
+    """A rank's end of a group: what it posts for its peers, and reads of theirs."""
 
     def __init__(self, name: str, peers: Sequence[Peer], rank: int, timeout: float, spin: int) -> None:
         super().__init__(name, peers, rank, timeout, spin)

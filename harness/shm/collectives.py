@@ -159,14 +159,7 @@ class Collectives:
         """Fill each of `outputs` with the `input` of one rank; sizes may differ."""
         text = signature.pack("all_gather", input.dtype, tuple([output.numel() for output in outputs]))
 
-        def finish(number: int) -> None:
-            for output, peer in zip(outputs, self.channel.peers, strict=True):
-                if peer is self.channel.me:
-                    output.data.copy_(input)
-                else:
-                    take(output, *self.channel.contents(peer, number))
-
-        return self.start(text, of(input), finish, [input], list(outputs))
+        return self.start(text, of(input), self._take_all(outputs, input), [input], list(outputs))
 
     def all_reduce(self, tensor: Tensor, reduction: int) -> Operation:
         """Reduce `tensor` over all ranks, in place."""
@@ -239,6 +232,10 @@ class Collectives:
         text = signature.pack("gather", input.dtype, (input.numel(),), root=root)
         if self.rank != root:
             return self.start(text, of(input), None, [input], [])
+        return self.start(text, NOTHING, self._take_all(outputs, input), [input], list(outputs))
+
+    def _take_all(self, outputs: Sequence[Tensor], input: Tensor) -> Finish:
+        """Return what fills each of `outputs` with what one rank has handed in, this rank's `input` too."""
 
         def finish(number: int) -> None:
             for output, peer in zip(outputs, self.channel.peers, strict=True):
@@ -247,7 +244,7 @@ class Collectives:
                 else:
                     take(output, *self.channel.contents(peer, number))
 
-        return self.start(text, NOTHING, finish, [input], list(outputs))
+        return finish
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Operation:
         """Fill `output` with one of the `inputs` of rank `root`."""

@@ -78,12 +78,12 @@ def test_an_unmarked_node_has_no_mark() -> None:
         (
             (4,),
             {"made_up_values": "no"},
-            "ranks(made_up_values='no'): True or False, with backend='fake'",
+            "ranks(made_up_values='no'): made_up_values is True or False",
         ),
         (
             (2,),
             {"made_up_values": True},
-            "ranks(made_up_values=True): True or False, with backend='fake'",
+            "ranks(made_up_values=True): only in a fake world: add backend='fake'",
         ),
         ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
         ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),

@@ -1,5 +1,6 @@
 """Assertions: values that they accept and refuse, and refusals that say where and by how much."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -134,6 +135,13 @@ def test_same_data_on_all_ranks_fails_unless_it_is_said(training, ddp):
     with pytest.raises(AssertionError, match="the losses are the same on all ranks"):
         assert_parity(ddp(), ddp(), training(batches=same))
     assert_parity(ddp(), ddp(), training(batches=same, same_data=True))
+
+
+@pytest.mark.ranks(2)
+def test_same_data_fails_where_the_reference_is_a_copied_run(training, ddp):
+    same = training(batches=per_rank_batches(lambda g: torch.randn(5, 4, generator=g), 0, rank=0))
+    with pytest.raises(AssertionError, match="the losses are the same on all ranks"):
+        assert_parity(dataclasses.replace(train(ddp(), same)), ddp(), same)
 
 
 @pytest.mark.ranks(2)
