@@ -1,4 +1,4 @@
-"""Who is to blame where several ranks failed."""
+"""Causes and consequences where several ranks failed."""
 
 from harness.reporting.problems import Problem, find_causes
 
