@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.protocol import RANK_PLUGIN
+from harness.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
     from harness.rank.session import RankSession

@@ -1,4 +1,7 @@
-"""Hooks that other plugins may implement for tests on ranks. Used on both sides; must not import torch."""
+"""What other plugins may rely on: hooks that they may implement, the name of a rank's own plugin.
+
+Used on both sides; must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import pytest
 
 if TYPE_CHECKING:
     from harness.subtests import ExpectedFailure
+
+RANK_PLUGIN = "harness-rank"
+"""The name under which a rank registers its session with pytest; no other pytest process has it."""
 
 
 @pytest.hookspec(firstresult=True)

@@ -13,9 +13,9 @@ import pytest
 
 from harness import fixtures, hookspecs
 from harness.fixtures import collectives, run_subtests, world
+from harness.hookspecs import RANK_PLUGIN
 from harness.marker import MarkError, read_mark
 from harness.options import add_options, adopted_kinds, default_backend
-from harness.protocol import RANK_PLUGIN
 
 __all__ = ["collectives", "run_subtests", "world"]
 

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from harness.fake_ranks import FakeRank
 
-RANK_PLUGIN = "harness-rank"
-"""The name under which a rank registers its session with pytest; no other pytest process has it."""
-
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
 

@@ -24,7 +24,7 @@ import pytest
 from harness.adopt import pytest_internals
 from harness.adopt.kinds import Demand, LeftAlone, Place
 from harness.adopt.modules import restored
-from harness.protocol import RANK_PLUGIN
+from harness.hookspecs import RANK_PLUGIN
 
 __tracebackhide__ = True
 

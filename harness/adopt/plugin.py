@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from harness.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, NotOnRanks, Place, kinds_of
+from harness.hookspecs import RANK_PLUGIN
 from harness.options import adopted_kinds
-from harness.protocol import RANK_PLUGIN, SKIPS_ALL, Vote
+from harness.protocol import SKIPS_ALL, Vote
 
 if TYPE_CHECKING:
     from harness.rank.session import RankSession

@@ -25,7 +25,7 @@ from harness.conformance.registry import (
     engines_of,
     find,
 )
-from harness.protocol import RANK_PLUGIN
+from harness.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from harness.fake_ranks import FakeRank
+from harness.hookspecs import RANK_PLUGIN
 from harness.protocol import (
-    RANK_PLUGIN,
     Close,
     Collecting,
     Finished,
