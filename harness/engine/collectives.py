@@ -393,8 +393,10 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
-def gather_wrapped(value: list[str], group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:
-    """Return the `value` of each rank, in rank order, or `value` alone where it is the same on all."""
+def gather_wrapped(
+    value: list[str], beside: Callable[[], list[str]], group: dist.ProcessGroup, device: torch.device
+) -> list[tuple[list[str], list[str]]]:
+    """Return the pair (`value`, `beside()`) of each rank, in rank order, if `value` differs; else nothing."""
     digest = sha256("\n".join(value).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int32).long()
     # The largest of all ranks' words and the largest of their negatives: those of this rank where all agree.
@@ -403,10 +405,10 @@ def gather_wrapped(value: list[str], group: dist.ProcessGroup, device: torch.dev
     with _labelled(WRAP):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         if not largest.sum(0).any():
-            return [value]
+            return []
         # nccl sends objects from the current device, which may be another rank's.
         with torch.accelerator.device_index(device.index):
-            return gather_objects(value, group)
+            return gather_objects((value, beside()), group)
 
 
 def broadcast_object(value: T, groups: Iterable[dist.ProcessGroup]) -> T:

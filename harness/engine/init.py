@@ -47,7 +47,7 @@ def build_unit(
     device = _compute_device(params, config)
     # Ranks compare before they check: an error of one rank alone would leave the others waiting.
     wanted = [config.placement_fn(param.parameter) if config.placement_fn else None for param in params]
-    _refuse_disagreement(params, wanted, config, device)
+    _refuse_disagreement(modules, params, wanted, config, device)
     _check(params, config)
     if config.dtensor:
         params = place(params, wanted, config)
@@ -95,7 +95,11 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
 
 def _refuse_disagreement(
-    params: Sequence[Param], wanted: Sequence[object], config: UnitConfig, device: torch.device
+    modules: Sequence[nn.Module],
+    params: Sequence[Param],
+    wanted: Sequence[object],
+    config: UnitConfig,
+    device: torch.device,
 ) -> None:
     """Raise ValueError if another rank wraps something else now: gloo would end the process later."""
     mine = [config.name, config.strategy.name]
@@ -104,14 +108,25 @@ def _refuse_disagreement(
         if config.dtensor and not param.parameter.requires_grad:
             placed.append("frozen")  # only gradients of trained ones travel
         mine.append(" ".join(map(str, (repr(param.name), list(param.shape), param.parameter.dtype, *placed))))
-    found = [collectives.gather_wrapped(mine, group, device) for group in config.mesh.groups]
-    for rank, theirs in (pair for ranks in found for pair in enumerate(ranks)):
+
+    def ignored() -> list[str]:
+        named = (found for module in modules for found in module.named_parameters())
+        return [name for name, parameter in named if parameter in config.ignored.parameters]
+
+    found = [collectives.gather_wrapped(mine, ignored, group, device) for group in config.mesh.groups]
+    for rank, (theirs, ignored_there) in (pair for ranks in found for pair in enumerate(ranks)):
         if theirs != mine:
             here, there = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="no more") if a != b)
+            cause = ""
+            if ignored_there != (ignored_here := ignored()):
+                names = [
+                    ", ".join(map(repr, ignored)) or "nothing" for ignored in (ignored_here, ignored_there)
+                ]
+                cause = f" This rank ignores {names[0]}, that one {names[1]}: ignore the same on both."
             raise ValueError(
                 f"{config.name}: ranks wrap different things: {here} here, {there} on rank {rank} of the "
-                f"process group, which wraps {theirs[0]}. Build the same model on all ranks, and wrap the "
-                "same modules of it in the same order."
+                f"process group, which wraps {theirs[0]}.{cause} Build the same model on all ranks, and wrap "
+                "the same modules of it in the same order."
             )
 
 
@@ -175,7 +190,7 @@ def _compute_device(params: Iterable[Param], config: UnitConfig) -> torch.device
 
 
 def _own_modules(modules: Sequence[nn.Module], skip: Callable[[nn.Module], bool]) -> Owned:
-    """Return `modules` and those below them by name, without those that `skip` picks and all below these."""
+    """Return `modules` and those below them by name, once, without what `skip` picks and all below that."""
     seen = {module for root in modules for module in root.modules() if skip(module)}
     prefixes = [""] if len(modules) == 1 else map(str, range(len(modules)))
     return [
@@ -291,7 +306,7 @@ def resolve_ignored(
     """Return what `ignored_modules` and `ignored_states` mean; warn if `module`, to be wrapped, is ignored.
 
     Raises:
-        ValueError: If both are given or a unit (`is_unit`) is among them.
+        ValueError: If both are given or a unit (`is_unit`) is named itself; one below them stays a unit.
         TypeError: For anything but an iterable of modules (or, in `states`, of parameters).
     """
     if modules is not None and states is not None:
@@ -302,13 +317,14 @@ def resolve_ignored(
     given = _listed("ignored_modules: expected a list of modules", modules, nn.Module)
     either = "ignored_states: expected a list of modules or parameters"
     given += _listed(either, states, nn.Module | nn.Parameter)
-    below = frozenset(m for one in given if isinstance(one, nn.Module) for m in one.modules())
-    for unit in filter(is_unit, below):
+    named = [one for one in given if isinstance(one, nn.Module)]
+    for unit in filter(is_unit, named):
         raise ValueError(
             f"ignored_modules, ignored_states: they contain {type(unit).__name__}"
             f"({type(next(unit.children(), None)).__name__}), which shards its parameters already; "
             "ignore what is not wrapped, or do not wrap it."
         )
+    below = frozenset(below for _, below in _own_modules(named, is_unit))
     if module in below:
         warnings.warn(
             f"FullyShardedDataParallel({type(module).__name__}): the module is itself in ignored_modules, so "

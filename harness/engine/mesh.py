@@ -211,13 +211,20 @@ def check_neighbours(mesh: MeshInfo, count: int) -> None:
 def as_device(device_id: object, groups: ProcessGroups) -> torch.device | None:
     """Return the device that `device_id` names, with its index; an int counts the host's accelerators.
 
+    As torch, takes the name of a device, too.
+
     Raises:
         ValueError: If this host has no such device or the backend of `groups` does not serve it.
     """
     if device_id is None:
         return None
+    if isinstance(device_id, str):
+        try:
+            device_id = torch.device(device_id)
+        except RuntimeError as error:
+            raise ValueError(f"device_id={device_id!r} is no name of a device: {error}") from error
     if not isinstance(device_id, int | torch.device):
-        raise TypeError(f"device_id: expected an int or a torch.device, got {device_id!r}")
+        raise TypeError(f"device_id: expected an int, a torch.device or its name, got {device_id!r}")
     device, backends = torch.device("cpu"), backend_config(groups)
     if isinstance(device_id, int) or device_id.type != "cpu":
         accelerator = torch.accelerator.current_accelerator(check_available=True)

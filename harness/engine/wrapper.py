@@ -41,7 +41,8 @@ class FullyShardedDataParallel(WrapperState):
 
     For each module with parameters or buffers of its own on the meta device `param_init_fn` is called, and
     must set those alone; without it they get memory, and their `reset_parameters` is called. Each unit does
-    so right before it shards. What `ignored_modules` or `ignored_states` name stays as it is.
+    so right before it shards. What `ignored_modules` or `ignored_states` name stays as it is, but for units
+    below it, which stay units.
 
     With `full_precision_in_eval` (None: if the environment has FSDP_USE_FULL_PREC_IN_EVAL=1)
     `mixed_precision` holds only while `module.training`. Else parameters, the gradients of such a forward
@@ -64,7 +65,7 @@ class FullyShardedDataParallel(WrapperState):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,  # always: one all-gather is prefetched at a time

@@ -11,7 +11,7 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.assertions import assert_same_across_ranks
+from harness.assertions import assert_named_close, assert_same_across_ranks
 from harness.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
@@ -80,6 +80,53 @@ def test_an_ignored_module_shared_by_units_is_left_alone(world):
     assert [group.parameters for group in groups(model)] == [("0.0.weight", "0.0.bias")]
     assert shared.weight.shape == (2, 2)
     assert len({str(grad) for grad in world.gather(shared.weight.grad.tolist())}) == 2
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_units_inside_ignored_modules_stay_units(world, use_orig_params):
+    reference = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)).to(
+        world.device
+    )
+    bare = copy.deepcopy(reference)
+    bare[0][0] = FullyShardedDataParallel(bare[0][0], use_orig_params=use_orig_params)
+    ignored = list(bare[0][1].parameters())
+    model = FullyShardedDataParallel(bare, ignored_modules=[bare[0]], use_orig_params=use_orig_params)
+    assert {g.name: g.parameters for g in groups(model)} == {
+        "": ("1.weight", "1.bias"),
+        "0.0": ("0.0.weight", "0.0.bias"),
+    }
+    assert list(bare[0][1].parameters()) == ignored
+    assert [p.numel() for p in ignored] == [4, 2]
+    x = torch.ones(1, 2, device=world.device)  # the same on all ranks: ignored gradients are this rank's own
+    for module in (model, reference):
+        module(x).square().sum().backward()
+    with summon(model, with_grads=True, writeback=False):
+        found = {name: p.grad for name, p in model.named_parameters()}
+    assert_named_close(found, {name: p.grad for name, p in reference.named_parameters()})
+
+
+def test_ranks_that_ignore_other_parameters_are_refused_by_name(world):
+    """torch averages the gradients of one with those of the other, without a word."""
+    bare = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"}).to(world.device)
+    bare.forward = lambda x: bare["b"](bare["a"](x))
+    mine, other = "ab" if world.rank == 0 else "ba"
+    claim = rf"'{other}.weight' .* here, '{mine}.weight' .* This rank ignores '{mine}.weight', .*, that one '"
+    with pytest.raises(ValueError, match=claim):
+        FullyShardedDataParallel(bare, ignored_modules=[bare[mine]])
+
+
+def test_a_rank_may_ignore_what_other_ranks_do_not_have(world):
+    bare = nn.Sequential(nn.Linear(2, 2), *(nn.Linear(2, 2) for _ in range(world.rank))).to(world.device)
+    model = FullyShardedDataParallel(bare, ignored_modules=list(bare)[1:], use_orig_params=True)
+    model(torch.ones(1, 2, device=world.device)).sum().backward()
+    assert [group.parameters for group in groups(model)] == [("0.weight", "0.bias")]
+    assert bool(bare[0].weight.grad.numel())
+
+
+def test_a_device_may_be_given_by_its_name(world):
+    bare = nn.Linear(2, 2)
+    model = FullyShardedDataParallel(bare, device_id=str(world.device))
+    assert model(torch.ones(1, 2)).device.type == world.device.type
 
 
 def test_ignoring_the_wrapped_module_warns_and_makes_no_group(world):
@@ -174,7 +221,7 @@ ARGUMENTS = {
     ),
     "backward_prefetch": (True, "expected None or a BackwardPrefetch of harness.engine, got True"),
     "auto_wrap_policy": ({nn.Linear}, r"expected a wrap policy such as .*, or a function .* got \{<class"),
-    "device_id": ("cpu", "expected an int or a torch.device, got 'cpu'"),
+    "device_id": (0.5, "expected an int, a torch.device or its name, got 0.5"),
     "ignored_modules": (3, "expected a list of modules, got one int; put it into a list"),
     "ignored_states": (
         [nn.Linear(2, 2), 3],
@@ -224,7 +271,7 @@ def test_contradicting_arguments_are_refused(case):
     arguments, message = CONTRADICTIONS[case]
     bare = with_a_unit()
     if case == "ignored_unit":
-        arguments = {"ignored_modules": [bare[0]]}
+        arguments = {"ignored_modules": [bare[0][0]]}
     with pytest.raises((ValueError, TypeError), match=message):
         FullyShardedDataParallel(bare, **arguments)
 
@@ -235,6 +282,8 @@ def test_contradicting_arguments_are_refused(case):
         (torch.device("meta"), "device_id=meta: this host has .* pass torch.device"),
         (torch.device("xla", 0), "device_id=xla:0: this host has"),
         (99, "device_id=99: this host has"),
+        ("xla:0", "device_id=xla:0: this host has"),
+        ("cqu", "device_id='cqu' is no name of a device: Expected one of cpu"),
     ],
 )
 def test_a_device_the_host_lacks_is_refused(device, message):
