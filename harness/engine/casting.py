@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,42 @@ def _copy_with(put: Callable[[Any, Any, Any], object], value: Any, parts: Parts)
     for key, part in parts.items():
         put(copied, key, part)
     return copied
+
+
+class BatchNormCast:
+    """Hooks that let a BatchNorm1d on CPU have parameters in low precision beside buffers in fp32.
+
+    GPUs have a kernel for that, which computes in fp32. That of CPUs refuses it, but takes an input in low
+    precision with parameters and buffers in fp32: so the module has copies of its parameters in its forward.
+    """
+
+    def __init__(self, module: nn.BatchNorm1d) -> None:
+        self._own: dict[ParamRef, Tensor] = {}
+        module.register_forward_pre_hook(self._cast)
+        module.register_forward_hook(self._restore, always_call=True)
+
+    def _cast(self, module: nn.Module, _: object) -> None:
+        mean = module._buffers.get("running_mean")
+        if mean is None or mean.dtype != torch.float32 or mean.device.type != "cpu":
+            return
+        refs = [ParamRef(module, name) for name in ("weight", "bias")]
+        own = {ref: value for ref in refs if isinstance(value := ref.read(), Tensor)}
+        low = {value.dtype for value in own.values()} - {mean.dtype}
+        if low:
+            warnings.warn(
+                f"{type(module).__name__}: on CPU it computes with {mean.dtype} copies of its parameters in "
+                f"{low.pop()}, as its buffers are in {mean.dtype}; GPUs do so in their kernel.",
+                UserWarning,
+                stacklevel=2,
+            )
+            self._own = own
+            for ref, value in own.items():
+                ref.put(value.to(mean.dtype))
+
+    def _restore(self, *_: object) -> None:
+        for ref, value in self._own.items():
+            ref.put(value)
+        self._own = {}
 
 
 @dataclasses.dataclass(eq=False)

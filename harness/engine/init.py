@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
 from harness.engine import collectives
-from harness.engine.casting import Buffers
+from harness.engine.casting import BatchNormCast, Buffers
 from harness.engine.config import Ignored, UnitConfig
 from harness.engine.dtensor_param import place
 from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
@@ -54,6 +54,10 @@ def build_unit(
     if config.sync_module_states:
         states = [param.parameter.data for param in params] + [buffer for _, buffer in _buffers(owned)]
         collectives.broadcast(states, config.mesh.groups)
+    if config.mixed_precision.param_dtype and device.type == "cpu":
+        for _, module in owned:
+            if isinstance(module, nn.BatchNorm1d):
+                BatchNormCast(module)
     # Units live as long as the model, and what a caller's function refers to may be a whole checkpoint.
     config = replace(config, ignored=Ignored(), param_init_fn=None, placement_fn=None)
     if config.offload:

@@ -129,6 +129,16 @@ def test_a_device_may_be_given_by_its_name(world):
     assert model(torch.ones(1, 2)).device.type == world.device.type
 
 
+def test_a_batch_norm_says_that_it_computes_in_another_dtype(world):
+    model = FullyShardedDataParallel(nn.BatchNorm1d(2), mixed_precision=MixedPrecision(param_dtype=F16))
+    with pytest.warns(UserWarning, match=r"BatchNorm1d: on CPU it computes with torch.float32 copies of its"):
+        model(torch.ones(3, 2)).sum().backward()
+    copied = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="BatchNorm1d: on CPU"):
+        assert torch.equal(copied(torch.ones(3, 2)), torch.zeros(3, 2, dtype=F16))
+    assert [p.dtype for p in (*model.parameters(), *copied.parameters())] == [F32, F32]
+
+
 def test_ignoring_the_wrapped_module_warns_and_makes_no_group(world):
     bare = nn.Linear(8, 8, device=world.device)
     with pytest.warns(UserWarning, match=r"\(Linear\): the module is itself in ignored_modules") as caught:

@@ -249,6 +249,49 @@ class TestReplicateMixedPrecisionCasts:
         assert {b.dtype for b in model.buffers() if b.is_floating_point()} <= {buffer_dtype}
         assert {p.grad.dtype for p in model.parameters()} == {F32}
 
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+    @pytest.mark.filterwarnings("ignore:.*BatchNorm1d. on CPU it computes with:UserWarning")
+    def test_batch_norm_1d_computes_in_fp32_where_its_buffers_are(self, world, engine, dtype):
+        """As on GPUs, whose kernel takes parameters in low precision beside buffers in fp32."""
+        model, shape = norm_model(nn.BatchNorm1d, 1)
+        reference = copy.deepcopy(model.to(world.device)).to(dtype)
+        reference[1].to(F32)
+        for module in (*model, model):
+            self.apply(engine, module, param_dtype=dtype, reduce_dtype=F32)
+        x = fresh_input(world, *shape)
+        for _ in range(2):  # the modules have their own parameters again
+            outputs = [model(x), reference(x.to(dtype))]
+            for output in outputs:
+                output.sum().backward()
+        assert {output.dtype for output in outputs} == {dtype}
+        assert_named_close({"output": outputs[0]}, {"output": outputs[1]}, EXACT)
+        assert_named_close(dict(model.named_buffers()), dict(reference.named_buffers()), EXACT)
+        assert [name for name, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+        # All ranks send the gradient of a sum to the last bias: the number of rows, twice.
+        assert model[2].bias.grad.full_tensor().tolist() == [8.0] * 8
+        assert {p.grad.dtype for p in model.parameters()} == {F32}
+
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+    def test_an_embedding_in_low_precision_among_layers_in_fp32(self, world, engine, dtype):
+        model = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 8), nn.LayerNorm(8)).to(world.device)
+        reference = copy.deepcopy(model)
+        reference[0].to(dtype)
+        self.apply(engine, model[0], param_dtype=dtype, reduce_dtype=F32, output_dtype=F32)
+        self.apply(engine, model)
+        rows = torch.tensor([world.rank, 2, 2], device=world.device)
+        output = model(rows)
+        expected = reference[2](reference[1](reference[0](rows).float()))
+        assert_named_close({"output": output}, {"output": expected}, EXACT)
+        for loss in (output, expected):
+            loss.square().sum().backward()
+        means = [
+            sum(each) / world.size
+            for each in zip(*world.gather([p.grad.float() for p in reference.parameters()]), strict=True)
+        ]
+        names = [name for name, _ in reference.named_parameters()]
+        found = {name: model.get_parameter(name).grad.full_tensor() for name in names}
+        assert_named_close(found, dict(zip(names, (m.to(world.device) for m in means), strict=True)))
+
     def test_clamp_reduce_dtype(self, world, engine, collectives):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).to(BF16)
         policy = engine.composable.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
