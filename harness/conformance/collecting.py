@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import time
+import warnings
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -96,6 +97,7 @@ class ReportRecorder:
         self._cases: dict[str, list[Case]] = {}
         self._seconds: dict[str, float] = {}
         self._finished: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._start = time.monotonic()
         self._when = datetime.now(UTC).isoformat(timespec="seconds")
         self._interrupted = ""
@@ -111,6 +113,10 @@ class ReportRecorder:
             self._seconds[nodeid] = self._seconds.get(nodeid, 0.0) + report.duration
             if report.when == "teardown":
                 self._finished.add(nodeid)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
+        text = str(warning_message.message).strip().partition("\n")[0]
+        self._warned.add((nodeid, f"{warning_message.category.__name__}: {text}"))
 
     def _merge(self, sent: dict[str, Any]) -> None:
         self._collected.items.update({nodeid: tuple(about) for nodeid, about in sent["items"].items()})
@@ -137,6 +143,11 @@ class ReportRecorder:
             if nodeid in self._finished or any(case.outcome == Outcome.BROKEN for case in cases):
                 cell = Cell(_without_the_frame(cases), round(self._seconds.get(nodeid, 0.0), 4))
                 table.cells.setdefault(claim, {})[engine] = cell
+        for nodeid, text in sorted(self._warned):
+            if nodeid in self._collected.items:
+                engine = self._collected.items[nodeid][1]
+                counted = table.warnings.setdefault(engine, {})
+                counted[text] = counted.get(text, 0) + 1
         left_out = [claim for claim in self._collected.deselected if claim not in table.claims]
         seconds = round(time.monotonic() - self._start, 1)
         arguments = tuple(map(str, self._config.invocation_params.args))

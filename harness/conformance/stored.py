@@ -39,6 +39,7 @@ def dump(table: Table) -> str:
         "format": FORMAT,
         "engines": table.engines,
         "runs": [dataclasses.asdict(run) for run in table.runs],
+        "warnings": table.warnings,
     }
     # A line for each claim: two reports can be compared by diff.
     lines = ",\n".join(json.dumps(claim) for claim in claims)
@@ -71,7 +72,7 @@ def load(path: Path) -> Table:
 
 
 def _to_table(content: dict[str, Any]) -> Table:
-    table = Table(list(content["engines"]))
+    table = Table(list(content["engines"]), warnings=content.get("warnings", {}))
     for claim in content["claims"]:
         table.claims[claim["id"]] = Claim(claim["id"], claim["title"])
         cells = table.cells[claim["id"]] = {}
@@ -94,4 +95,5 @@ def merge(tables: Sequence[Table]) -> Table:
             merged.claims[claim.id] = known if known and known.title else claim
             merged.cells.setdefault(claim.id, {}).update(table.cells.get(claim.id, {}))
         merged.runs += table.runs
+        merged.warnings.update(table.warnings)
     return merged

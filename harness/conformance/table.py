@@ -148,6 +148,8 @@ class Table:
     cells: dict[str, dict[str, Cell]] = field(default_factory=dict)
     """By claim, then by engine."""
     runs: list[Run] = field(default_factory=list)
+    warnings: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By engine: how many tests gave each warning that was not an error."""
 
     def cell(self, claim: Claim, engine: str) -> Cell:
         return self.cells.get(claim.id, {}).get(engine, Cell())
