@@ -11,34 +11,7 @@ from typing import Any
 
 import pytest
 
-NEEDS = {"values": "that a rank receives what the others have sent"}
-"""What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """Facts about a backend that the harness needs before any rank runs.
-
-    Attributes:
-        devices: that it works on, the default first.
-        module: the one that registers it with torch.distributed, if that does not know it by itself.
-        lacks: words of `NEEDS`.
-    """
-
-    devices: tuple[str, ...]
-    module: str = ""
-    lacks: frozenset[str] = frozenset()
-
-
-BACKENDS = {
-    "gloo": Backend(("cpu", "cuda")),
-    "nccl": Backend(("cuda",)),
-    "shm": Backend(("cpu",), module="harness.shm"),
-    "fake": Backend(
-        ("cpu", "cuda"), module="torch.testing._internal.distributed.fake_pg", lacks=frozenset({"values"})
-    ),
-}
-"""The backends of torch.distributed that worlds can use."""
+from harness.backends import NEEDS, check_backend
 
 
 class MarkError(ValueError):
@@ -54,6 +27,8 @@ class RanksMark:
     fresh: bool = False
     timeout: float | None = None
     """Seconds for one item, from set-up to tear-down; None: `--world-timeout`."""
+    group: bool = True
+    """Whether its ranks start with a default process group; the test makes its own otherwise."""
     needs: tuple[str, ...] = tuple(NEEDS)
     """What the test needs of a backend that the mark does not name: on one that lacks it, it is skipped."""
     as_rank: tuple[int, ...] | None = None
@@ -77,12 +52,19 @@ def _nearest_mark(node: pytest.Item | Any) -> pytest.Mark | None:
 
     pytest's own `get_closest_marker` has the marks of a class in the order of definition, its bases' first.
     """
+    # Of `pytest.param(..., marks=...)`, which pytest lists behind those of the function.
+    if of_parameter := [mark for mark in _marks_of_parameters(node) if mark.name == "ranks"]:
+        return of_parameter[-1]
     holder, mark = next(node.iter_markers_with_node("ranks"), (None, None))
     if isinstance(holder, pytest.Class):
         inherited = [_ranks_marks(cls) for cls in holder.obj.__mro__]
         if any(mark in marks for marks in inherited):  # a hook may have added it to the node alone
             return next(marks[0] for marks in inherited if marks)
     return mark
+
+
+def _marks_of_parameters(node: pytest.Item | Any) -> list[pytest.Mark]:
+    return list(getattr(getattr(node, "callspec", None), "marks", ()))
 
 
 def _ranks_marks(cls: type) -> list[pytest.Mark]:
@@ -112,9 +94,16 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         except ValueError as error:
             raise MarkError(str(error)) from None
     mark = RanksMark(sizes, **options)
-    check_backend(mark.backend)
-    if not isinstance(mark.fresh, bool):
-        raise MarkError(f"ranks(fresh={mark.fresh!r}): fresh is True or False")
+    if mark.backend is not None:
+        try:
+            check_backend(mark.backend)
+        except ValueError as error:
+            raise MarkError(str(error)) from None
+    for name in ("fresh", "group"):
+        if not isinstance(value := getattr(mark, name), bool):
+            raise MarkError(f"ranks({name}={value!r}): {name} is True or False")
+    if mark.backend == "fake" and not mark.group:
+        raise MarkError("ranks(group=False): a fake world always has its group; leave out backend='fake'")
     is_number = isinstance(mark.timeout, (int, float)) and not isinstance(mark.timeout, bool)
     if mark.timeout is not None and not (is_number and mark.timeout > 0):
         raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
@@ -124,12 +113,6 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
 
 
 _OPTIONS = {each.name: None for each in fields(RanksMark)[1:]}
-
-
-def check_backend(backend: str | None) -> None:
-    """Raise MarkError unless `backend` is None or one that worlds can use."""
-    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-        raise MarkError(f"unknown backend {backend!r}; there are {', '.join(BACKENDS)}")
 
 
 def is_xfail_call(report: pytest.TestReport) -> bool:

@@ -32,7 +32,8 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
     group.addoption(
         "--backend",
-        help="backend of torch.distributed, gloo, nccl, shm or fake, for tests whose mark names none",
+        help="backend of torch.distributed, gloo, nccl, shm or fake, or one for each device, such as "
+        "cpu:gloo,cuda:nccl, for tests whose mark names none",
     )
     group.addoption(
         "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"

@@ -31,10 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None, fresh=False, timeout=None, needs=('values',)): run the test on that "
-        "many ranks, one item for each size; on `backend`, in new processes if `fresh`, within `timeout` "
-        "seconds; on no other backend that lacks what it `needs`. On 'fake', one item for each rank of "
-        "`as_rank`, which reads what it receives if `made_up_values`. The nearest mark wins.",
+        "ranks(*sizes, backend=None, fresh=False, timeout=None, group=True, needs=('values',)): run the test "
+        "on that many ranks, one item for each size; on `backend`, in new processes if `fresh`, within "
+        "`timeout` seconds; without a default process group if not `group`; on no other backend that lacks "
+        "what it `needs`. On 'fake', one item for each rank of `as_rank`, which reads what it receives if "
+        "`made_up_values`. The nearest mark wins.",
     )
     if adopted_kinds(config):
         from harness.adopt.plugin import register
@@ -62,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         mark = read_mark(metafunc.definition)
     except MarkError as error:
         wrong = str(error)
-    if mark is None and not wrong and (name := _name_of_world(metafunc)):
+    if mark is None and not wrong and not _is_marked_later(metafunc) and (name := _name_of_world(metafunc)):
         wrong = (
             f"the fixture `{name}` exists only on ranks: mark the test, its class or its module with "
             "pytest.mark.ranks(2)"
@@ -79,6 +80,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.fixturenames.append("ranks_size")
         ids = [f"{size}-rank" if size == 1 else f"{size}-ranks" for size in mark.sizes]
         metafunc.parametrize("ranks_size", mark.sizes, ids=ids)
+
+
+def _is_marked_later(metafunc: pytest.Metafunc) -> bool:
+    """Return whether a parameter has the mark: `pytest.param(..., marks=pytest.mark.ranks(2))`."""
+    from harness.controller.pytest_internals import marks_of_parameters
+
+    return any(mark.name == "ranks" for mark in marks_of_parameters(metafunc))
 
 
 def _name_of_world(metafunc: pytest.Metafunc) -> str | None:

@@ -37,10 +37,13 @@ class WorldKey:
     size: int
     backend: str
     device: str
+    has_group: bool = True
+    """Whether its ranks join a default process group; tests make their own otherwise."""
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
-        return f"{ranks} ({self.backend}, {self.device})"
+        group = "" if self.has_group else ", without a group"
+        return f"{ranks} ({self.backend}, {self.device}{group})"
 
 
 @dataclass(frozen=True, slots=True)

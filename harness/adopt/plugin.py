@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from harness.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, NotOnRanks, Place, kinds_of
+from harness.backends import uses
 from harness.hookspecs import RANK_PLUGIN
 from harness.options import adopted_kinds
 from harness.protocol import SKIPS_ALL, Vote
@@ -133,7 +134,7 @@ class RankAdoption:
         self._session = session
         self._kinds = kinds
         self._groups = ForeignGroups(session.rank.group)
-        if config.getini("ranks_adopt_groups") == "reuse" and session.world.backend != "nccl":
+        if config.getini("ranks_adopt_groups") == "reuse" and not uses(session.world.backend, "nccl"):
             self._groups.reuse_default(session.world)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:

@@ -23,6 +23,7 @@ from types import FrameType
 
 import pytest
 
+from harness.backends import BACKENDS, backends_of
 from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers
 from harness.controller.pytest_internals import basetemp_of, make_report, tear_down
@@ -31,7 +32,6 @@ from harness.controller.rerun import rerun_line
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
-from harness.marker import BACKENDS
 from harness.options import adopted_kinds
 from harness.protocol import RunItem, Search, Warned, WorldKey
 from harness.reporting.merge import merge
@@ -61,7 +61,8 @@ def _may_be_adopted(text: bytes) -> bool:
 
 def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
     """Return the modules of the backends that the options or a file name; a rank imports others by itself."""
-    named = {default_backend(config)} | {name for name in BACKENDS if f'"{name}"'.encode() in text}
+    named = {*backends_of(default_backend(config)).values()}
+    named |= {name for name in BACKENDS if f'"{name}"'.encode() in text or f":{name}".encode() in text}
     return [BACKENDS[name].module for name in sorted(named) if BACKENDS[name].module]
 
 

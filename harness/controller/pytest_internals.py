@@ -24,6 +24,14 @@ def fixture_function(metafunc: pytest.Metafunc, name: str) -> Callable[..., obje
     return function
 
 
+def marks_of_parameters(metafunc: pytest.Metafunc) -> list[pytest.Mark]:
+    """Return the marks of the parameters that a test has got so far.
+
+    If it moves: what `Metafunc.parametrize` adds to.
+    """
+    return [mark for call in getattr(metafunc, "_calls", ()) for mark in call.marks]
+
+
 def tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.CallInfo[None]:
     """Tear down all fixtures in this process that `nextitem` does not need; return how that went.
 

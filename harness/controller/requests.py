@@ -12,9 +12,10 @@ from typing import Literal
 
 import pytest
 
+from harness.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
 from harness.controller import debugging
 from harness.fake_ranks import PLACE, FakeRank, places
-from harness.marker import BACKENDS, NEEDS, MarkError, RanksMark, check_backend, read_mark
+from harness.marker import MarkError, RanksMark, read_mark
 from harness.options import CHOICES, adopted_kinds, default_backend
 from harness.protocol import WorldKey
 from harness.subtests import parse_selection
@@ -54,16 +55,19 @@ def request_of(item: pytest.Item) -> Request | Refusal | None:
 def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
     config = item.config
     backend = mark.backend or default_backend(config)
-    lacking = sorted(BACKENDS[backend].lacks.intersection(mark.needs))
+    lacks = {word for name in backends_of(backend).values() for word in BACKENDS[name].lacks}
+    lacking = sorted(lacks.intersection(mark.needs))
     if lacking and mark.backend is None:
         return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
+    if backend == "fake" and not mark.group:
+        return Refusal("skipped", "the test makes its own group (group=False), and a fake world has one")
     fake = _fake_rank(item, mark) if backend == "fake" else None
     size = _size_of(item, mark) if fake is None else 1
-    device = config.getoption("device") or BACKENDS[backend].devices[0]
-    key = WorldKey(size, backend, device)
-    if device not in BACKENDS[backend].devices:
+    device = config.getoption("device") or devices_of(backend)[0]
+    key = WorldKey(size, backend, device, mark.group)
+    if device not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
-    need = size if backend == "nccl" else 1
+    need = size if uses(backend, "nccl") else 1
     if device == "cuda" and need > (have := count_gpus()):
         lack = f"need {need} GPUs, this machine has {have}; run with --backend gloo"
         return Refusal("skipped", f"{size} ranks under {backend} {lack}")
@@ -81,14 +85,19 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
 
 
 def _size_of(item: pytest.Item, mark: RanksMark) -> int:
+    params = getattr(getattr(item, "callspec", None), "params", {})
     if len(mark.sizes) == 1:
+        if params.get("ranks_size") not in (None, *mark.sizes):
+            raise MarkError(
+                f"ranks({mark.sizes[0]}) on one parameter of a test whose own mark has several sizes: write "
+                "the mark on each parameter, or on the test"
+            )
         return mark.sizes[0]
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or "ranks_size" not in callspec.params:
+    if params.get("ranks_size") not in mark.sizes:
         raise MarkError(
             f"ranks{mark.sizes}: several world sizes work only on a test function; give one size here"
         )
-    return int(callspec.params["ranks_size"])
+    return int(params["ranks_size"])
 
 
 def _fake_rank(item: pytest.Item, mark: RanksMark) -> FakeRank:
@@ -138,13 +147,13 @@ def check_options(config: pytest.Config) -> None:
     backend = default_backend(config)
     try:
         check_backend(backend)
-    except MarkError as error:
+    except ValueError as error:
         raise pytest.UsageError(f"--backend: {error}") from None
     device = config.getoption("device")
-    if device is not None and device not in BACKENDS[backend].devices:
+    if device is not None and device not in devices_of(backend):
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
-    if (backend == "nccl" or device == "cuda") and count_gpus() == 0:
-        requested = "--device cuda" if device == "cuda" else "--backend nccl"
+    if (uses(backend, "nccl") or device == "cuda") and count_gpus() == 0:
+        requested = "--device cuda" if device == "cuda" else f"--backend {backend}"
         raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
     if config.getoption("world_timeout") <= 0:
         raise pytest.UsageError("--world-timeout: write a number of seconds above 0")

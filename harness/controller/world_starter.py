@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.backends import uses
 from harness.controller.pytest_internals import basetemp_of
 from harness.controller.requests import count_gpus, output_directory_of
 from harness.exceptions import LaunchError
@@ -120,7 +121,7 @@ def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None
         str(config.rootpath),
         ranks=0 if at_once is None else key.size,
         gpus=_visible_gpus() if key.device == "cuda" else (),
-        exclusive=key.backend == "nccl",
+        exclusive=uses(key.backend, "nccl"),
     )
     store = LeaseStore(default_directory())
     leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))

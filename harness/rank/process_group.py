@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from harness.backends import BACKENDS, backends_of, uses
 from harness.fake_ranks import FakeRank
-from harness.marker import BACKENDS
 from harness.protocol import RankSpec
 from harness.rank.torch_internals import (
     TakenGroups,
@@ -52,32 +52,17 @@ class DefaultGroup:
         """From when to when the group was hidden, of which torch's flight recorder still has collectives."""
 
     def join(self) -> None:
-        """Meet the other ranks in a file of the world's private directory: no port, no host name."""
-        key, (rank, size) = self._spec.key, self._place
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-        interfaces = [name for _, name in socket.if_nameindex()]
-        loopback = next((name for name in ("lo", "lo0") if name in interfaces), interfaces[0])
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
-        if key.backend == "nccl":
-            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MAX_RECORDED))
-        # As torchrun does: ranks that share a machine's cores must not each take all of them.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
-        if key.backend == "gloo":
-            _do_not_preempt()
-        if self.device.type == "cuda":
-            # Whatever a test calls `cuda:0` is a GPU of this world. Read when CUDA is first used: not yet.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
-            torch.cuda.set_device(self.device)
-        if module := BACKENDS[key.backend].module:
-            importlib.import_module(module)
-        if shm := sys.modules.get("harness.shm"):  # the server may have imported it before
-            shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
-        self._generation += 1
+        """Meet the other ranks in a file of the world's private directory: no port, no host name.
+
+        In a world without a group only what a test's own group needs is prepared.
+        """
+        self._prepare()
         self.is_aborted = False
         self._joined = time.time_ns()
+        key, (rank, size) = self._spec.key, self._place
+        if not key.has_group:
+            return
+        self._generation += 1
         store = f"{self._spec.directory}/store-{self._generation}"
         dist.init_process_group(
             key.backend,
@@ -86,6 +71,41 @@ class DefaultGroup:
             world_size=size,
             timeout=_NO_TIMEOUT,
         )
+
+    def _prepare(self) -> None:
+        key, (rank, size) = self._spec.key, self._place
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        interfaces = [name for _, name in socket.if_nameindex()]
+        loopback = next((name for name in ("lo", "lo0") if name in interfaces), interfaces[0])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
+        if uses(key.backend, "nccl"):
+            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MAX_RECORDED))
+        # As torchrun does: ranks that share a machine's cores must not each take all of them.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
+        if uses(key.backend, "gloo"):
+            _do_not_preempt()
+        if self.device.type == "cuda":
+            # Whatever a test calls `cuda:0` is a GPU of this world. Read when CUDA is first used: not yet.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
+            torch.cuda.set_device(self.device)
+        for name in backends_of(key.backend).values():
+            if module := BACKENDS[name].module:
+                importlib.import_module(module)
+        if shm := sys.modules.get("harness.shm"):  # the server may have imported it before
+            shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
+
+    def begin_item(self) -> None:
+        """Expect the test's own group, in a world without one: no group of an earlier test counts."""
+        if not (self._spec.key.has_group or dist.is_initialized()):
+            self.is_aborted = False
+            self._joined = time.time_ns()
+
+    def stands(self) -> bool:
+        """Return whether the default group that a test starts with is there, if it starts with one."""
+        return not self._spec.key.has_group or dist.is_initialized()
 
     def stand_for(self, fake: FakeRank) -> None:
         """Leave the fake group for that of another rank or size; 0.3 ms."""
@@ -103,9 +123,13 @@ class DefaultGroup:
         if not (dist.is_initialized() or self._hidden):
             return
         self.is_aborted = True
-        if self._spec.key.backend == "nccl":
+        key = self._spec.key
+        if uses(key.backend, "nccl") and (key.has_group or "nccl" in dist.get_backend()):
             abort_nccl_groups()
-        if self._spec.key.backend in ("nccl", "fake"):  # the connections that there are, are the test's
+        if key.has_group and key.backend in (
+            "nccl",
+            "fake",
+        ):  # all connections are the test's
             return
         if shm := sys.modules.get("harness.shm"):
             shm.abort_all()
@@ -162,7 +186,7 @@ class DefaultGroup:
 
     def leave(self) -> None:
         """Destroy the group where its backend warns otherwise; gloo's connections end with the process."""
-        if self._spec.key.backend == "nccl":
+        if uses(self._spec.key.backend, "nccl"):
             self._destroy()
 
     def _destroy(self) -> None:

@@ -131,6 +131,7 @@ class RankSession:
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
         self._state.end_groups()
+        self.rank.group.begin_item()
         if order.fake is not None:
             before = RankState.capture()
             self.rank.stand_for(order.fake)
@@ -150,7 +151,7 @@ class RankSession:
                 self._run_protocol(item, next_item)
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
-        usable = torch.distributed.is_initialized() and self._state.is_restored
+        usable = self.rank.group.stands() and self._state.is_restored
         exchanged = self.rank.exchanges.take() if order.fake is None else ()
         self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged))
         self._freed_memory.give_back()

@@ -248,9 +248,12 @@ class RankState(Snapshot):
 
         Call it when every rank has ended the test: before that, another one may still connect to the group.
         """
-        for name, group in _groups().items():
-            if name not in self.process_groups:
-                dist.destroy_process_group(group)
+        groups = [group for name, group in _groups().items() if name not in self.process_groups]
+        if dist.group.WORLD in groups:  # of a world that starts without one; all others end with it
+            dist.destroy_process_group()
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def _groups() -> dict[str, dist.ProcessGroup]:

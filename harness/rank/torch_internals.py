@@ -206,7 +206,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
     Each backend has a recorder of its own. If it moves: `torch.distributed.flight_recorder` reads the same.
     """
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    nccl = dist.is_initialized() and "nccl" in dist.get_backend()
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json")
     try:
         entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])

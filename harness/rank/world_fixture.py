@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from harness.backends import uses
 from harness.fake_ranks import FakeRank
 from harness.protocol import RankSpec
 
@@ -23,7 +24,7 @@ class RankWorld:
     Attributes:
         rank: This rank, from 0.
         size: Number of ranks.
-        backend: torch.distributed's name of the backend: "gloo", "nccl", "shm" or "fake".
+        backend: torch.distributed's name: "gloo", "nccl", "shm", "fake", or "cpu:gloo,cuda:nccl".
         device: Where this rank's tensors belong.
         seed: What random, numpy and torch were seeded with before the test, the same on every rank. For data
             that differs, seed a generator with `world.seed + world.rank`.
@@ -36,6 +37,7 @@ class RankWorld:
         self.device = device
         self.seed = spec.seed
         self._shared_tmp_path = ""
+        self._starts_with_group = spec.key.has_group
 
     def __repr__(self) -> str:
         # The same on every rank, so that equal tracebacks read the same; reports name the rank themselves.
@@ -45,6 +47,11 @@ class RankWorld:
     def group(self) -> dist.ProcessGroup:
         """The default process group. Read it when you need it: a repaired world has a new one."""
         group = dist.group.WORLD
+        if group is None and not self._starts_with_group:
+            raise RuntimeError(
+                "this world starts without a default process group (group=False): call "
+                "torch.distributed.init_process_group() first"
+            )
         if group is None:
             raise RuntimeError("the test has destroyed the default process group")
         return group
@@ -80,15 +87,15 @@ class RankWorld:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.backend == "nccl":
-            dist.barrier(device_ids=[self.device.index])
+        if uses(self.backend, "nccl"):
+            dist.barrier(self.group, device_ids=[self.device.index])
         else:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank. A value must be picklable."""
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self.group)
         return values  # type: ignore[return-value]
 
     def pick(self, values: Sequence[T]) -> T:

@@ -52,7 +52,8 @@ def test_an_unmarked_node_has_no_mark() -> None:
         (
             (2,),
             {"back": "gloo"},
-            "ranks() has no option 'back'; it has backend, fresh, timeout, needs, as_rank, made_up_values",
+            "ranks() has no option 'back'; it has backend, fresh, timeout, group, needs, as_rank, "
+            "made_up_values",
         ),
         ((2,), {"as_rank": 1}, "ranks(as_rank=1): only in a fake world: add backend='fake'"),
         (
@@ -86,6 +87,36 @@ def test_an_unmarked_node_has_no_mark() -> None:
             "ranks(made_up_values=True): only in a fake world: add backend='fake'",
         ),
         ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
+        ((2,), {"group": None}, "ranks(group=None): group is True or False"),
+        (
+            (2,),
+            {"group": False, "backend": "fake"},
+            "ranks(group=False): a fake world always has its group; leave out backend='fake'",
+        ),
+        (
+            (2,),
+            {"backend": "cpu:"},
+            "backend 'cpu:': write DEVICE:BACKEND, with a comma between two: cpu:gloo,cuda:nccl",
+        ),
+        (
+            (2,),
+            {"backend": "cpu:gloo, cuda:nccl"},
+            "backend 'cpu:gloo, cuda:nccl': write DEVICE:BACKEND, with a comma between two: "
+            "cpu:gloo,cuda:nccl",
+        ),
+        (
+            (2,),
+            {"backend": "cpu:gloo,cuda:mpi"},
+            "backend 'cpu:gloo,cuda:mpi': unknown backend 'mpi'; there are gloo, nccl, shm, fake",
+        ),
+        ((2,), {"backend": "cpu:nccl"}, "backend 'cpu:nccl': nccl works on cuda, not on 'cpu'"),
+        ((2,), {"backend": "tpu:gloo"}, "backend 'tpu:gloo': gloo works on cpu and cuda, not on 'tpu'"),
+        ((2,), {"backend": "cpu:gloo,cpu:shm"}, "backend 'cpu:gloo,cpu:shm': names cpu twice"),
+        (
+            (2,),
+            {"backend": "cpu:fake"},
+            "backend 'cpu:fake': a fake world has no other backend: write 'fake'",
+        ),
         ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": "5"}, "ranks(timeout='5'): a timeout is a number of seconds above 0"),
         ((2,), {"timeout": True}, "ranks(timeout=True): a timeout is a number of seconds above 0"),
@@ -203,6 +234,23 @@ def test_an_item_of_one_size_runs_on_as_many_ranks(world: Any) -> None:
     assert world.gather(world.rank) == [0, 1]
 
 
+def test_a_mark_on_a_parameter_is_nearer_than_that_of_the_test(pytester: pytest.Pytester) -> None:
+    copy_project("sizes", pytester.path)
+    result = pytester.runpytest_subprocess(timeout=60)
+    result.assert_outcomes(passed=5, errors=3)
+    several = "ranks(5) on one parameter of a test whose own mark has several sizes: write the mark on each *"
+    result.stdout.fnmatch_lines(
+        [
+            "* ERROR at setup of test_of_parameters[[]1[]] *",
+            "the fixture `world` exists only on ranks: mark the test with pytest.mark.ranks(2)",
+            "* ERROR at setup of test_refused[[]5-2-ranks[]] *",
+            several,
+            "* ERROR at setup of test_refused[[]5-4-ranks[]] *",
+            several,
+        ]
+    )
+
+
 def test_fixtures_of_ranks_requested_late_fail_with_a_remedy(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -235,7 +283,7 @@ def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pyt
 
 def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("--markers", timeout=60)
-    signature = "*sizes, backend=None, fresh=False, timeout=None, needs=('values',)"
+    signature = "*sizes, backend=None, fresh=False, timeout=None, group=True, needs=('values',)"
     result.stdout.fnmatch_lines([f"@pytest.mark.ranks({signature}): *"])
 
 
@@ -249,6 +297,8 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
         (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
         (["--world-timeout=0"], "--world-timeout: write a number of seconds above 0"),
         (["-o", "ranks_start_method=fork"], "ranks_start_method = 'fork': choose forkserver, spawn"),
+        (["--backend=cpu:nccl"], "--backend: backend 'cpu:nccl': nccl works on cuda, not on 'cpu'"),
+        (["--backend=cpu:gloo", "--device=cuda"], "--backend cpu:gloo does not work with --device cuda"),
         (["-n2", "--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm, fake"),
     ],
 )
@@ -270,6 +320,33 @@ def test_gpus_on_a_machine_without_any_are_a_usage_error(pytester: pytest.Pytest
     assert result.stderr.str().strip() == (
         f"ERROR: {option.replace('=', ' ')}: this machine has no GPU; run with --backend gloo --device cpu"
     )
+
+
+@pytest.mark.ranks(2, backend="cpu:gloo")
+def test_a_backend_is_named_with_its_device(world: Any) -> None:
+    import torch.distributed as dist
+
+    assert dist.get_backend() == world.backend == "cpu:gloo"
+    assert world.gather(world.rank) == [0, 1]
+
+
+@pytest.mark.ranks(2, backend="cpu:shm")
+def test_a_backend_of_a_module_is_named_with_its_device(world: Any) -> None:
+    world.barrier()
+    assert world.gather(world.rank) == [0, 1]
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_backend_for_gpus_beside_one_for_the_cpu_needs_them(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        'import pytest\n\n@pytest.mark.ranks(2, backend="cpu:gloo,cuda:nccl")\ndef test_x(world): pass'
+    )
+    result = pytester.runpytest_subprocess("-rs", timeout=60)
+    result.stdout.fnmatch_lines(
+        ["SKIPPED*: 2 ranks under cpu:gloo,cuda:nccl need 2 GPUs, this machine has 0; run with --backend *"]
+    )
+    result = pytester.runpytest_subprocess("-rs", "--device=cpu", timeout=60)
+    result.stdout.fnmatch_lines(["SKIPPED*: the backend cpu:gloo,cuda:nccl does not work with --device cpu"])
 
 
 def test_a_test_for_another_device_than_the_one_chosen_skips(pytester: pytest.Pytester) -> None:
@@ -303,7 +380,7 @@ def test_a_test_that_needs_more_gpus_skips_and_says_so(
 def test_a_test_that_needs_what_the_backend_lacks_skips(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
-        from harness.marker import BACKENDS, Backend
+        from harness.backends import BACKENDS, Backend
 
         BACKENDS["gloo"] = Backend(("cpu",), lacks=frozenset({"values"}))
         """

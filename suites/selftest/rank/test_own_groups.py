@@ -1,0 +1,49 @@
+"""Worlds without a default group: `ranks(2, group=False)`, for code that makes its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.selftest.project import Run, copy_project, run_pytest
+
+BAD = ("test_hang", "test_mismatch", "test_death", "test_failure")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = copy_project("own_groups", tmp_path_factory.mktemp("own_groups"))
+    return run_pytest(path, "-p", "no:cacheprovider")
+
+
+def test_groups_of_tests_work_and_end_with_them(run: Run) -> None:
+    assert {name: run.outcome(name) for name in run.cases if name not in BAD} == dict.fromkeys(
+        [
+            "test_environment",
+            *(f"test_left_group[{how}-{attempt}]" for how in ("None", "env://", "tcp") for attempt in (0, 1)),
+            "test_destroyed_group",
+            "test_first",
+            "test_second",
+            "test_after_the_fixture",
+            "test_without_group",
+            "test_end",
+        ],
+        "passed",
+    )
+
+
+def test_what_they_leave_is_no_warning(run: Run) -> None:
+    assert "Warning" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("test_hang", "rank 0 waits in barrier #1, which rank 1 never reached: it has ended the test"),
+        ("test_mismatch", "mismatch: rank "),
+        ("test_death", "rank 1 of 2 died: SIGKILL"),
+        ("test_failure", "rank 1 of 2 failed\nrank 0: lost its connection to rank 1 at "),
+    ],
+)
+def test_faults_are_reported_as_in_other_worlds(run: Run, name: str, verdict: str) -> None:
+    (failure,) = (child for child in run.case(name) if child.tag == "failure")
+    assert (failure.text or "").startswith(verdict)
