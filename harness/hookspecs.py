@@ -1,4 +1,4 @@
-"""What other plugins may rely on: hooks that they may implement, the name of a rank's own plugin.
+"""Names that other plugins rely on: hooks that they may implement, and the name of a rank's own plugin.
 
 Used on both sides; must not import torch.
 """
