@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
 
+RAISED = "raised"
+"""The attribute of a failure's report that holds what was raised, a `Raised` for each of the chain."""
+
+Raised = tuple[tuple[tuple[str, str], ...], str, bool]
+"""Module and name of an exception's class and of its bases; its text; whether the next one is its cause."""
+
 VICTIM_OF_A_CASE = "this case failed on another rank: "
 """How a rank's subtest failure begins when the rank itself passed the case."""
 

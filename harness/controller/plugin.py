@@ -29,6 +29,7 @@ from harness.controller.debugging import Debugging, check_debuggers
 from harness.controller.pytest_internals import basetemp_of, make_report, tear_down
 from harness.controller.requests import Refusal, Request, default_backend, request_of
 from harness.controller.rerun import rerun_line
+from harness.controller.rerunfailures_internals import run_again_on_failure
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
@@ -145,6 +146,11 @@ class Controller:
 
     # Running a test
 
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item) -> bool | None:
+        """Keep pytest-timeout from interrupting this process: its limit is the deadline of the world."""
+        return True if _request_key in item.stash else None
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         if self._begun is not None and self._begun.demand.item is not item:  # pytest has passed over it
@@ -153,7 +159,20 @@ class Controller:
         request = item.stash.get(_request_key, None)
         if request is None:
             return None
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        run = partial(self._run_and_merge, item, request, nextitem)
+        if not run_again_on_failure(item, nextitem, run):
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            for report in run():
+                item.ihook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self._debugging is not None and self._debugging.has_quit:
+            self._worlds.close()  # a rank's wider fixtures are torn down, as where pytest quits
+            pytest.exit("Quitting debugger")
+        return True
+
+    def _run_and_merge(
+        self, item: pytest.Item, request: Request | Refusal, nextitem: pytest.Item | None
+    ) -> list[pytest.TestReport]:
         outcomes = self._run(item, request, nextitem) if isinstance(request, Request) else request
         # Wider fixtures of unmarked items before this one, as pytest would between two items.
         torn_down = tear_down(item, nextitem)
@@ -164,13 +183,7 @@ class Controller:
         reports = self._report(item, outcomes)
         if torn_down.excinfo is not None:
             _add_failed_tear_down(item, torn_down, reports)
-        for report in reports:
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        if self._debugging is not None and self._debugging.has_quit:
-            self._worlds.close()  # a rank's wider fixtures are torn down, as where pytest quits
-            pytest.exit("Quitting debugger")
-        return True
+        return reports
 
     def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Outcomes | Refusal:
         try:

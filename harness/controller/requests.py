@@ -14,9 +14,10 @@ import pytest
 
 from harness.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
 from harness.controller import debugging
+from harness.controller.timeout_internals import limits_of
 from harness.fake_ranks import PLACE, FakeRank, places
 from harness.marker import MarkError, RanksMark, read_mark
-from harness.options import CHOICES, adopted_kinds, default_backend
+from harness.options import CHOICES, DEFAULTS, adopted_kinds, default_backend
 from harness.protocol import WorldKey
 from harness.subtests import parse_selection
 
@@ -78,10 +79,17 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         remedy = f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
         world = f"a world of {size} rank{'s' if size > 1 else ''}"
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
-    timeout = mark.timeout or config.getoption("world_timeout")
-    if debugging.is_debugged(key, config):
-        timeout = float("inf")
+    timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark)
     return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake)
+
+
+def _deadline(item: pytest.Item, mark: RanksMark) -> float:
+    """Return the seconds for an item: a mark's before an option's, ours before pytest-timeout's."""
+    limits = limits_of(item)
+    option: float = item.config.getoption("world_timeout")
+    if option == DEFAULTS["world_timeout"]:
+        option = limits.of_run or option
+    return mark.timeout or limits.of_mark or option
 
 
 def _size_of(item: pytest.Item, mark: RanksMark) -> int:

@@ -56,6 +56,7 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("setupshow", "distload"), False),
     **dict.fromkeys(("deselect", "cacheshow", "durations", "xmlpath", "pastebin", "debug"), None),
     **dict.fromkeys(("numprocesses", "maxprocesses"), None),
+    "session_timeout": float("inf"),
 }
 
 
@@ -101,9 +102,10 @@ class RankSession:
         if self._spec.session.measures:
             config.pluginmanager.register(RankCoverage(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
-        if config.pluginmanager.hasplugin("rerunfailures"):  # a rank that ran an item again would do so alone
-            config.pluginmanager.set_blocked("rerunfailures")
-            config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; does nothing on ranks")
+        for name in filter(config.pluginmanager.hasplugin, ("rerunfailures", "pytest_rerunfailures")):
+            config.pluginmanager.set_blocked(name)  # a rank that ran an item again would do so alone
+            config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+            self._reporter.names_raised = True
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
         return (yield)
@@ -112,6 +114,10 @@ class RankSession:
         config.option.setupshow = False  # --setup-only has set it again
         for plugin in (self._collection, self._guards, self._reporter):
             config.pluginmanager.register(plugin)
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        return True  # of pytest-timeout: its limit is the deadline of the world
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 from harness.output import truncate
 from harness.properties.messages import EXAMPLE, HYPOTHESIS
+from harness.protocol import RAISED
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
 from harness.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
@@ -139,6 +140,8 @@ def _template(
         if chosen is not None and chosen.when == phase:
             chosen = copy.copy(chosen)
             vars(chosen).pop("wasxfail", None)
+            if causes[0].report is None:
+                vars(chosen).pop(RAISED, None)  # by a victim
             return chosen
     else:
         # A report that failed without being a cause is a victim's: another report shows the cause.

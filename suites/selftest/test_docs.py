@@ -49,6 +49,7 @@ def test_there_is_a_page():
         "fake",
         "faults",
         "mixed_precision",
+        "plugins",
         "port",
         "properties",
         "shm",

@@ -5,11 +5,10 @@ import pytest
 def worker_input(world, pytestconfig):
     has_xdist = pytestconfig.pluginmanager.hasplugin("xdist")
     assert pytestconfig.option.randomly_seed == 12345
-    assert pytestconfig.workerinput.get("sock_port") == (4711 if has_xdist else None)
+    assert pytestconfig.workerinput.get("port") == (4711 if has_xdist else None)
     open(f"seen-{world.rank}-{'xdist' if has_xdist else 'none'}.txt", "a").write("once")
 
 
-@pytest.mark.flaky
 @pytest.mark.ranks(2)
-def test_flaky(worker_input):
+def test_input(worker_input):
     pass
