@@ -85,7 +85,7 @@ def batches(world):
 
 
 @pytest.fixture
-def step(batches):
+def step(engine, batches):
     """Run forward and backward on a batch (4, 8) that differs by rank and number; return the loss."""
     import torch
 
@@ -93,7 +93,7 @@ def step(batches):
 
     def step(model, number=0):
         loss = model(inputs(number)).float().square().sum()
-        loss.backward()
+        engine.backward(model, loss)
         return loss.detach()
 
     return step
@@ -146,6 +146,12 @@ class Front:
 
     def no_sync(self, model):
         return self.engine.no_sync(model)
+
+    def backward(self, model, loss):
+        self.engine.backward(model, loss)
+
+    def optimizer(self, model, make):
+        return self.engine.optimizer(model, make)
 
     def clip_grad_norm_(self, model, max_norm, norm_type=2.0):
         return self.engine.clip_grad_norm_(model, max_norm, norm_type)
@@ -207,6 +213,12 @@ class ComposableFront(Front):
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
+
+    def backward(self, model, loss):
+        loss.backward()
+
+    def optimizer(self, model, make):
+        return make(model.parameters())
 
     def clip_grad_norm_(self, model, max_norm, norm_type=2.0, **settings):
         from torch.nn.utils import clip_grad_norm_

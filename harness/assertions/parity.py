@@ -18,6 +18,7 @@ from harness.assertions.agreement import fail_together, gathered
 from harness.assertions.closeness import EXACT, Named, Tolerance, differences
 
 Batch = TypeVar("Batch")
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Scaler(Protocol):
@@ -64,6 +65,11 @@ def sgd_with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
+def plain_optimizer(model: nn.Module, make: MakeOptimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that `make` gives of the model's parameters."""
+    return make(model.parameters())
+
+
 def plain_backward(model: nn.Module, loss: torch.Tensor) -> None:
     """Run backward of the loss."""
     loss.backward()  # type: ignore[no-untyped-call]
@@ -81,6 +87,7 @@ class Trainee:
         backward: runs backward of the (scaled) loss.
         scaler: a gradient scaler, or None.
         after_step: called with the model after each step, e.g. for a round trip through its state_dict.
+        optimizer: makes what steps the model, from the model and `Training.optimizer`.
     """
 
     model: nn.Module
@@ -89,6 +96,7 @@ class Trainee:
     backward: Callable[[nn.Module, torch.Tensor], object] = plain_backward
     scaler: Scaler | None = None
     after_step: Callable[[nn.Module], object] | None = None
+    optimizer: Callable[[nn.Module, MakeOptimizer], torch.optim.Optimizer] = plain_optimizer
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ class Training:
     batches: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     steps: int = 3
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd_with_momentum
+    optimizer: MakeOptimizer = sgd_with_momentum
     tolerance: Tolerance | torch.dtype | None = None
     same_dtype: bool = True
     same_data: bool = False
@@ -172,7 +180,7 @@ def train(trainee: Trainee, training: Training) -> Run:
 def _train(trainee: Trainee, training: Training, start: Named) -> Run:
     model, scaler, run = trainee.model, trainee.scaler, Run(start)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    optimizer = training.optimizer(model.parameters())
+    optimizer = trainee.optimizer(model, training.optimizer)
     for step in range(training.steps):
         optimizer.zero_grad()
         seed = _seed(training.seed, rank, step)

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING
 from harness._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from harness.conformance.adapters.adapter import Adapter
     from harness.conformance.adapters.replicated import Replicated
     from harness.conformance.capabilities import Capability, NotOffered, offers, require
-    from harness.conformance.interface import Composable, Engine, Snapshot, Traffic
+    from harness.conformance.interface import Composable, Engine, Snapshot, Traffic, trainee
     from harness.conformance.registry import EngineError, find, known_names
     from harness.conformance.spec import Precision, ProcessGroups, ShardSpec
 
 _NAMES = {
+    "harness.conformance.adapters.adapter": ("Adapter",),
     "harness.conformance.adapters.replicated": ("Replicated",),
     "harness.conformance.capabilities": ("Capability", "NotOffered", "offers", "require"),
-    "harness.conformance.interface": ("Composable", "Engine", "Snapshot", "Traffic"),
+    "harness.conformance.interface": ("Composable", "Engine", "Snapshot", "Traffic", "trainee"),
     "harness.conformance.registry": ("EngineError", "find", "known_names"),
     "harness.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec"),
 }
 
 __all__ = [
+    "Adapter",
     "Capability",
     "Composable",
     "Engine",
@@ -40,6 +43,7 @@ __all__ = [
     "known_names",
     "offers",
     "require",
+    "trainee",
 ]
 
 __getattr__ = lazy_exports(__name__, _NAMES)

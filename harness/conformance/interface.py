@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from harness.assertions.parity import MakeOptimizer, Trainee
 from harness.conformance.capabilities import Capability, NotOffered
 from harness.conformance.spec import ProcessGroups, ShardSpec
 from harness.engine import GroupInfo
@@ -88,6 +90,19 @@ class Engine(Protocol):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backwards reduce no gradients: they wait for the next one outside."""
 
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
+        """Run backward of a (scaled) loss of `model`: `loss.backward()`, or the engine's own method."""
+
+    def optimizer(self, model: nn.Module, make: MakeOptimizer) -> Optimizer:
+        """Return what steps the parameters of `model`, a sharded model or a module of one.
+
+        That is `make(model.parameters())`, or an optimizer of the engine's own, which makes torch's from its
+        shards: an object with `step`, `zero_grad`, and the `param_groups` that a gradient scaler reads.
+
+        Args:
+            make: makes one of torch's optimizers from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
+        """
+
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the root `model`; return the norm over all of them, shape ()."""
 
@@ -130,3 +145,14 @@ class Engine(Protocol):
 
         `process_group`: the ranks that agree, as in the model's `ShardSpec`; None is the default group.
         """
+
+
+def trainee(engine: Engine, model: nn.Module, **more: Any) -> Trainee:
+    """Return a sharded model as `assert_parity` trains it: all of a step goes through the engine."""
+    settings: dict[str, Any] = {
+        "full_parameters": engine.full_parameters,
+        "full_gradients": engine.full_gradients,
+        "backward": engine.backward,
+        "optimizer": engine.optimizer,
+    }
+    return Trainee(model, **settings | more)

@@ -22,6 +22,7 @@ _HOMES = {
     "torch-fsdp2": "harness.conformance.adapters.torch_fsdp2:TorchFsdp2",
     "torch-fsdp1": "harness.conformance.adapters.torch_fsdp1:TorchFsdp1",
     "torch-ddp": "harness.conformance.adapters.torch_ddp:TorchDdp",
+    "torch-zero1": "harness.conformance.adapters.torch_zero1:TorchZero1",
 }
 
 ENTRY_POINTS = "lockstep.engines"

@@ -99,6 +99,7 @@ def required_capabilities(spec: ShardSpec) -> Iterator[Capability]:
     hybrid = "HYBRID" in spec.strategy
     required = {
         Capability.SHARDING: spec.strategy != "NO_SHARD",
+        Capability.REPLICATION: spec.strategy == "NO_SHARD",
         Capability.HYBRID: hybrid,
         Capability.HYBRID_BY_HOSTS: hybrid and not isinstance(spec.process_group, tuple),
         Capability.OFFLOAD: spec.offload,

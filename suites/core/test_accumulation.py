@@ -1,6 +1,7 @@
 """Gradients of several backwards: they add up, synced or not, and nothing is left for the next step."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def backward(world):
     def backward(front, model, value, *more, sync=True):
         gradient = torch.tensor(value * (0.5 + world.rank), device=world.device)
         with nullcontext() if sync else front.no_sync(model):
-            model(gradient, *more).backward()
+            front.backward(model, model(gradient, *more))
 
     return backward
 
@@ -59,7 +60,7 @@ def test_synced_and_unsynced_backwards_add_up(front, backward, run_subtests):
 
     def check(syncs, **spec):
         model = front.shard(KnownGradients(3), **spec)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = front.optimizer(model, partial(torch.optim.SGD, lr=1.0))
         for step in (1, 2):
             for index, sync in enumerate(syncs):
                 backward(front, model, 2.0**index, sync=sync)
@@ -118,8 +119,8 @@ def test_gradients_of_microbatches_do_not_leak_into_next_step(world, front):
     for _ in range(2):
         with front.no_sync(model):
             for microbatch in one_hot[:-1]:
-                model(microbatch).backward()
-        model(one_hot[-1]).backward()
+                front.backward(model, model(microbatch))
+        front.backward(model, model(one_hot[-1]))
         assert front.full_gradients(model)["weight"].tolist() == [1.0] * 5
         model.zero_grad()
 
@@ -167,7 +168,7 @@ def test_several_forwards_before_one_backward_add_up(world, engine, front):
     losses = three_losses(world, model)
     with torch.no_grad():
         model(torch.tensor(100.0, device=world.device))
-    sum(losses).backward()
+    front.backward(model, sum(losses))
     assert gradients_of(front, model) == every_weight(7 * 1.5)
     if offers(engine, Capability.GROUPS):
         assert {group.gathered_bytes for group in engine.groups(model)} == {0}
@@ -178,7 +179,7 @@ def test_several_forwards_may_go_backward_one_by_one(world, front, in_order):
     model = front.shard(KnownGradients(3))
     losses = three_losses(world, model)
     for loss in losses if in_order else reversed(losses):
-        loss.backward()
+        front.backward(model, loss)
     assert gradients_of(front, model) == every_weight(7 * 1.5)
 
 

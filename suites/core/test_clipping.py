@@ -1,6 +1,7 @@
 """The norm that gradients are clipped by: each gradient counts once, however it lies on the ranks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -47,11 +48,11 @@ def backward(world):
     return backward
 
 
-def train(world, reference, model):
+def train(world, front, reference, model):
     """Run a backward of both on the same batches: all of them, and this rank's part."""
     batches = torch.randn(4 * world.size, 8, device=world.device)
     reference(batches).square().mean().backward()
-    model(batches.chunk(world.size)[world.rank]).square().mean().backward()
+    front.backward(model, model(batches.chunk(world.size)[world.rank]).square().mean())
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -64,7 +65,7 @@ def test_norm_and_clipped_gradients_equal_the_unsharded_ones(world, front, run_s
         for module in (reference, bare):
             module.module[2].requires_grad_(not offload_and_frozen)
         model = front.shard(bare, offload=offload_and_frozen)
-        train(world, reference, model)
+        train(world, front, reference, model)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
         norm = front.clip_grad_norm_(model, 0.01, norm_type, **how)
         assert (norm.shape, norm.item() > 0.01) == ((), True)
@@ -183,9 +184,10 @@ def test_unreduced_gradients_are_refused(engine, shard, backward, strategy):
 def test_clipped_steps_move_the_weights_as_unsharded_ones(world, engine, shard, strategy, use_orig_params):
     reference = NestedWrappedModule().to(world.device)
     model = shard(copy.deepcopy(reference), strategy, use_orig_params=use_orig_params)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=10.0) for module in (reference, model)]
+    sgd = partial(torch.optim.SGD, lr=10.0)
+    optimizers = [sgd(reference.parameters()), engine.optimizer(model, sgd)]
     for _ in range(2):
-        train(world, reference, model)
+        train(world, engine, reference, model)
         nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
         engine.clip_grad_norm_(model, 0.01)
         for optimizer in optimizers:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.assertions import assert_named_close, named_gradients
+from harness.assertions.parity import sgd_with_momentum
 from harness.conformance import Capability, Precision, ShardSpec, offers, require
 from harness.conformance.models import NestedWrappedModule, TransformerWithSharedParams
 
@@ -39,12 +40,12 @@ def own_batch(world, model):
     return batch.to(world.device) if isinstance(batch, Tensor) else tuple(t.to(world.device) for t in batch)
 
 
-def train_transformer(world, model, steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+def train_transformer(world, engine, model, steps):
+    optimizer = engine.optimizer(model, sgd_with_momentum)
     src, tgt = own_batch(world, TransformerWithSharedParams)
     for _ in range(steps):
         optimizer.zero_grad()
-        TransformerWithSharedParams.loss(model(src, tgt), tgt).backward()
+        engine.backward(model, TransformerWithSharedParams.loss(model(src, tgt), tgt))
         optimizer.step()
 
 
@@ -89,7 +90,7 @@ class TestHooks:
     def test_pre_backward_hook_registration_after_state_dict(self, world, engine, run_subtests):
         def check(**settings):
             model = sharded_transformer(world, engine, **settings)
-            train_transformer(world, model, steps=2)
+            train_transformer(world, engine, model, steps=2)
             model.load_state_dict(model.state_dict())
             assert_one_pre_backward_hook(world, engine, model)
 
@@ -126,11 +127,11 @@ def last_outputs(bare):
 
 
 def assert_one_pre_backward_hook(world, engine, model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = engine.optimizer(model, sgd_with_momentum)
     src, tgt = own_batch(world, TransformerWithSharedParams)
     output = model(src, tgt)
     assert engine.pre_backward_hooks(output) == 1
-    TransformerWithSharedParams.loss(output, tgt).backward()
+    engine.backward(model, TransformerWithSharedParams.loss(output, tgt))
     assert engine.pre_backward_hooks(output) == 1
     optimizer.step()
     assert engine.pre_backward_hooks(output) == 1
@@ -144,7 +145,7 @@ class TestNoGrad:
 
     def check(self, world, engine, precision, **settings):
         model = sharded_transformer(world, engine, precision=precision, **settings)
-        train_transformer(world, model, steps=1)
+        train_transformer(world, engine, model, steps=1)
         model.eval()
         batch = own_batch(world, TransformerWithSharedParams)
         expected = model(*batch)
@@ -195,7 +196,7 @@ class TestAutograd:
         # Prefetch follows an order that the first step shows.
         for _ in range(2):
             x = torch.randn(2, 4, device=world.device)
-            model(x).sum().backward()
+            engine.backward(model, model(x).sum())
             reference(x).sum().backward()
             assert_named_close(engine.full_gradients(model), named_gradients(reference))
         assert [layer.found for layer in layers] == [AS_VIEWS * 2] * 5

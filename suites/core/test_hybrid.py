@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from harness.assertions import (
     train,
 )
 from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, Precision, offers
+from harness.conformance import Capability, Precision, offers, trainee
 from harness.conformance.models import (
     KnownGradient,
     KnownGradients,
@@ -81,7 +82,7 @@ def check_parity(world, batches, hybrid_front, shard):
 
         def check(**settings):
             model = shard(copy.deepcopy(bare), **settings)
-            candidate = Trainee(model, hybrid_front.full_parameters, hybrid_front.full_gradients)
+            candidate = trainee(hybrid_front, model)
             assert_parity(learned, candidate, training)
             assert_same_across_ranks(hybrid_front.full_parameters(model))
 
@@ -133,7 +134,7 @@ def test_replicas_are_bit_equal_after_steps(world, step, hybrid_front, precision
     mesh = world.mesh(REPLICAS, world.size // REPLICAS, names=("replicate", "shard"))
     model = hybrid_front.shard(NestedWrappedModule(), mesh=mesh, precision=precision)
     start = [local_part(parameter).detach().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hybrid_front.optimizer(model, partial(torch.optim.Adam, lr=0.01))
     for number in range(3):
         optimizer.zero_grad()
         step(model, number)

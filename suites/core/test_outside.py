@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -125,14 +126,15 @@ def check_training(world, fronts):
         bare = Reader(read, frozen).to(world.device)
         model = fronts[front].shard(copy.deepcopy(bare), **spec)
         inner = next(module for module in model.modules() if isinstance(module, Reader))
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.001) for m in (bare, model)]
+        sgd = partial(torch.optim.SGD, lr=0.001)
+        optimizers = [sgd(bare.parameters()), fronts[front].optimizer(model, sgd)]
         for step in range(2):
             for last in (False, True):
                 generator = torch.Generator().manual_seed(10 * step + 2 * world.rank + last)
                 tokens = torch.randint(5, (3,), generator=generator).to(world.device)
                 loss(bare, bare(tokens)).backward()
                 with fronts[front].no_sync(model) if no_sync and not last else nullcontext():
-                    loss(inner, model(tokens)).backward()
+                    fronts[front].backward(model, loss(inner, model(tokens)))
             for parameter in bare.parameters():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad)

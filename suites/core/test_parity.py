@@ -24,7 +24,7 @@ from harness.assertions import (
     named_parameters,
     train,
 )
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision, ShardSpec, trainee
 from harness.conformance.models import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,
@@ -75,13 +75,13 @@ def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
 class Claim:
     """The claim that `bare` learns, sharded, what its reference `learned` in the same `training`.
 
-    `backward`: of the sharded model; `alone`: units of each rank's own.
+    `backward`: of the sharded model, if not the engine's; `alone`: units of each rank's own.
     """
 
     bare: nn.Module
     learned: Run
     training: Training
-    backward: Callable[[nn.Module, Tensor], object] = Trainee.backward
+    backward: Callable[[nn.Module, Tensor], object] | None = None
     precision: Precision | None = None
     alone: tuple[str, ...] = ()
 
@@ -95,7 +95,8 @@ def check_parity(world, engine, claim, device_init_mode, **settings):
             with pytest.raises(RuntimeError, match="do not move the module"):
                 training.loss(sharded, training.batches(0))
             return
-        candidate = Trainee(sharded, engine.full_parameters, engine.full_gradients, claim.backward)
+        backward = engine.backward if claim.backward is None else claim.backward
+        candidate = trainee(engine, sharded, backward=backward)
         assert_parity(claim.learned, candidate, training)
         wanted = "cpu" if spec.offload else world.device.type
         assert {parameter.device.type for parameter in sharded.parameters()} == {wanted}

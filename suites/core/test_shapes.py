@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -194,13 +195,14 @@ def check_training(world, engine, fronts):
         front = fronts[front]
         reference, inner = copy.deepcopy(bare).to(world.device), copy.deepcopy(bare)
         model = front.shard(inner, **spec)
-        optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (reference, model)]
+        adam = partial(torch.optim.Adam, lr=0.1)
+        optimizers = [adam(reference.parameters()), front.optimizer(model, adam)]
         for step in range(2):
             for module in (reference, inner):
                 getattr(module, "begin", lambda step: None)(step)
             for batch in torch.randn(2, 2 * world.size, 8, device=world.device):
                 loss_of(reference(batch)).backward()
-                loss_of(model(batch.chunk(world.size)[world.rank])).backward()
+                front.backward(model, loss_of(model(batch.chunk(world.size)[world.rank])))
             check_gradients(front, model, reference)
             if offers(engine, Capability.GROUPS):
                 assert {(g.state.name, g.gathered_bytes) for g in engine.groups(model)} == {("SHARDED", 0)}

@@ -1,6 +1,7 @@
 """States, dtypes and bytes of groups at each moment of a step."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -215,15 +216,17 @@ def test_a_unit_frees_after_forward_whatever_its_output_lies_in(engine, shard, b
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no_grad"])
-def test_an_optimizer_built_after_a_forward_moves_the_weights(world, shard, strategy, use_orig_params, grad):
+def test_an_optimizer_built_after_a_forward_moves_the_weights(
+    world, engine, shard, strategy, use_orig_params, grad
+):
     """pytorch#149205: it got tensors that nothing reads."""
     bare = nn.Linear(8, 8).to(world.device)
     model = shard(bare, strategy, use_orig_params=use_orig_params)
     x = torch.ones(2, 8, device=world.device)
     with torch.set_grad_enabled(grad):
         before = model(x).detach()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (model(x) * 2 * world.rank).sum().backward()
+    optimizer = engine.optimizer(model, partial(torch.optim.SGD, lr=0.1))
+    engine.backward(model, (model(x) * 2 * world.rank).sum())
     optimizer.step()
     # In the mean d(loss)/d(weight) is 2 everywhere: each of 8 weights of a row takes off 0.2, and the bias.
     torch.testing.assert_close(model(x), before - 9 * 0.2)
@@ -239,7 +242,7 @@ def test_evaluation_and_inference_mode_leave_training_possible(
         inferred = model(x)
     with torch.no_grad():
         assert torch.equal(model(x), inferred)
-    (model.train()(x) * 2 * world.rank).sum().backward()
+    engine.backward(model, (model.train()(x) * 2 * world.rank).sum())
     assert engine.full_gradients(model)["bias"].tolist() == [2.0] * 8
 
 

@@ -16,7 +16,7 @@ class Trained:
         self.world, self.engine = world, engine
         self.model = engine.shard(bare.to(world.device), ShardSpec(device=world.device, **spec))
         self.scaler = engine.grad_scaler(self.model, **{"init_scale": 8.0, **scaling})
-        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=1.0)]
+        self.optimizers = [self.optimizer_of(self.model)]
 
     @property
     def spread(self):
@@ -24,11 +24,14 @@ class Trained:
         rank = self.world.rank
         return 1.0 if rank == self.world.size - 1 and rank % 2 == 0 else 0.5 + rank % 2
 
+    def optimizer_of(self, module):
+        return self.engine.optimizer(module, partial(torch.optim.SGD, lr=1.0))
+
     def backward(self, *gradients):
         """Give the weights these gradients, in the mean of ranks that see different ones."""
         device = self.world.device
         own = [torch.as_tensor(g, dtype=torch.float32, device=device) * self.spread for g in gradients]
-        self.scaler.scale(self.model(*own)).backward()
+        self.engine.backward(self.model, self.scaler.scale(self.model(*own)))
 
     def step(self, *gradients, unscale_first=False):
         for optimizer in self.optimizers:

@@ -1,5 +1,7 @@
 """Agreement of ranks on a step: all or none, wherever an inf lies and whichever ranks hold a gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,7 +93,7 @@ def test_a_bad_gradient_of_a_parameter_with_empty_shards(world, trained, bad, un
     """An optimizer of that parameter alone finds no gradient on the rank."""
     run = trained(Two(3), use_orig_params=True)
     if only_second:
-        run.optimizers = [torch.optim.SGD([run.engine.unwrapped(run.model)[1].weight], lr=1.0)]
+        run.optimizers = [run.optimizer_of(run.engine.unwrapped(run.model)[1])]
     first = 0.0 if only_second else -1.0
     if offers(run.engine, Capability.ONE_PADDING):
         held = world.gather(run.engine.unwrapped(run.model)[1].weight.numel())
@@ -122,9 +124,7 @@ def test_ranks_without_gradients_follow_the_one_that_has_some(world, trained, un
 
 def test_of_two_optimizers_only_the_overflowing_one_skips(world, trained):
     run = trained(Two(3), units=("0", "1"), use_orig_params=True)
-    run.optimizers = [
-        torch.optim.SGD(child.parameters(), lr=1.0) for child in run.engine.unwrapped(run.model)
-    ]
+    run.optimizers = [run.optimizer_of(child) for child in run.engine.unwrapped(run.model)]
     for gradients, weights, scale in (
         ((1.0, INF), (-1.0, 0.0), 4.0),
         ((NAN, 1.0), (-1.0, -1.0), 2.0),
@@ -179,7 +179,9 @@ def test_ranks_send_one_number_for_each_optimizer(engine, trained, collectives, 
 def test_a_fused_optimizer_gets_what_all_ranks_found(world, trained, use_orig_params, unscale_first):
     """A fused one takes the flag off its count of steps: it must be 1, however many ranks found an inf."""
     run = trained(KnownGradient(2 * world.size), use_orig_params=use_orig_params)
-    (adam,) = run.optimizers = [torch.optim.Adam(run.model.parameters(), lr=1.0, fused=True)]
+    require(run.engine, Capability.OPTIMIZER_STATE)
+    make = partial(torch.optim.Adam, lr=1.0, fused=True)
+    (adam,) = run.optimizers = [run.engine.optimizer(run.model, make)]
     for bad in (known(world, INF, holder=0), NAN):
         run.step(bad, unscale_first=unscale_first)
     assert (run.weights(), run.scales()) == ([[0.0] * 2 * world.size], [2.0] * world.size)

@@ -4,6 +4,7 @@ After PyTorch's test/distributed/fsdp/test_fsdp_sharded_grad_scaler.py.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from harness.assertions import (
     per_rank_batches,
 )
 from harness.assertions.closeness import EXACT
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision, ShardSpec, trainee
 from harness.conformance.models import (
     InHalf,
     NestedWrappedModule,
@@ -134,7 +135,7 @@ class TestShardedGradScalerParityWithDDP:
         spec = ShardSpec(units=bare.units, precision=precision, device=world.device, **settings)
         model = engine.shard(bare, spec)
         scaler = engine.grad_scaler(model, init_scale=64.0, growth_interval=2)
-        candidate = Trainee(model, engine.full_parameters, engine.full_gradients, scaler=scaler)
+        candidate = trainee(engine, model, scaler=scaler)
         training = Training(batches(bare.batch), nested_loss, tolerance=precision.param_dtype)
         assert_parity(reference, candidate, training)
         assert scaler.get_scale() == reference.scaler.get_scale() == 128.0
@@ -146,35 +147,37 @@ class TestShardedGradScalerParityWithDDP:
         spec = {"use_orig_params": use_orig_params, "offload": offload, "device": world.device}
         model = engine.shard(bare, ShardSpec(units=bare.units, **spec))
         runs = [
-            (reference, torch.amp.GradScaler(world.device.type, init_scale=2.0**10), named_parameters),
-            (model, engine.grad_scaler(model, init_scale=2.0**10), engine.full_parameters),
+            Trainee(reference, scaler=torch.amp.GradScaler(world.device.type, init_scale=2.0**10)),
+            trainee(engine, model, scaler=engine.grad_scaler(model, init_scale=2.0**10)),
         ]
-        optimizers = [torch.optim.SGD(run[0].parameters(), lr=0.01) for run in runs]
+        sgd = partial(torch.optim.SGD, lr=0.01)
+        optimizers = [sgd(reference.parameters()), engine.optimizer(model, sgd)]
         for number in range(10):
             found = [
-                overflowing_step(world, number, *run, optimizer)
+                overflowing_step(world, number, run, optimizer)
                 for run, optimizer in zip(runs, optimizers, strict=True)
             ]
             assert_named_close({"loss": found[1]}, {"loss": found[0]})
         assert_named_close(engine.full_parameters(model), named_parameters(reference))
 
 
-def overflowing_step(world, number, model, scaler, parameters, optimizer):
+def overflowing_step(world, number, run, optimizer):
     """Train a step, and assert that parameters and scale do what they should; return the scaled loss.
 
     Every second step has an inf: of the sharded model in a gradient of rank 0 only, of DDP on every rank.
     """
-    before, scale = copied(parameters(model)), scaler.get_scale()
+    model, scaler = run.model, run.scaler
+    before, scale = copied(run.full_parameters(model)), scaler.get_scale()
     optimizer.zero_grad()
     loss = scaled_loss(world, number, model, scaler)
-    loss.backward()
+    run.backward(model, loss)
     overflow = number % 2 == 0
     if overflow and (world.rank == 0 or isinstance(model, DistributedDataParallel)):
         gradient = next(p.grad for p in model.parameters() if p.grad is not None)
         local_part(gradient).view(-1)[0] = INF
     scaler.step(optimizer)
     scaler.update()
-    after = copied(parameters(model))
+    after = copied(run.full_parameters(model))
     if overflow:
         assert_named_close(after, before, EXACT)
     else:

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from harness.assertions import (
-    Trainee,
     Training,
     assert_parity,
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision
+from harness.conformance import Precision, trainee
 from harness.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32
@@ -51,7 +50,7 @@ class TestFSDPMixedPrecisionSharded:
         model = shard(bare, units=("0", "1", "2", "3"), precision=Precision(F16, F32, F16))
         assert [group.name for group in engine.groups(model)] == ["0", "2"]
         with log:
-            assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
+            assert_parity(learned, trainee(engine, model), training)
         for name in ("1.0", "3.0"):
             assert (log.inputs(name), log.buffers(name)) == ({F16}, {F16})
         for buffer, (name, original) in zip(model.buffers(), originals.items(), strict=True):

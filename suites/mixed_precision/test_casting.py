@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
-from harness.conformance import Precision
+from harness.conformance import Capability, Precision, require
 from harness.conformance.models import KnownGradient
 from harness.recorders import ForwardDtypes
 from harness.recorders.tensors import named_tensors
@@ -257,18 +258,19 @@ def test_steps_below_the_resolution_of_the_compute_dtype_add_up(
     bare.weight.data.fill_(1)
     model = shard(bare, strategy, precision=Precision(BF16), use_orig_params=use_orig_params)
     model = model.float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-14)  # bf16 has steps of 2^-8 below 1
+    optimizer = engine.optimizer(model, partial(torch.optim.SGD, lr=2**-14))  # bf16 has steps of 2^-8 below 1
     for _ in range(1000):
-        model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
+        engine.backward(model, model(torch.tensor(2.0 * world.rank, device=world.device)))
         optimizer.step()
         optimizer.zero_grad()
     assert engine.full_parameters(model)["weight"].tolist() == [1 - 1000 * 2**-14] * 3
 
 
-def test_the_optimizers_state_is_in_full_precision(shard, batch, strategy, use_orig_params):
+def test_the_optimizers_state_is_in_full_precision(engine, shard, batch, strategy, use_orig_params):
+    require(engine, Capability.OPTIMIZER_STATE)
     model = shard(Layers(), strategy, precision=MIXED, use_orig_params=use_orig_params)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model(batch()).sum().backward()
+    optimizer = engine.optimizer(model, partial(torch.optim.Adam, lr=0.1))
+    engine.backward(model, model(batch()).sum())
     optimizer.step()
     held = [t for state in optimizer.state.values() for t in state.values()]
     assert {t.dtype for t in held} == {F32}

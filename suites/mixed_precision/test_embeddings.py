@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import Trainee, Training, assert_parity, train, unsharded_with_casts
-from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.assertions import Training, assert_parity, train, unsharded_with_casts
+from harness.conformance import Capability, Precision, ShardSpec, offers, trainee
 from harness.conformance.models import TransformerWithSharedParams
 from harness.recorders import ForwardDtypes
 
@@ -36,10 +36,10 @@ def check_training(world, engine, batches, collectives, precision, units):
 
     def backward(model, loss):
         assert loss.dtype == computed
-        loss.backward()
+        engine.backward(model, loss)
 
     with log:
-        candidate = Trainee(model, engine.full_parameters, engine.full_gradients, backward)
+        candidate = trainee(engine, model, backward=backward)
         assert_parity(learned, candidate, training)
     check_dtypes(log, computed)
     reductions = engine.traffic(collectives.entries[begin:]).reductions

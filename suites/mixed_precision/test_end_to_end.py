@@ -11,7 +11,6 @@ import torch
 
 from harness.assertions import (
     Tolerance,
-    Trainee,
     Training,
     assert_gradient_dtypes,
     assert_named_close,
@@ -21,7 +20,7 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance import Capability, Precision, ShardSpec, offers, trainee
 from harness.conformance.models import LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.recorders import CollectivesLog, ForwardDtypes
 
@@ -114,7 +113,7 @@ class Subject:
     def backward(self, model, scaled_loss):
         assert scaled_loss.dtype == self.dtypes.param
         with self.wire:
-            scaled_loss.backward()
+            self.engine.backward(model, scaled_loss)
         self.check_in_backward()
         self.check_wire()
         self.check_between("SHARDED")
@@ -242,13 +241,12 @@ def check_training(engine, subject, learned, training, scaler):
     # The gradients of a loss scaled by more would leave the range of fp16, and no step would be taken.
     scale = 2.0**8
     grad_scaler = engine.grad_scaler(subject.model, init_scale=scale, enabled=scaler)
-    candidate = Trainee(
+    candidate = trainee(
+        engine,
         subject.model,
-        engine.full_parameters,
-        engine.full_gradients,
-        subject.backward,
-        grad_scaler,
-        subject.after_step,
+        backward=subject.backward,
+        scaler=grad_scaler,
+        after_step=subject.after_step,
     )
     assert_parity(learned, candidate, dataclasses.replace(training, loss=subject.forward))
     assert grad_scaler.get_scale() == (scale if scaler else 1.0)

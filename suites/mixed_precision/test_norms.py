@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.assertions import (
-    Trainee,
     Training,
     assert_parity,
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision, ShardSpec, trainee
 from harness.conformance.models import BatchNormNet, resnet50
 from harness.recorders import ForwardDtypes
 
@@ -39,7 +38,7 @@ def check_norms(engine, bare, spec, training, others):
     groups = {group.name: (group.compute_dtype, group.reduce_dtype) for group in engine.groups(model)}
     assert groups == dict.fromkeys(norms, (F32, F32)) | dict.fromkeys(others, (F16, F16))
     with dtypes:
-        assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
+        assert_parity(learned, trainee(engine, model), training)
     check_dtypes(modules, dtypes, norms)
 
 

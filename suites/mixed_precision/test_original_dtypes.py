@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from harness.assertions import (
-    Trainee,
     Training,
     assert_gradient_dtypes,
     assert_parameter_dtypes,
@@ -15,7 +14,7 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision
+from harness.conformance import Precision, trainee
 from harness.conformance.models import KnownGradients, LinearMixedPrecision, NestedLinearMixedPrecision
 from harness.recorders import ForwardDtypes
 
@@ -40,7 +39,7 @@ def check_learning(engine, shard, batches):
         log = ForwardDtypes(bare)
         model = shard(bare, strategy, precision=precision, **spec)
         with log:
-            assert_parity(learned, Trainee(model, engine.full_parameters, engine.full_gradients), training)
+            assert_parity(learned, trainee(engine, model), training)
         return model, log, {name: tensor.dtype for name, tensor in engine.full_state(model).items()}
 
     return check

@@ -49,7 +49,7 @@ class Unsharded:
 
     def __init__(self, world, bare):
         self.world, self.bare, self.model = world, bare, bare
-        self.optimizer = adam(bare.module)
+        self.optimizer = adam(bare.module.parameters())
 
     def __call__(self, batch):
         halves = {name: parameter.half() for name, parameter in self.bare.named_parameters()}
@@ -74,13 +74,13 @@ class Sharded:
     def __init__(self, world, engine, bare, **settings):
         spec = ShardSpec(units=bare.units, precision=Precision(F16), device=world.device, **settings)
         self.bare, self.engine, self.model = bare, engine, engine.shard(bare, spec)
-        self.optimizer = adam(self.model)
+        self.optimizer = engine.optimizer(self.model, adam)
 
     def __call__(self, batch):
         return self.model(*batch)
 
     def train(self, batch):
-        self(batch).sum().backward()
+        self.engine.backward(self.model, self(batch).sum())
         self.optimizer.step()
         self.optimizer.zero_grad()
         with self.engine.summon(self.model, writeback=True):
@@ -90,8 +90,8 @@ class Sharded:
         return self.engine.full_parameters(self.model)
 
 
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.01)
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
 
 
 def evaluations(batch, flow):

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ class Life(RuleBasedStateMachine):
         self.model = self.engine.shard(
             copy.deepcopy(self.bare), ShardSpec(units=tree.units, device=self.world.device, **options)
         )
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.bare, self.model)]
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        self.optimizers = [sgd(self.bare.parameters()), self.engine.optimizer(self.model, sgd)]
 
     def batch(self):
         self.number += 1

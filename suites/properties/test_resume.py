@@ -1,6 +1,7 @@
 """Saved state, resumed with the same bits on more or fewer ranks that wrap other units."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -56,8 +57,8 @@ class Model:
     def step(self, number):
         if self.is_here:
             x = self.tree.batch(torch.Generator().manual_seed(number)).to(self.device)
-            self.tree.loss(self.sharded(x, number)).backward()
-            torch.optim.SGD(self.sharded.parameters(), lr=0.1).step()
+            self.engine.backward(self.sharded, self.tree.loss(self.sharded(x, number)))
+            self.engine.optimizer(self.sharded, partial(torch.optim.SGD, lr=0.1)).step()
             self.sharded.zero_grad()
 
     def state(self):

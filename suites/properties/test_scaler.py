@@ -1,5 +1,7 @@
 """Scale and weights through any sequence of clean and overflowing steps, against their rules."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,7 +66,7 @@ def test_all_ranks_step_or_none_and_agree_on_the_scale(
     model = engine.shard(KnownGradient(numel).to(world.device), ShardSpec(device=world.device, **options))
     scaling = {"init_scale": 2.0, "growth_interval": 2} | scaling
     scaler, rule = engine.grad_scaler(model, **scaling), Rule(**scaling)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = engine.optimizer(model, partial(torch.optim.SGD, lr=1.0))
     taken = 0
     # Its mean is 2^-8, exact at any scale.
     rank, size = world.rank, world.size
@@ -74,7 +76,7 @@ def test_all_ranks_step_or_none_and_agree_on_the_scale(
         if step is not None and step[1] % size == rank:
             gradient[step[2] % numel] = step[0]
         optimizer.zero_grad()
-        scaler.scale(model(gradient.to(world.device))).backward()
+        engine.backward(model, scaler.scale(model(gradient.to(world.device))))
         scaler.step(optimizer)
         scaler.update()
         rule.step(is_clean=step is None)

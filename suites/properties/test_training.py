@@ -3,6 +3,7 @@
 import copy
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def check_parity(world, engine, tree, no_sync, spec):
     reference = Reference(tree.build().to(world.device), spec.precision)
     bare = tree.build(seed=world.rank if spec.sync_module_states else 0)
     model = engine.shard(bare.to(world.device), spec)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference.bare, model)]
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizers = [sgd(reference.bare.parameters()), engine.optimizer(model, sgd)]
     low = spec.precision != Precision()
     # The mean of two is exact. A sum of no_sync is rounded to the dtype on the wire now or later.
     exact = world.size <= 2 and not (low and len(no_sync) > 1)
@@ -150,7 +152,7 @@ def check_parity(world, engine, tree, no_sync, spec):
             losses = [tree.loss(run(x, number)) for run in (reference.forward, model)]
             reference.backward(losses[0], sync=not unsynced)
             with engine.no_sync(model) if unsynced else nullcontext():
-                losses[1].backward()
+                engine.backward(model, losses[1])
             reference.check(exact, {"loss": losses[1]}, {"loss": losses[0]})
         gradients = engine.full_gradients(model), reference.gradients()
         reference.check(

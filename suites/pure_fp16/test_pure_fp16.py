@@ -16,7 +16,7 @@ from harness.assertions import (
     assert_parity,
     per_rank_batches,
 )
-from harness.conformance import Precision, ShardSpec
+from harness.conformance import Precision, ShardSpec, trainee
 from harness.conformance.models import NestedWrappedModule
 
 HALF = torch.float16
@@ -54,7 +54,7 @@ class TestPureFP16:
         sharded = engine.shard(model_from(world.seed), spec).half()
         assert_parity(
             Trainee(reference, full_gradients=gradients_of),
-            Trainee(sharded, engine.full_parameters, engine.full_gradients),
+            trainee(engine, sharded),
             Training(half_batches(world), loss_of, steps=1, tolerance=HALF),
         )
 
@@ -79,7 +79,7 @@ class TestPureFP16:
         sharded = engine.shard(model.half() if half_before_sharding else model, spec)
         sharded = sharded if half_before_sharding else sharded.half()
         assert_parameter_dtypes(sharded, HALF)
-        loss_of(sharded, half_batches(world)(0)).backward()
+        engine.backward(sharded, loss_of(sharded, half_batches(world)(0)))
         assert_visible_half(sharded)
         assert_group_dtypes(engine.groups(sharded), precision)
         assert_full_gradients_half(engine.full_gradients(sharded))

@@ -161,6 +161,22 @@ def test_no_suite_names_an_engine() -> None:
     assert named == {}
 
 
+COMPOSABLE_ROOMS = ("replicate", "two_d")
+"""Suites of a front that shards in place, whose parameters an optimizer of the user's takes as they are."""
+
+
+def test_suites_make_optimizers_by_the_engine_only() -> None:
+    """An engine may have its own: suites hand torch's classes to it, and to references, and call none."""
+    called = {
+        f"{path.relative_to(PROJECT)}:{number}"
+        for path in suite_files()
+        if path.parent.name not in COMPOSABLE_ROOMS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\boptim\.[A-Z]\w*\(\w*[^)]*parameters\(\)", line)
+    }
+    assert called == set()
+
+
 def test_public_names_are_what_the_package_says() -> None:
     assert sorted(harness.__all__) == harness.__all__
     for name in harness.__all__:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.conformance.adapters.adapter import Adapter
 from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
 from harness.conformance.capabilities import Capability, NotOffered, require
 from harness.conformance.interface import Composable
@@ -43,18 +44,10 @@ _NOT_OFFERED = {
 }
 
 
-class Composed:
+class Composed(Adapter):
     """An adapter of which everything is here that needs nothing but a composable front."""
 
-    name: str
-    capabilities: frozenset[Capability] = frozenset(Capability) - _NOT_OFFERED
-
-    def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def composable(self) -> Composable:
-        raise NotImplementedError
+    capabilities = frozenset(Capability) - _NOT_OFFERED
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         if spec.strategy not in _STRATEGIES:
@@ -77,9 +70,6 @@ class Composed:
         kept = {p for module in ignored for p in module.parameters()}
         if spec.strategy != "NO_SHARD" and any(p.ndim == 0 for p in model.parameters() if p not in kept):
             raise NotOffered(self.name, Capability.SCALARS)  # there is no dim to shard
-
-    def unwrapped(self, model: nn.Module) -> nn.Module:
-        return model
 
     def pre_backward_hooks(self, output: Tensor) -> int:
         return num_pre_backward_hooks(output)

@@ -16,9 +16,7 @@ class TorchDdp(Replicated):
     """Replicas: of the strategies NO_SHARD alone; units are accepted, and gradients go in torch's buckets."""
 
     name = "torch-ddp"
-    capabilities = frozenset(
-        {Capability.SYNC_STATES, Capability.UNSYNCED_GRADIENTS, Capability.PLAIN_PARAMETERS}
-    )
+    capabilities = Replicated.capabilities | {Capability.SYNC_STATES, Capability.UNSYNCED_GRADIENTS}
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         self.check(spec)

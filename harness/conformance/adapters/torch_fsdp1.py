@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_polic
 from harness.conformance.adapters.torch_internals import fsdp1_units
 from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
 from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import Composable, Traffic
+from harness.conformance.interface import Traffic
 from harness.conformance.spec import ProcessGroups, ShardSpec, required_capabilities
 from harness.engine import GroupInfo
 from harness.recorders import Collective
@@ -47,18 +47,13 @@ class TorchFsdp1(Wrapped):
         size_based_auto_wrap_policy,
     )
 
-    @property
-    def capabilities(self) -> frozenset[Capability]:
+    def __init__(self) -> None:
         # Full precision in eval is switched in the environment, for a whole process.
         lacking = {Capability.COMPOSABLE, Capability.PRECISION_IN_EVAL}
         lacking |= {Capability.SCALARS, Capability.EARLY_REDUCTION, Capability.ONE_PADDING}
         if not torch.accelerator.is_available():  # it pins memory, and broadcasts no tensors of the CPU
             lacking |= {Capability.OFFLOAD, Capability.SYNC_STATES}
-        return frozenset(Capability) - lacking
-
-    @property
-    def composable(self) -> Composable:
-        raise NotOffered(self.name, Capability.COMPOSABLE)
+        self.capabilities = frozenset(Capability) - lacking
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         required = tuple(required_capabilities(spec))

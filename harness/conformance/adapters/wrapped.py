@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from harness.conformance.adapters.adapter import Adapter
 from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
 from harness.conformance.spec import Precision, ShardSpec, chosen_modules
 
@@ -26,14 +27,10 @@ class WrapperFront:
     size_based_auto_wrap_policy: Callable[..., bool]
 
 
-class Wrapped:
+class Wrapped(Adapter):
     """An adapter of which everything is here that needs nothing but a wrapper front."""
 
-    name: str
     front: WrapperFront
-
-    def __repr__(self) -> str:
-        return self.name
 
     def wrap(self, model: nn.Module, spec: ShardSpec, **more: Any) -> nn.Module:
         """Return `model` in the wrapper; `more` are arguments that not every such front has."""

@@ -16,6 +16,7 @@ _TABLES = {
     "torch-ddp": torch_ddp.DEVIATIONS,
     "torch-fsdp1": torch_fsdp1.DEVIATIONS,
     "torch-fsdp2": torch_fsdp2.DEVIATIONS,
+    "torch-zero1": torch_ddp.DEVIATIONS,  # its gradients are DDP's; its steps deviate nowhere
 }
 
 

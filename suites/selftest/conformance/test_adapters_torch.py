@@ -1,5 +1,7 @@
 """The adapters of torch's engines, and of the composable front: what they shard, show and refuse."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,8 @@ from harness.recorders import CollectivesLog
 from suites.selftest.project import copy_project
 
 SHARDING = ["lockstep-composable", "torch-fsdp1", "torch-fsdp2"]
-ALL = [*SHARDING, "torch-ddp"]
+REPLICATING = ["torch-ddp", "torch-zero1"]
+ALL = [*SHARDING, *REPLICATING]
 EVERY_ENGINE = pytest.mark.parametrize("name", ALL)
 EVERY_SHARDING = pytest.mark.parametrize("name", SHARDING)
 
@@ -21,7 +24,7 @@ def shard(world, name, strategy=None, **more):
     """Return the engine and four weights of five elements, a unit each but for the first."""
     engine = find(name)
     bare = KnownGradients(5).to(world.device)
-    strategy = strategy or ("NO_SHARD" if name == "torch-ddp" else "FULL_SHARD")
+    strategy = strategy or ("NO_SHARD" if name in REPLICATING else "FULL_SHARD")
     return engine, engine.shard(bare, ShardSpec(strategy, units=("1", "2", "3"), **more))
 
 
@@ -44,7 +47,7 @@ def test_gradients_are_the_mean_and_a_step_moves_parameters(world, name):
     assert listed(engine.full_gradients(model)) == dict.fromkeys(weights(0))
     backward(world, model, 2.0)
     assert listed(engine.full_gradients(model)) == weights(2.0)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    engine.optimizer(model, partial(torch.optim.SGD, lr=1.0)).step()
     assert listed(engine.full_parameters(model)) == listed(engine.full_state(model)) == weights(-2.0)
 
 
@@ -126,7 +129,7 @@ def test_no_front_but_a_wrapper_shows_full_parameters_in_place(world, name):
 def test_ignored_modules_are_left_alone(world, name):
     engine = find(name)
     bare = KnownGradients(5).to(world.device)
-    strategy = "NO_SHARD" if name == "torch-ddp" else "FULL_SHARD"
+    strategy = "NO_SHARD" if name in REPLICATING else "FULL_SHARD"
     model = engine.shard(bare, ShardSpec(strategy, units=("1",), ignored=("3",), use_orig_params=True))
     backward(world, model, 2.0)
     assert bare[3].weight.grad.tolist() == [1.0 + 2 * world.rank] * 5
@@ -138,7 +141,7 @@ def test_ignored_modules_are_left_alone(world, name):
 def test_a_scaler_keeps_ranks_together(world, name):
     engine, model = shard(world, name)
     scaler = engine.grad_scaler(model, init_scale=4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = engine.optimizer(model, partial(torch.optim.SGD, lr=1.0))
     for value in (float("inf"), 2.0):
         optimizer.zero_grad()
         scaler.scale(model(torch.tensor(value * (0.5 + world.rank), device=world.device))).backward()
@@ -163,7 +166,7 @@ NOT_OFFERED = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "settings", "capability"), NOT_OFFERED)
 def test_what_an_engine_lacks_is_not_offered_by_name(world, name, settings, capability):
-    spec = ShardSpec(**{"strategy": "NO_SHARD" if name == "torch-ddp" else "FULL_SHARD", **settings})
+    spec = ShardSpec(**{"strategy": "NO_SHARD" if name in REPLICATING else "FULL_SHARD", **settings})
     with pytest.raises(NotOffered) as caught:
         find(name).shard(nn.Linear(2, 2), spec)
     assert (caught.value.engine, caught.value.capability) == (name, capability)

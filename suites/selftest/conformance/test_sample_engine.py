@@ -1,4 +1,4 @@
-"""The engine of docs/your_engine.md under the suites, and with faults that they must see."""
+"""The engines of docs/your_engine.md under the suites, and with faults that they must see."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ DTYPES = (
 NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[NO_SHARD-2.0]"
 SAMPLES = {
     "sample_engine:HandDDP": ("held", "held", "held", "not offered", "held"),
+    "zero1_engine:HandZero1": ("held", "held", "held", "not offered", "held"),
+    "wrong_engines:KeepsItsPart": ("broken", "held", "held", "not offered", "held"),
     "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
     # Clipping to a norm hides a factor.
     "wrong_engines:ForgetsToDivide": ("held", "broken", "broken", "not offered", "held"),

@@ -1,6 +1,7 @@
 """The sample engine with a fault in each: what the suites must not let pass."""
 
 from sample_engine import HandDDP
+from zero1_engine import HandZero1, ShardedOptimizer
 
 from harness.conformance import Capability
 
@@ -32,3 +33,15 @@ class ForgetsToCast(HandDDP):
     """Says that it casts, and does not."""
 
     capabilities = HandDDP.capabilities | {Capability.MIXED_PRECISION}
+
+
+class KeepsItsPart(HandZero1):
+    """Ranks step their parts of the parameters, and do not exchange them."""
+
+    def optimizer(self, model, make):
+        return AloneOptimizer(model.parameters(), make)
+
+
+class AloneOptimizer(ShardedOptimizer):
+    def exchange(self):
+        pass
