@@ -1,9 +1,13 @@
 """Gradients of several backwards under the switches of composable fronts: sync, last backward, reshard."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch import nn
 
 from harness.conformance.models import KnownGradients
+from harness.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -96,3 +100,70 @@ def test_a_step_begins_with_no_gradient_of_the_one_before(world, front, set_to_n
         model.zero_grad(set_to_none)
         backward(model, world, value)
         assert gradients_of(model) == every_weight(value)
+
+
+# The counts: which collectives a microbatch may do without, by the switches set for it.
+
+UNITS = ("1", "2", "3")  # each a group, and the root one with the layer before them
+SWITCHED = {"all": ("", *UNITS), "root_only": ("",), "some": UNITS[:2]}
+"""The groups whose switches are off until the last microbatch, by PyTorch's name of the way."""
+
+
+def expected_counts(reshard_after_forward, switched, last, kept, hybrid, inside):
+    """Return how many gathers in forward and in backward and how many reductions a microbatch has.
+
+    Args:
+        kept: groups that the backward before has left unsharded.
+        inside: the switch is that of all-reduces, and not of all reductions.
+    """
+    synced = 4 if last else 4 - len(switched)
+    counts = {"forward": 4 - len(kept), "backward": 4 if reshard_after_forward else 0}
+    counts["reduce_scatter"] = 4 if inside else synced
+    counts["all_reduce"] = synced if hybrid else 0
+    return +Counter(counts)
+
+
+@pytest.mark.ranks(4)
+# The engine makes a process group of the few ranks, which lives as long as the process.
+@pytest.mark.filterwarnings("ignore:.*left behind.*process group")
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one_axis", "hybrid"])
+def test_a_microbatch_sends_what_its_switches_say_and_no_more(world, fully_shard, run_subtests, hybrid):
+    """After PyTorch's TestFullyShardGradientAccumulation.
+
+    Its file of version 2.6 counts the gathers of a root that is never resharded after forward; since then
+    one that was given `reshard_after_forward=True` is.
+    """
+    mesh = world.mesh(2, 2, names=("replicate", "shard")) if hybrid else world.mesh(4)
+    points = {
+        "reshard_after_forward": [True, False] if hybrid else [True, False, 2],
+        "reshard_after_backward": [True, False],
+        "mode": list(SWITCHED),
+        "inside": [False, True] if hybrid else [False],
+    }
+    run_subtests(points, check_counts, world, fully_shard, mesh)
+
+
+def check_counts(world, fully_shard, mesh, reshard_after_forward, reshard_after_backward, mode, inside):
+    bare = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = fully_shard.shard(bare, UNITS, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    switched, kept = SWITCHED[mode], set()
+    for microbatch in range(3):
+        last = microbatch == 2
+        for module in map(model.get_submodule, switched):
+            switch = module.set_requires_all_reduce if inside else module.set_requires_gradient_sync
+            switch(last, recurse=False)
+            if not reshard_after_backward:
+                module.set_reshard_after_backward(last, recurse=False)
+        with CollectivesLog() as log:
+            model(torch.ones(2, 4, device=world.device)).sum().backward()
+        assert counted(fully_shard.engine.traffic(log)) == expected_counts(
+            reshard_after_forward, switched, last, kept, mesh.ndim == 2, inside
+        ), (microbatch, log)
+        kept = set() if reshard_after_backward or last else set(switched)
+
+
+def counted(traffic):
+    """Return how many gathers and reductions of which kind there were, and nothing else."""
+    assert traffic.others == ()
+    kinds = ("all_reduce" if entry.op == "all_reduce" else "reduce_scatter" for entry in traffic.reductions)
+    return Counter(kinds) + Counter("backward" if e.in_backward else "forward" for e in traffic.gathers)
