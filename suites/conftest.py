@@ -14,13 +14,19 @@ SUITES = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Register the profile `long` of properties/conftest.py before Hypothesis's plugin looks for it."""
+    """Register a mark, and a profile of properties/conftest.py before Hypothesis's plugin looks for it."""
+    config.addinivalue_line("markers", "inside: a claim about traffic, memory or hooks, not about values")
     if config.getoption("hypothesis_profile", None) == "long":
         from hypothesis import Phase, settings
 
         # To explain an example takes minutes, and says little that its few lines do not show.
         phases = [phase for phase in Phase if phase != Phase.explain]
         settings.register_profile("long", max_examples=500, deadline=None, phases=phases)
+
+
+def pytest_collection_modifyitems(items):
+    """Run claims about values first, in all files, and then those that look inside the engine."""
+    items.sort(key=lambda item: item.get_closest_marker("inside") is not None)
 
 
 def pytest_itemcollected(item):

@@ -144,6 +144,7 @@ def test_the_norm_of_fp64_gradients_is_taken_in_fp64(world, engine, shard, strat
     assert engine.clip_grad_norm_(model, 1e4, 1.0).item() == 1 + 2.0**-30
 
 
+@pytest.mark.inside
 def test_clipping_sends_one_number_once(engine, shard, backward, collectives, strategy):
     model = shard(KnownGradients(3), strategy)
     backward(model, 2.0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.assertions import assert_named_close, named_gradients
 from harness.assertions.parity import sgd_with_momentum
-from harness.conformance import Capability, Precision, ShardSpec, offers, require
+from harness.conformance import Capability, Precision, ShardSpec, require
 from harness.conformance.models import NestedWrappedModule, TransformerWithSharedParams
 
 pytestmark = pytest.mark.ranks(2)
@@ -61,7 +61,7 @@ class TestParamInit:
             copy.deepcopy(bare), ShardSpec(units=bare.units, precision=precision, **settings)
         )
         model(x)
-        changed = first_group_names(engine, model, settings["use_orig_params"])
+        changed = first_group_names(engine, model, bare)
         with torch.no_grad():
             next(model.parameters()).fill_(0.5)
             for name in changed:
@@ -70,13 +70,15 @@ class TestParamInit:
         assert torch.equal(model(x), expected)
 
 
-def first_group_names(engine, model, use_orig_params):
+def first_group_names(engine, model, bare):
     """Return the names of the parameters that the first visible parameter consists of."""
-    names = engine.groups(model)[0].parameters
-    one_by_one = use_orig_params or not offers(engine, Capability.PLAIN_PARAMETERS)
-    return names[:1] if one_by_one else names
+    first, _ = next(engine.unwrapped(model).named_parameters())
+    if first in dict(bare.named_parameters()):
+        return [first]
+    return engine.groups(model)[0].parameters
 
 
+@pytest.mark.inside
 class TestHooks:
     @pytest.mark.parametrize("device_first", [False, True])
     def test_pre_backward_hook_registration(self, world, engine, run_subtests, device_first):
@@ -177,6 +179,7 @@ class Watched(nn.Linear):
 AS_VIEWS = [(when, Tensor, shape, True, True) for when in ("forward", "backward") for shape in ((4, 4), (4,))]
 
 
+@pytest.mark.inside
 class TestAutograd:
     def test_unshard_params_as_tensors(self, world, engine, run_subtests):
         settings = {

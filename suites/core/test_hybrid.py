@@ -261,6 +261,7 @@ def check_reductions(world, front, model, log, dtype):
 # On six ranks a replica has three, so that no exchange across can be taken for one inside.
 @pytest.mark.ranks(4, 6)
 @pytest.mark.parametrize("precision", DTYPES, ids=["fp32", "fp16", "bf16_reduced_in_fp32", "reduced_in_bf16"])
+@pytest.mark.inside
 def test_it_gathers_inside_and_reduces_inside_and_across(
     world, engine, shard, step, collectives, hybrid_front, precision
 ):
@@ -275,6 +276,7 @@ def test_it_gathers_inside_and_reduces_inside_and_across(
 
 
 @OF_STRATEGIES
+@pytest.mark.inside
 def test_no_sync_reduces_nothing_and_the_next_backward_all(
     world, engine, shard, step, collectives, use_orig_params, hybrid_front
 ):

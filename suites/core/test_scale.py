@@ -15,7 +15,7 @@ from harness.conformance import Capability, Precision, offers, require
 MESHES = {8: (2, 4), 64: (8, 8), 1024: (32, 32)}
 """By the number of ranks, how many replicas there are, and how many shards each has."""
 
-pytestmark = pytest.mark.ranks(*MESHES, backend="fake")
+pytestmark = [pytest.mark.ranks(*MESHES, backend="fake"), pytest.mark.inside]
 
 F32, BF16 = torch.float32, torch.bfloat16
 OF_ALL = pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def gathered(rest, *names):
     return rest | dict.fromkeys(names, "UNSHARDED")
 
 
+@pytest.mark.inside
 def test_forward_gathers_a_group_for_its_own_modules_only(engine, batch, watch, strategy, use_orig_params):
     model, seen = watch(strategy, use_orig_params=use_orig_params, backward_prefetch=None)
     assert states(engine, model) == all_in("SHARDED")
@@ -84,6 +85,7 @@ def test_forward_gathers_a_group_for_its_own_modules_only(engine, batch, watch, 
 
 
 @pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.inside
 def test_backward_frees_a_group_when_it_has_its_gradients(
     engine, batch, watch, strategy, use_orig_params, sync
 ):
@@ -110,6 +112,7 @@ def test_backward_frees_a_group_when_it_has_its_gradients(
 @pytest.mark.parametrize(
     ("param_dtype", "itemsize"), [(None, 0), (F32, 0), (BF16, 2)], ids=["none", "original", "bf16"]
 )
+@pytest.mark.inside
 def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
     world, engine, shard, batch, offload, param_dtype, itemsize
 ):
@@ -130,6 +133,7 @@ def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(BF16, F32)], ids=["fp32", "bf16"])
+@pytest.mark.inside
 def test_groups_show_dtypes_and_bytes_at_every_moment(
     world, engine, shard, batch, strategy, offload, precision
 ):
@@ -163,6 +167,7 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(
 
 @pytest.mark.parametrize(("strategy", "after_forward"), [("FULL_SHARD", 0), ("SHARD_GRAD_OP", 1)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.inside
 def test_full_parameters_give_their_memory_back(
     monkeypatch, world, engine, shard, batch, strategy, after_forward, dtype
 ):
@@ -182,6 +187,7 @@ def test_full_parameters_give_their_memory_back(
     assert memory.nbytes() == 0
 
 
+@pytest.mark.inside
 def test_visible_parameters_are_sharded_outside_forward(world, batch, watch, strategy, use_orig_params):
     model, _ = watch(strategy, use_orig_params=use_orig_params)
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
@@ -205,6 +211,7 @@ class Result:
     [lambda y: (y,), lambda y: [y], lambda y: {"y": [y]}, lambda y: Result({"y": [y]})],
     ids=["tuple", "list", "dict", "dataclass"],
 )
+@pytest.mark.inside
 def test_a_unit_frees_after_forward_whatever_its_output_lies_in(engine, shard, batch, strategy, wrap):
     class Wrapping(nn.Linear):
         def forward(self, x):
@@ -246,22 +253,28 @@ def test_evaluation_and_inference_mode_leave_training_possible(
     assert engine.full_gradients(model)["bias"].tolist() == [2.0] * 8
 
 
+LAYERS = ("used", "unused", "skipped")
+
+
 def test_units_skipped_or_left_out_of_the_loss_have_no_gradient(
     engine, shard, batch, strategy, use_orig_params
 ):
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused, self.skipped = (nn.Linear(8, 8) for _ in range(3))
+            self.used, self.unused, self.skipped = (nn.Linear(8, 8) for _ in LAYERS)
 
         def forward(self, x):
             return self.used(x), self.unused(x)
 
     model = shard(Branches(), strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
     model(batch())[0].sum().backward()
-    held = {group.name: group.gradient_dtype for group in engine.groups(model)}
-    assert held == {"used": F32, "unused": None, "skipped": None}
-    assert {group.gathered_bytes for group in engine.groups(model)} == {0}
+    gradients = {name: g is not None and bool(g.any()) for name, g in engine.full_gradients(model).items()}
+    assert gradients == {f"{layer}.{p}": layer == "used" for layer in LAYERS for p in ("weight", "bias")}
+    if offers(engine, Capability.GROUPS):
+        held = {group.name: group.gradient_dtype for group in engine.groups(model)}
+        assert held == {"used": F32, "unused": None, "skipped": None}
+        assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -167,6 +167,7 @@ def test_an_inf_on_one_rank_of_a_hybrid_model_stops_all(world, trained, run_subt
     run_subtests({"holder": range(4), "agreed_by": ["default_group", "axes"]}, check)
 
 
+@pytest.mark.inside
 def test_ranks_send_one_number_for_each_optimizer(engine, trained, collectives, use_orig_params):
     run = trained(KnownGradient(1), use_orig_params=use_orig_params)
     before = len(collectives)
@@ -192,6 +193,7 @@ def test_a_fused_optimizer_gets_what_all_ranks_found(world, trained, use_orig_pa
     assert (run.weights(), run.scales()) == ([pytest.approx([-1.0] * 2 * world.size)], [2.0] * world.size)
 
 
+@pytest.mark.inside
 def test_a_disabled_scaler_always_steps_and_sends_nothing(world, engine, trained, collectives):
     run = trained(KnownGradient(2 * world.size), {"enabled": False})
     before = len(collectives)

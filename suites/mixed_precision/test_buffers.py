@@ -39,6 +39,7 @@ def layers_and_buffers():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.inside
 class TestFSDPMixedPrecisionSharded:
     def test_buffer_dtype_no_root_handle(self, world, engine, shard, batches):
         bare = layers_and_buffers().to(world.device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
-from harness.conformance import Capability, Precision, require
+from harness.conformance import Capability, Precision, offers, require
 from harness.conformance.models import KnownGradient
 from harness.recorders import ForwardDtypes
 from harness.recorders.tensors import named_tensors
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks(2)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MIXED = Precision(BF16, buffer_dtype=F16)
+PRECISIONS = {"precision": [MIXED, Precision(BF16)]}
 
 
 class Shifted(nn.Linear):
@@ -45,24 +46,32 @@ class Layers(nn.Sequential):
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_every_module_computes_in_the_configured_dtypes(shard, batch, strategy, use_orig_params, train):
+def test_every_module_computes_in_the_configured_dtypes(
+    shard, batch, run_subtests, strategy, use_orig_params, train
+):
     """pytorch#143900: buffer_dtype had no effect."""
-    bare, gradients = Layers(), []
-    log = ForwardDtypes(bare)
 
-    def watch(layer, *_):
-        layer.weight.register_hook(lambda gradient: gradients.append(gradient.dtype))
+    def check(precision):
+        bare, gradients = Layers(), []
+        log = ForwardDtypes(bare)
 
-    bare[1].register_forward_hook(watch)
-    model = shard(bare, strategy, precision=MIXED, use_orig_params=use_orig_params)
-    with log:
-        model.train(train)(batch()).sum().backward()
-    assert gradients == [BF16]
-    for layer in ("0", "1", "2"):
-        assert (log.inputs(layer), log.parameters(layer), log.buffers(layer)) == ({BF16}, {BF16}, {F16})
-    assert_parameter_dtypes(model, F32)
-    assert_gradient_dtypes(model, F32)
-    assert_buffer_dtypes(model, F16)
+        def watch(layer, *_):
+            layer.weight.register_hook(lambda gradient: gradients.append(gradient.dtype))
+
+        bare[1].register_forward_hook(watch)
+        model = shard(bare, strategy, precision=precision, use_orig_params=use_orig_params)
+        with log:
+            model.train(train)(batch()).sum().backward()
+        assert gradients == [BF16]
+        for layer in ("0", "1", "2"):
+            assert (log.inputs(layer), log.parameters(layer)) == ({BF16}, {BF16})
+        assert_parameter_dtypes(model, F32)
+        assert_gradient_dtypes(model, F32)
+        if precision.buffer_dtype:
+            assert log.buffers("0") == log.buffers("1") == log.buffers("2") == {F16}
+            assert_buffer_dtypes(model, F16)
+
+    run_subtests(PRECISIONS, check)
 
 
 @dataclasses.dataclass
@@ -185,55 +194,70 @@ def test_only_floating_point_buffers_are_cast_and_on_request(shard, batch, strat
 
 
 def test_ignored_modules_keep_parameters_and_buffers_as_they_are(
-    world, engine, shard, batch, strategy, use_orig_params
+    world, engine, shard, batch, run_subtests, strategy, use_orig_params
 ):
     """pytorch#77439: the buffers of ignored modules were cast."""
-    bare = Layers()
-    ignored = bare[1]
-    log = ForwardDtypes(bare)
-    more = {"precision": MIXED, "use_orig_params": use_orig_params, "sync_module_states": True}
-    ignored.shift.fill_(world.rank)
-    model = shard(bare, strategy, ignored=("1",), units=("0",), **more)
-    with log, pytest.raises(RuntimeError, match="dtype"):
-        model(batch())
-    assert (log.parameters("1"), log.buffers("1")) == ({F32}, {F32, F64})
-    assert (ignored.weight.shape, ignored.shift[0].item()) == ((8, 8), world.rank)
-    assert not any(name.startswith("1.") for group in engine.groups(model) for name in group.parameters)
+
+    def check(**settings):
+        bare = Layers()
+        ignored = bare[1]
+        log = ForwardDtypes(bare)
+        ignored.shift.fill_(world.rank)
+        model = shard(
+            bare, strategy, ignored=("1",), units=("0",), use_orig_params=use_orig_params, **settings
+        )
+        with log, pytest.raises(RuntimeError, match="dtype"):
+            model(batch())
+        assert (log.parameters("1"), log.buffers("1")) == ({F32}, {F32, F64})
+        assert (ignored.weight.shape, ignored.shift[0].item()) == ((8, 8), world.rank)
+        if offers(engine, Capability.GROUPS):
+            inside = [name for group in engine.groups(model) for name in group.parameters]
+            assert not any(name.startswith("1.") for name in inside)
+
+    run_subtests({**PRECISIONS, "sync_module_states": [True, False]}, check)
 
 
-def test_what_an_ignored_module_is_given_is_not_cast(world, shard, batch, strategy):
+def test_what_an_ignored_module_is_given_is_not_cast(world, shard, batch, run_subtests, strategy):
     class Root(Passing):
         def forward(self, x):
             return self.below(x) + self.alone(x.new_ones(8, dtype=F64))
 
-    bare = Root(nn.Linear(8, 8))
-    bare.alone = Shifted(F64).double()
-    log, alone = ForwardDtypes(bare), copy.deepcopy(bare.alone).to(world.device)
-    precision = Precision(BF16, buffer_dtype=F16, cast_forward_inputs=True)
-    outputs = []
-    bare.alone.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    model = shard(bare, strategy, ignored=("alone",), units=("below",), precision=precision)
-    with log:
-        model(batch()).sum().backward()
-    assert log.inputs("alone") == log.parameters("alone") == log.buffers("alone") == {F64}
-    assert torch.equal(outputs[0], alone(torch.ones(8, dtype=F64, device=world.device)))
-    assert (log.inputs("below"), bare.alone.weight.grad.dtype) == ({BF16}, F64)
+    def check(buffer_dtype):
+        bare = Root(nn.Linear(8, 8))
+        bare.alone = Shifted(F64).double()
+        log, alone = ForwardDtypes(bare), copy.deepcopy(bare.alone).to(world.device)
+        precision = Precision(BF16, buffer_dtype=buffer_dtype, cast_forward_inputs=True)
+        outputs = []
+        bare.alone.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        model = shard(bare, strategy, ignored=("alone",), units=("below",), precision=precision)
+        with log:
+            model(batch()).sum().backward()
+        assert log.inputs("alone") == log.parameters("alone") == log.buffers("alone") == {F64}
+        assert torch.equal(outputs[0], alone(torch.ones(8, dtype=F64, device=world.device)))
+        assert (log.inputs("below"), bare.alone.weight.grad.dtype) == ({BF16}, F64)
+
+    run_subtests({"buffer_dtype": [F16, None]}, check)
 
 
 def test_saved_state_has_original_dtypes_and_every_parameter_bit(
-    engine, shard, batch, strategy, use_orig_params, offload
+    engine, shard, batch, run_subtests, strategy, use_orig_params, offload
 ):
     """fairscale#704: buffers were saved in half precision."""
-    bare = Layers()
-    expected = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
-    model = shard(bare, strategy, precision=MIXED, use_orig_params=use_orig_params, offload=offload)
-    model(batch()).sum().backward()
-    saved = engine.full_state(model)
-    assert {n: t.dtype for n, t in saved.items()} == {n: t.dtype for n, t in expected.items()}
-    for name in expected:
-        if name.endswith(("weight", "bias")):
-            assert torch.equal(saved[name].cpu(), expected[name]), name
-    assert_buffer_dtypes(model, F16)
+
+    def check(precision):
+        bare = Layers()
+        expected = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+        model = shard(bare, strategy, precision=precision, use_orig_params=use_orig_params, offload=offload)
+        model(batch()).sum().backward()
+        saved = engine.full_state(model)
+        assert {n: t.dtype for n, t in saved.items()} == {n: t.dtype for n, t in expected.items()}
+        for name in expected:
+            if name.endswith(("weight", "bias")):
+                assert torch.equal(saved[name].cpu(), expected[name]), name
+        if precision.buffer_dtype:
+            assert_buffer_dtypes(model, F16)
+
+    run_subtests(PRECISIONS, check)
 
 
 def test_saved_buffers_are_what_was_computed_with(world, engine, shard, batch, strategy):
@@ -266,11 +290,17 @@ def test_steps_below_the_resolution_of_the_compute_dtype_add_up(
     assert engine.full_parameters(model)["weight"].tolist() == [1 - 1000 * 2**-14] * 3
 
 
-def test_the_optimizers_state_is_in_full_precision(engine, shard, batch, strategy, use_orig_params):
+def test_the_optimizers_state_is_in_full_precision(
+    engine, shard, batch, run_subtests, strategy, use_orig_params
+):
     require(engine, Capability.OPTIMIZER_STATE)
-    model = shard(Layers(), strategy, precision=MIXED, use_orig_params=use_orig_params)
-    optimizer = engine.optimizer(model, partial(torch.optim.Adam, lr=0.1))
-    engine.backward(model, model(batch()).sum())
-    optimizer.step()
-    held = [t for state in optimizer.state.values() for t in state.values()]
-    assert {t.dtype for t in held} == {F32}
+
+    def check(precision):
+        model = shard(Layers(), strategy, precision=precision, use_orig_params=use_orig_params)
+        optimizer = engine.optimizer(model, partial(torch.optim.Adam, lr=0.1))
+        engine.backward(model, model(batch()).sum())
+        optimizer.step()
+        held = [t for state in optimizer.state.values() for t in state.values()]
+        assert {t.dtype for t in held} == {F32}
+
+    run_subtests(PRECISIONS, check)

@@ -42,8 +42,9 @@ def check_training(world, engine, batches, collectives, precision, units):
         candidate = trainee(engine, model, backward=backward)
         assert_parity(learned, candidate, training)
     check_dtypes(log, computed)
-    reductions = engine.traffic(collectives.entries[begin:]).reductions
-    check_wire(engine.groups(model), reductions, precision.reduce_dtype or computed)
+    if offers(engine, Capability.GROUPS) and offers(engine, Capability.TRAFFIC):
+        reductions = engine.traffic(collectives.entries[begin:]).reductions
+        check_wire(engine.groups(model), reductions, precision.reduce_dtype or computed)
 
 
 def check_dtypes(log, computed):
@@ -74,6 +75,10 @@ class TestFSDPMixedPrecisionSharded:
 
     def test_mp_embedding_params_and_reduce_diff(self, check_both_ways):
         check_both_ways(Precision(F16, F32, F16))
+
+    @pytest.mark.parametrize("reduce_dtype", [None, F32])
+    def test_mp_embedding_only_params(self, check_both_ways, reduce_dtype):
+        check_both_ways(Precision(F16, reduce_dtype))
 
     @pytest.fixture
     def check_both_ways(self, world, engine, batches, collectives, run_subtests):

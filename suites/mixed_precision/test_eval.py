@@ -59,6 +59,7 @@ def loss_of(model, src_and_tgt):
 
 class TestFSDPMixedPrecisionSharded:
     @pytest.mark.parametrize("full", [True, False])
+    @pytest.mark.inside
     def test_eval_root_cast_inputs(self, world, engine, shard, setting, full):
         bare = Holding()
         log = ForwardDtypes(bare)
@@ -110,6 +111,7 @@ class TestFSDPMixedPrecisionSharded:
     @batch_norm_warns
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
+    @pytest.mark.inside
     def test_full_precision_in_eval_comm(self, engine, shard, setting, ids, full, cast_forward_inputs):
         precision = Precision(F32, F16, F32, cast_forward_inputs=cast_forward_inputs)
         model = shard(

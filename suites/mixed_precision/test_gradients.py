@@ -50,7 +50,7 @@ def check_kept_gradients(world, engine, **settings):
 def check_input_gradient(world, engine, strategy, use_orig_params):
     bare = nn.Linear(10, 10, bias=False).to(world.device)
     weight = bare.weight.detach().half()
-    spec = ShardSpec(strategy, Precision(F16, F32, F32), use_orig_params=use_orig_params, device=world.device)
+    spec = ShardSpec(strategy, Precision(F16, F32), use_orig_params=use_orig_params, device=world.device)
     model = engine.shard(bare, spec)
     x = own_batch(world).requires_grad_()
     model(x).square().sum().backward()

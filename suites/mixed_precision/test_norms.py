@@ -54,6 +54,7 @@ def check_dtypes(modules, dtypes, norms):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.inside
 class TestFSDPMixedPrecisionSharded:
     @pytest.mark.ranks(2, timeout=180)  # 27 s on two cores that six others used, most of it fp16 convolutions
     def test_mixed_precision_resnet(self, monkeypatch, world, engine, batch, batches):

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks(2)
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 BOTH_KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 MIXED = Precision(BF16, F32, F16, cast_forward_inputs=True)
+WITHOUT_BUFFERS = Precision(BF16, F32, cast_forward_inputs=True)
 
 # What is checkpointed is a part of a unit, a unit, or holds units.
 SETTINGS = {"units": [(), ("inner",), ("inner.first", "inner.second")], "use_orig_params": [False, True]}
@@ -103,18 +104,18 @@ def assert_same_dtypes(first, again):
 def test_recomputation_casts_as_the_first_forward_did(passes, run_subtests, strategy, use_reentrant):
     """pytorch#148831: casts were lost when activation checkpointing recomputed."""
 
-    def check(units, **settings):
+    def check(units, precision, **settings):
         bare = Recomputed(use_reentrant)
-        first, again = passes(bare, strategy=strategy, units=units, precision=MIXED, **settings)
+        first, again = passes(bare, strategy=strategy, units=units, precision=precision, **settings)
         assert_same_dtypes(first, again)
         # The factor is made between units: a unit casts it, the root does not.
         assert again["inner"].inputs == {"0": BF16, "1": BF16 if "inner" in units else F32}
         for layer in ("inner.first", "inner.second"):
             assert again[layer].inputs == {"0": BF16}
             assert again[layer].parameters.items() >= {"weight": BF16, "bias": BF16}.items()
-            assert again[layer].buffers == {"shift": F16}
+            assert again[layer].buffers == {"shift": precision.buffer_dtype or F32}
 
-    run_subtests(SETTINGS, check)
+    run_subtests({**SETTINGS, "precision": [MIXED, WITHOUT_BUFFERS]}, check)
 
 
 @BOTH_KINDS
@@ -156,10 +157,10 @@ def expected_gradients(world, bare, precision, autocast):
     return {name: sum(gradients[name] for gradients in of_ranks) / len(of_ranks) for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize("casts", ["mixed", "autocast", "autocast_inside"])
+@pytest.mark.parametrize("casts", ["mixed", "without_buffers", "autocast", "autocast_inside"])
 def test_recomputation_changes_no_bit_of_a_gradient(world, engine, shard, run_subtests, strategy, casts):
     inner = Autocast if casts == "autocast_inside" else Inner
-    precision = MIXED if casts == "mixed" else Precision()
+    precision = {"mixed": MIXED, "without_buffers": WITHOUT_BUFFERS}.get(casts, Precision())
     bare = Recomputed(None, inner).to(world.device)
     expected = expected_gradients(world, copy.deepcopy(bare), precision, casts == "autocast")
 

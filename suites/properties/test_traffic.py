@@ -11,6 +11,8 @@ from harness.conformance import Capability, Precision, ShardSpec, offers, requir
 from harness.conformance.models.strategies import trees
 from harness.recorders import CollectivesLog
 
+pytestmark = pytest.mark.inside
+
 BF16, F32 = torch.bfloat16, torch.float32
 
 # precision -> dtype of gathers, dtype of reductions

@@ -6,7 +6,8 @@ from torch import nn
 
 from harness.conformance.models import NestedWrappedModule
 
-pytestmark = pytest.mark.ranks(2, 3)  # on three ranks every parameter of the model has some padding
+# On three ranks every parameter of the model has some padding.
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.inside]
 
 GROUPS = {
     "": ("module.0", "module.3"),

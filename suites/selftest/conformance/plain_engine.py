@@ -4,19 +4,28 @@ Each fault is one that a real engine had, and one that no error announces.
 """
 
 import warnings
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from zero3 import Dtypes, Shard, Unit, zero3
 
-from harness.conformance import Capability, Precision, Replicated
+from harness.conformance import Adapter, Capability, Precision
 from harness.conformance.spec import chosen_modules
 
 
-class Zero3(Replicated):
+class Zero3(Adapter):
     name = "zero3"
-    capabilities = frozenset({Capability.SHARDING, Capability.MIXED_PRECISION})
+    capabilities = frozenset(
+        {
+            Capability.SHARDING,
+            Capability.MIXED_PRECISION,
+            Capability.CLIPPING,
+            Capability.GRAD_SCALER,
+            Capability.OPTIMIZER_STATE,
+        }
+    )
     shard_class, unit_class = Shard, Unit
 
     def shard(self, model, spec):
@@ -44,10 +53,6 @@ class Zero3(Replicated):
 
     def full_gradients(self, model):
         return {name: self.full(p.grad, p) for name, p in model.named_parameters()}
-
-    def full_state(self, model):
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        return {name: self.full(tensor, parameters.get(name)) for name, tensor in model.state_dict().items()}
 
     def clip_grad_norm_(self, model, max_norm, norm_type=2.0):
         parameters = [p for p in model.parameters() if p.grad is not None]
@@ -88,3 +93,78 @@ class Warns(Zero3):
     def shard(self, model, spec):
         warnings.warn("old_name is deprecated\nand more", FutureWarning, stacklevel=2)
         return super().shard(model, spec)
+
+
+# Faults
+
+
+class StaleInEval(Zero3):
+    """Weights that an evaluation gathered are kept for the next one, over a step."""
+
+    class unit_class(Unit):
+        kept = None
+
+        def gather(self):
+            if self.module.training or torch.is_grad_enabled():
+                return super().gather()
+            self.kept = self.kept or super().gather()
+            return self.kept
+
+
+class SumsGradients(Zero3):
+    """Gradients are summed over ranks, and not divided."""
+
+    class shard_class(Shard):
+        def reduce(self, gradient):
+            return super().reduce(gradient) * self.ranks
+
+
+class LosesTheRest(Zero3):
+    """What is left of a parameter that does not divide by the ranks gets no gradient."""
+
+    class shard_class(Shard):
+        def reduce(self, gradient):
+            whole = gradient.numel() // self.ranks * self.ranks
+            flat = gradient.to_dense().flatten().clone()
+            flat[whole:] = 0
+            return super().reduce(flat)
+
+
+class TakesTheNeighboursSlice(Zero3):
+    """Each rank keeps the piece of the gradient that belongs to the next one."""
+
+    class shard_class(Shard):
+        def reduce(self, gradient):
+            flat = self.padded(gradient.to_dense())
+            return super().reduce(flat.roll(-(flat.numel() // self.ranks)))
+
+
+class ReducesInParamDtype(Zero3):
+    """`reduce_dtype` is ignored: gradients are reduced in the dtype of the computation, and cast then."""
+
+    class shard_class(Shard):
+        def __init__(self, parameter, group, dtypes):
+            super().__init__(parameter, group, replace(dtypes, reduce=dtypes.param))
+
+
+class ForgetsTheFirstBackward(Zero3):
+    """A second backward replaces the gradient of the first, where it should add to it."""
+
+    class shard_class(Shard):
+        def reduce(self, gradient):
+            self.slice.grad = None
+            return super().reduce(gradient)
+
+
+class ClipsByItsOwnNorm(Zero3):
+    """Each rank takes the norm of its own slices."""
+
+    def over_ranks(self, norm, norm_type):
+        return norm
+
+
+class SkipsAlone(Zero3):
+    """A rank that finds an inf skips the step, and the others take it."""
+
+    def grad_scaler(self, model, *, process_group=None, **settings):
+        return torch.amp.GradScaler(next(model.parameters()).device.type, **settings)
