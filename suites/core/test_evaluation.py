@@ -37,7 +37,7 @@ def evaluate(model, x):
 
 @pytest.mark.ranks(2, 3)
 def test_an_evaluation_has_the_weights_of_the_last_step(world, front, run_subtests):
-    """What one evaluation gathered does not serve the next: the step moved it, in skipped units too."""
+    """The weights that one evaluation gathered do not serve the next: the step moved them."""
 
     def check(evaluated_before):
         bare = Skipping()

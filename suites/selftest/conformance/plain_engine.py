@@ -120,7 +120,7 @@ class SumsGradients(Zero3):
 
 
 class LosesTheRest(Zero3):
-    """What is left of a parameter that does not divide by the ranks gets no gradient."""
+    """The rest of a parameter that does not divide by the ranks gets no gradient."""
 
     class shard_class(Shard):
         def reduce(self, gradient):
