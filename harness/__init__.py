@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness._lazy import lazy_exports
+from lockstep.names import lazy_exports, share
 
 if TYPE_CHECKING:
     from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
@@ -36,3 +36,6 @@ __all__ = [
 ]
 
 __getattr__ = lazy_exports(__name__, _NAMES)
+
+if __name__ == "harness":  # not by the name `lockstep`
+    share()

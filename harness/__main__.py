@@ -1,23 +1,8 @@
 """`python -m harness`: the commands besides running pytest. Must not import torch."""
 
-from __future__ import annotations
-
-import argparse
 import sys
 
-from harness.conformance import command as conformance
-from harness.port import command as port
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command that the arguments name; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m harness", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    conformance.add_to(commands)
-    port.add_to(commands)
-    options, others = parser.parse_known_args(arguments)
-    return int(options.run(options, others))
-
+from harness.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness._lazy import lazy_exports
+from lockstep.names import lazy_exports
 
 if TYPE_CHECKING:
     from harness.conformance.adapters.adapter import Adapter

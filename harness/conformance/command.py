@@ -13,6 +13,7 @@ import harness
 from harness.conformance.collecting import summary
 from harness.conformance.registry import built_in_names
 from harness.conformance.stored import NoTable, load, merge, write
+from lockstep.names import package
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,7 +57,7 @@ def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
     engines = list(dict.fromkeys(options.engine or built_in_names()))
     words = [item for word in words for item in _items(word, engines)]
     chosen = [f"--engine={name}" for name in engines]
-    plugin = ("-p", "harness.conformance.plugin")
+    plugin = ("-p", f"{package()}.conformance.plugin")
     return int(pytest.main([*plugin, *chosen, f"--conformance={options.output}", *words]))
 
 
@@ -79,5 +80,5 @@ def _merge(paths: Sequence[Path], directory: Path) -> int:
 
 
 def _refuse(why: str) -> int:
-    sys.stderr.write(f"python -m harness conformance: {why}\n")
+    sys.stderr.write(f"python -m {package()} conformance: {why}\n")
     return int(pytest.ExitCode.USAGE_ERROR)

@@ -30,7 +30,7 @@ from harness.hookspecs import RANK_PLUGIN
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine
 
-pytest_plugins = ["harness.plugin"]  # whose hooks it implements, also where no entry point is loaded
+pytest_plugins = ["lockstep"]  # whose hooks it implements, also where no entry point is loaded
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lockstep.names import package
+
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine
 
@@ -77,7 +79,7 @@ def find(name: str) -> Engine:
 
 
 def _home_of(name: str) -> tuple[str, str]:
-    home = _HOMES.get(name) or next(
+    home = _HOMES.get(name, "").replace("harness.", f"{package()}.", 1) or next(
         (point.value for point in entry_points(group=ENTRY_POINTS, name=name)), name
     )
     module, _, attribute = (part.strip() for part in home.partition(":"))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from html import escape
 from itertools import product
+from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.conformance.table import Case, Claim, Outcome, Run, Table
 
@@ -91,7 +92,7 @@ def _render(template: str, table: Table) -> str:
 @cache
 def _environment(html: bool) -> Environment:
     environment = Environment(
-        loader=PackageLoader("harness.conformance"),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -40,12 +40,13 @@ from harness.world.item_run import ItemRun
 from harness.world.outcome import ItemOutcome
 from harness.world.pool import Interrupted, WorldPool
 from harness.world.world import World
+from lockstep.names import package
 
 TEAR_DOWN_WITHIN = 5.0
 """Seconds that ranks get to tear down when the run is interrupted; what still runs then is ended."""
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
-RANK = "harness.rank:Rank"
-RANK_IMPORTS = ("harness.plugin", "harness.subtests", "harness.recorders")
+RANK = f"{package()}.rank:Rank"
+RANK_IMPORTS = tuple(f"{package()}.{name}" for name in ("plugin", "subtests", "recorders"))
 # What files of adopted tests import, 0.6 s in all; the last two add nothing to the first.
 ADOPTED_IMPORTS = (
     "torch.testing._internal.common_distributed",

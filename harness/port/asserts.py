@@ -13,8 +13,9 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from harness.port.source import attribute_of_self, find_all
+from lockstep.names import package
 
-ASSERT_EQUAL = "harness.assertions.assert_equal"
+ASSERT_EQUAL = f"{package()}.assertions.assert_equal"
 LINE_LENGTH = 88
 
 _OPERATORS: dict[str, cst.BaseCompOp] = {

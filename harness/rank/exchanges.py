@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged
 from harness.rank.torch_internals import group_members
 from harness.tracebacks import is_installed
+from lockstep.names import loaded
 
 __tracebackhide__ = True  # a send that fails is the user's, and torch's
 
@@ -67,7 +68,7 @@ class Exchanges:
 
     def see_shm(self) -> None:
         """See those of shm too, which has methods of its own, once a file of tests has imported it."""
-        shm = sys.modules.get("harness.shm")
+        shm = loaded("shm")
         if shm is None or self._sees_shm:
             return
         self._sees_shm = True
@@ -139,7 +140,7 @@ class Exchanges:
             self._sees_waits = True
             kinds: list[Any] = [dist.Work]
             if self._sees_shm:
-                kinds.append(sys.modules["harness.shm"].ShmWork)
+                kinds.append(loaded("shm").ShmWork)
             for work in kinds:
                 work.wait = self._waiting(work.wait)
 

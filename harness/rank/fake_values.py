@@ -27,13 +27,14 @@ from harness.rank.torch_internals import done_work, storage_key, weak_storage
 from harness.recorders.collectives import spelled
 from harness.recorders.torch_internals import TorchDispatchMode, group_of
 from harness.tracebacks import is_installed
+from lockstep.names import package
 
 __tracebackhide__ = True
 
 # Modules between a caller and the operation: they act for the one that calls them.
 PLUMBING = (
     __name__,
-    "harness.recorders",
+    f"{package()}.recorders",
     "torch._compile",
     "torch._dynamo.eval_frame",
     "torch._ops",
@@ -56,7 +57,7 @@ PLUMBING = (
     "torch.distributed.tensor.placement_types",
 )
 READERS = (
-    "harness.engine",
+    f"{package()}.engine",
     "torch._tensor_str",  # a failure's report shows tensors
     "torch.amp",
     "torch.distributed",

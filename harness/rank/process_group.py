@@ -9,7 +9,6 @@ import importlib
 import os
 import socket
 import stat
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from harness.rank.torch_internals import (
     fake_store,
     take_groups,
 )
+from lockstep.names import loaded
 
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
@@ -94,7 +94,7 @@ class DefaultGroup:
         for name in backends_of(key.backend).values():
             if module := BACKENDS[name].module:
                 importlib.import_module(module)
-        if shm := sys.modules.get("harness.shm"):  # the server may have imported it before
+        if shm := loaded("shm"):  # the server may have imported it before
             shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
 
     def begin_item(self) -> None:
@@ -131,7 +131,7 @@ class DefaultGroup:
             "fake",
         ):  # all connections are the test's
             return
-        if shm := sys.modules.get("harness.shm"):
+        if shm := loaded("shm"):
             shm.abort_all()
         for fd in _gloo_connections():
             # A peer may shut it down first; another thread may close it.

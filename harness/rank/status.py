@@ -23,6 +23,7 @@ from harness.rank import pytest_internals
 from harness.rank.process_group import MAX_RECORDED, DefaultGroup
 from harness.rank.torch_internals import group_members, recorded_collectives
 from harness.tracebacks import Stack, is_installed, parse
+from lockstep.names import loaded
 
 WIRE_THREAD = "lockstep-wire"
 _ADOPTION = str(Path(harness.properties.__file__).parents[1] / "adopt")
@@ -113,7 +114,7 @@ def progress() -> object:
     in `time.sleep`, which ends without help, and where the system has no such figures. A wait in a collective
     of shm, which looks for dead ranks meanwhile, is a value of its own.
     """
-    if (shm := sys.modules.get("harness.shm")) and (wait := shm.waits.get(threading.main_thread().ident)):
+    if (shm := loaded("shm")) and (wait := shm.waits.get(threading.main_thread().ident)):
         return wait
     waits_in = ""
     with contextlib.suppress(OSError):  # not every kernel shows it
@@ -167,7 +168,7 @@ def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
     Read from torch's flight recorder, which keeps the latest of all groups, and from that of shm. A group
     whose last collective before `begun` is forgotten there is missing from the second value.
     """
-    entries, shm = recorded_collectives(), sys.modules.get("harness.shm")
+    entries, shm = recorded_collectives(), loaded("shm")
     own = [] if shm is None else shm.record()
     most = int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
     may_have_forgotten = max(len(entries), len(own)) >= most

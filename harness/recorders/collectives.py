@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import torch
 
 from harness.recorders.tensors import named_tensors, short
 from harness.recorders.torch_internals import TorchDispatchMode, group_of, in_backward
+from lockstep.names import loaded
 
 if TYPE_CHECKING:
     from harness.shm import Entry
@@ -129,7 +129,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __enter__(self) -> Self:
         self._was_entered = True
         self._thread = threading.get_ident()
-        if shm := sys.modules.get("harness.shm"):  # whose groups the dispatcher does not see
+        if shm := loaded("shm"):  # whose groups the dispatcher does not see
             self._leave.append(shm.observe(self._record_shm))
         else:
             self._blind_since = time.time_ns()
@@ -148,7 +148,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _has_missed_shm(self) -> bool:
         """Whether shm was imported, and used, since this log was entered without it."""
-        shm = sys.modules.get("harness.shm") if self._blind_since else None
+        shm = loaded("shm") if self._blind_since else None
         calls = [] if shm is None else shm.record()
         return self._misses_shm or any(call["time_created_ns"] >= self._blind_since for call in calls)
 
