@@ -169,6 +169,8 @@ def xdist_input(config: pytest.Config) -> dict[str, Any]:
     made = {"workerid": "master", "workercount": 1, "testrunuid": uuid.uuid4().hex, "mainargv": sys.argv}
     if hasattr(config.option, "randomly_seed"):  # pytest-randomly has it passed on by pytest-xdist alone
         made["randomly_seed"] = config.option.randomly_seed
+    if hasattr(config.option, "random_order_seed"):  # pytest-random-order too
+        made["random_order_seed"] = config.option.random_order_seed
     manager = config.pluginmanager
     if manager.hasplugin("xdist"):
         # The attributes that plugins use of pytest-xdist's handle on a worker.

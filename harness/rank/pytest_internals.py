@@ -86,6 +86,15 @@ def attach_log_handlers_quickly() -> None:
     patched.__enter__, patched.__exit__ = enter, leave
 
 
+def hook_functions(config: pytest.Config, hook: str) -> list[Any]:
+    """Return pluggy's records of a hook's functions, wrappers left out: `plugin`, and `function`, to set.
+
+    If it moves: the class `HookImpl` of pluggy, seen in 1.5 to 1.7.
+    """
+    records = getattr(config.hook, hook).get_hookimpls()
+    return [each for each in records if not (each.wrapper or each.hookwrapper)]
+
+
 def tear_down_except_for(item: pytest.Item) -> None:
     """Tear down the fixtures and collectors that are set up and that the item does not need.
 

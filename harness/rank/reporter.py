@@ -192,6 +192,8 @@ def sanitise(value: Any) -> Any:
         return found
     if isinstance(value, tuple):
         return tuple(map(sanitise, value))
+    if kind in (set, frozenset):
+        return kind(map(sanitise, value))  # the lines that pytest-testmon has measured
     if isinstance(value, list):
         if value and all(type(item) is str for item in value):
             return truncate_lines([truncate(line, MAX_MESSAGE) for line in value])

@@ -33,6 +33,7 @@ from harness.protocol import (
 )
 from harness.rank import debugger
 from harness.rank.item import ItemGuards
+from harness.rank.plugins import LeftOut, worker_input
 from harness.rank.pytest_internals import set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState
@@ -84,6 +85,8 @@ class RankSession:
         self._reporter = RankReporter(rank, self._guards)
         self._properties: Properties | None = None
         self._freed_memory = FreedMemory()
+        self._workerinput = worker_input(rank.spec.session.workerinput, rank.spec.rank, rank.spec.key.size)
+        self._left_out = LeftOut()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
@@ -107,7 +110,9 @@ class RankSession:
             config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
             self._reporter.names_raised = True
         # What pytest and its plugins write once a run, they do not write where they find this.
-        config.workerinput = self._spec.session.workerinput  # type: ignore[attr-defined]
+        config.workerinput = self._workerinput  # type: ignore[attr-defined]
+        config.workeroutput = {}  # type: ignore[attr-defined]
+        self._left_out.guard(config)
         return (yield)
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -136,6 +141,8 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
+        for warned in self._left_out.take():
+            self.rank.post(warned)
         self._state.end_groups()
         self.rank.group.begin_item()
         if order.fake is not None:

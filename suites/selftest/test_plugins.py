@@ -1,0 +1,141 @@
+"""Installed plugins and conftests that meet a rank: what they find there, and what happens if they fail."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from suites.selftest.project import HEADER, Run, copy_project, run_pytest
+
+SWAPS_TERMINAL = """
+import pytest
+
+class Reporter:
+    pass
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    standard = config.pluginmanager.getplugin("terminalreporter")
+    config.pluginmanager.unregister(standard)
+    config.pluginmanager.register(standard, "terminalreporter")
+"""
+TWO = "def test_a(world): pass\ndef test_b(world): assert world.rank == 0\n"
+FAILS_LATE = """
+import os
+
+def pytest_sessionstart(session):
+    if "RANK" in os.environ:
+        session.config.workerinput["of_its_other_half"]
+
+def pytest_runtest_setup(item):
+    if "RANK" in os.environ:
+        raise ValueError("it runs where it was left out")
+"""
+
+
+def install(path: Path, name: str, module: str) -> None:
+    """Make an installed distribution with a pytest plugin, in a directory that is to be on the path."""
+    metadata = path / f"{name}-1.5.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (metadata / "entry_points.txt").write_text(f"[pytest11]\n{name} = plugin_{name}\n")
+    (path / f"plugin_{name}.py").write_text(module)
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("failing")
+    install(path / "site", "swaps", SWAPS_TERMINAL)
+    install(path / "site", "late", FAILS_LATE)
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (path / "test_it.py").write_text(
+        f"{HEADER}def test_a(world): pass\ndef test_b(world): assert world.rank == 0\n"
+    )
+    plugins = [part for name in ("swaps", "late") for part in ("-p", name)]
+    environ = {"PYTHONPATH": str(path / "site"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return run_pytest(path, "-p", "harness.plugin", *plugins, **environ)
+
+
+def test_plugins_that_fail_in_ranks_are_left_out_there(failing: Run) -> None:
+    assert [failing.outcome(name) for name in ("test_a", "test_b")] == ["passed", "failure"]
+    assert "INTERNALERROR" not in failing.output
+
+
+def test_each_is_named_once_with_what_it_raised(failing: Run) -> None:
+    named = [line.split("PytestWarning: ")[1] for line in failing.lines if "is left out there" in line]
+    assert named == [
+        "the plugin swaps 1.5 fails in ranks and is left out there (AssertionError: one of name or plugin "
+        "needs to be specified); -p no:swaps leaves it out of the run",
+        "the plugin late 1.5 fails in ranks and is left out there (KeyError: 'of_its_other_half'); "
+        "-p no:late leaves it out of the run",
+    ]
+
+
+def test_a_conftest_that_fails_is_no_plugin_to_leave_out(tmp_path: Path) -> None:
+    copy_project("plain_and_ranks", tmp_path)
+    text = "import os\n\ndef pytest_configure():\n    assert 'RANK' not in os.environ, 'not here'\n"
+    (tmp_path / "conftest.py").write_text(text)
+    done = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTEST_PLUGINS="harness.plugin")
+    assert "did not start" in done.output
+    assert "not here" in done.output
+    assert "is left out" not in done.output
+
+
+WORKERS = """
+import os
+import pytest
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        number = int(config.workerinput["workerid"].removeprefix("gw"))
+        config.workerinput["port"] = 5000 + number
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["written"] = True
+
+@pytest.fixture(scope="session")
+def database():
+    return "test_" + os.environ["PYTEST_XDIST_WORKER"]
+"""
+TESTS = """
+def test_worker(world, pytestconfig, database):
+    of_worker = pytestconfig.workerinput
+    assert (of_worker["port"], of_worker["workercount"]) == (5000 + world.rank, 2)
+    assert database == f"test_gw{world.rank}"
+"""
+
+
+def test_a_rank_is_a_worker_with_a_number_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (tmp_path / "conftest.py").write_text(WORKERS)
+    (tmp_path / "test_it.py").write_text(HEADER + TESTS)
+    done = run_pytest(tmp_path, "-p", "no:xdist")
+    assert done.outcome("test_worker") == "passed", done.output
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("pytest_pretty", ["-p", "pretty"]),
+        ("random_order", ["-p", "pytest-random-order", "--random-order"]),
+        ("testmon", ["-p", "pytest-testmon", "--testmon"]),
+    ],
+)
+def test_verdicts_are_the_same_beside(tmp_path: Path, module: str, options: list[str]) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed; docs/plugins.md has what was tried")
+    copy_project("beside_plugins", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    done = run_pytest(tmp_path, "-p", "lockstep", *options, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert "INTERNALERROR" not in done.output
+    failed = {
+        name for name, cases in done.cases.items() if any(case.find("failure") is not None for case in cases)
+    }
+    wanted = [
+        "test_fails",
+        *(f"test_{name}" for name in ("fails_on_one", "fails_on_all", "fails_in_set_up", "cases", "dies")),
+    ]
+    assert failed == set(wanted)
