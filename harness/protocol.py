@@ -72,10 +72,9 @@ class SessionSpec:
     """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
 
-RankFile = Literal["log", "captured", "phases", "running", "stacks"]
-"""Of a rank: its output outside of pytest's capture; the directory of the files that pytest captures in; how
-many phases of the item are over, and which example of a property test runs, for the case that it dies; stacks
-by faulthandler, for the case that it cannot answer, because it holds the GIL."""
+RankFile = Literal["log", "captured", "running", "stacks"]
+"""Of a rank: its output outside of pytest's capture; the directory of the files that pytest captures in; the
+running example of a property test, if it dies; stacks by faulthandler, if it holds the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +165,8 @@ class RunItem:
     """Of the item, as pytest has it: a rank need not look into the source for it."""
     fake: FakeRank | None = None
     """The rank to run it as, in a fake world."""
+    follows: bool = False
+    """Whether to run it only if all ranks go on from the item before, as soon as they have ended that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +362,8 @@ class Finished:
     """The collectives of the test, under `--check-collectives`."""
     exchanged: tuple[Exchanged, ...] = ()
     """The sends and receives of the test."""
+    goes_on: bool = False
+    """Whether this rank has passed, and has nothing that the controller must look at before the next item."""
 
 
 # A rank's messages cross the wire in tuples: all messages of a passing test go out in one write.

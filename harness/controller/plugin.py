@@ -8,28 +8,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import re
 import secrets
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from harness.backends import BACKENDS, backends_of
 from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers
-from harness.controller.pytest_internals import basetemp_of, make_report, tear_down
+from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
 from harness.controller.requests import Refusal, Request, default_backend, request_of
 from harness.controller.rerun import rerun_line
 from harness.controller.rerunfailures_internals import run_again_on_failure
+from harness.controller.termination import Termination
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
@@ -191,6 +188,8 @@ class Controller:
             begun, self._begun = self._begun, None
             begun = begun or self._begin(self._demand(item, request, nextitem))
             self._coming = self._look_ahead(nextitem)  # while the ranks run
+            if self._coming is not None and self._goes_on(begun, self._coming):
+                begun.world.begin_next(self._coming.run)
             reported = last = self._finish(begun)
             if not (was_clean := last.is_clean()):
                 search, order = CrashSearch(), begun.demand.run.order
@@ -230,6 +229,9 @@ class Controller:
             raise
         if len(outcome.finished()) < len(outcome.ranks):
             self._worlds.discard(world)
+        elif self._coming is not None and world.runs_on():
+            self._last_items[world.name] = self._coming.item
+            self._begun, self._coming = Begun(self._coming, world), None
         else:
             self._worlds.give_back(world, keep=outcome.is_clean() and not begun.demand.request.fresh)
         return outcome
@@ -255,6 +257,17 @@ class Controller:
         if not isinstance(request, Request) or request.fresh:
             return None
         return self._demand(item, request, self._after(item))
+
+    def _goes_on(self, begun: Begun, coming: Demand) -> bool:
+        """Whether the ranks of a test may go on to the next one by themselves, once all have passed."""
+        request, item, session = begun.demand.request, coming.item, coming.item.session
+        return (
+            coming.request.key == request.key
+            and not request.fresh
+            and begun.world.can_begin_next()
+            and not (session.shouldstop or session.shouldfail)
+            and not has_to_tear_down(item)
+        )
 
     def _begin_ahead(self, demand: Demand) -> None:
         """Let ranks begin the next test while this process reports the one that all of them have passed."""
@@ -419,31 +432,3 @@ def _to_message(warned: Warned) -> warnings.WarningMessage:
     if not (isinstance(category, type) and issubclass(category, Warning)):
         category, text = UserWarning, f"{warned.category}: {text}"
     return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
-
-
-class Termination:
-    """Interrupts the run on SIGTERM, which CI systems send, as Ctrl-C does, from `handle` to `restore`."""
-
-    def __init__(self) -> None:
-        self._handles = False
-
-    def handle(self) -> None:
-        """Handle the signal, unless another handler is installed already."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            controller = os.getpid()
-
-            def interrupt(number: int, frame: FrameType | None) -> None:
-                if os.getpid() != controller:  # a test's fork: it dies of it, as it would without us
-                    signal.signal(number, signal.SIG_DFL)
-                    os.kill(os.getpid(), number)
-                pytest.exit("SIGTERM", returncode=pytest.ExitCode.INTERRUPTED)
-
-            signal.signal(signal.SIGTERM, interrupt)
-            self._handles = True
-
-    def restore(self) -> None:
-        """Restore the signal's default action."""
-        if self._handles:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._handles = False

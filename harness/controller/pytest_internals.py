@@ -41,6 +41,11 @@ def tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.CallInf
     return pytest.CallInfo.from_call(lambda: state.teardown_exact(nextitem), when="teardown")
 
 
+def has_to_tear_down(item: pytest.Item) -> bool:
+    """Return whether something is set up in this process that `tear_down` would tear down before an item."""
+    return not item.session._setupstate.stack.keys() <= set(item.listchain())
+
+
 def basetemp_of(config: pytest.Config) -> Path:
     """Return the directory that this run's `tmp_path`s are in.
 

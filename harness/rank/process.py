@@ -45,6 +45,7 @@ from harness.rank.state import CrashReports
 from harness.rank.status import WIRE_THREAD, Activity, StatusReader
 from harness.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
 from harness.rank.world_fixture import RankWorld
+from harness.standing import Standing
 
 LOOK_EVERY = 0.2
 """Seconds between looks of an idle rank at whether its world's lease is recalled."""
@@ -73,13 +74,16 @@ class Rank:
         self._wire = wire
         self._outbox: list[FromRank] = []
         self._sending = threading.Lock()
-        self._phases = os.open(spec.path_of("phases"), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._standing = Standing(spec)
+        self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
         self._activity = Activity()
         self.exchanges = Exchanges(spec.session.cwd)
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
-        self._inbox: queue.SimpleQueue[RunItem | Agreed | Close] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[RunItem | Close] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
+        self._awaits_turn = False
         self.crash_reports = CrashReports(spec.path_of("stacks"))
         self.forks = Forks(self.world, self._detach)
         self._lease = lease
@@ -119,7 +123,6 @@ class Rank:
         """Leave to the rank, in a forked child of this process, what is the rank's."""
         if not self._wire.closed:  # else a child of a child
             self._wire.close()  # the controller must notice the rank's end, though the child lives
-            os.close(self._phases)
         self.group.detach()
 
     def post(self, message: FromRank) -> None:
@@ -138,15 +141,32 @@ class Rank:
 
     def record_phases_over(self, count: int) -> None:
         """Record how far the item has come, as posted reports are lost if the process dies."""
-        os.pwrite(self._phases, str(count).encode(), 0)
+        self._standing.record_phases_over(count)
 
-    def next_order(self) -> RunItem | Agreed | Close:
+    def next_order(self) -> RunItem | Close:
         """Return the next order of the controller; `Close` as soon as the lease is recalled."""
+        while True:
+            order = self._take_order()
+            if isinstance(order, RunItem):
+                if order.follows and not self._gets_its_turn():
+                    continue
+                self._activity.state, self._activity.began = "runs", time.time_ns()
+                self._rendezvous.item += 1
+            return order
+
+    def _gets_its_turn(self) -> bool:
+        """Wait for the other ranks; return whether all go on to the next item."""
+        self._awaits_turn = True
+        goes_on = self._standing.all_go_on()
+        self._awaits_turn = False
+        return goes_on
+
+    def _take_order(self) -> RunItem | Close:
         if self._lease is None:
-            return self._inbox.get()
+            return self._orders.get()
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._inbox.get(timeout=LOOK_EVERY)
+                return self._orders.get(timeout=LOOK_EVERY)
             if self._lease.is_recalled():
                 return Close()
 
@@ -164,12 +184,11 @@ class Rank:
         answer = None
         if abort_after is not None:
             try:
-                answer = self._inbox.get(timeout=abort_after)
+                answer = self._answers.get(timeout=abort_after)
             except queue.Empty:
                 self.abort()
-        answer = answer or self.next_order()
+        answer = answer or self._answers.get()
         self._activity.state = "runs"
-        assert isinstance(answer, Agreed)
         return answer.votes
 
     def groups(self) -> GroupState:
@@ -192,9 +211,11 @@ class Rank:
         self.world.stand_for(fake)
 
     def finish(self, message: Finished) -> None:
-        """Send the end of the item."""
+        """Send the end of the item, to the controller first: it must have it before any rank goes on."""
         self._activity.state, self._activity.case = "idle", ""
         self.send(message)
+        log_size = 0 if self._log is None else os.lseek(self._log, 0, os.SEEK_END)
+        self._standing.end_item(message, log_size)
 
     def abort(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""
@@ -232,6 +253,8 @@ class Rank:
                 return
             match message:
                 case Probe(full):
+                    if self._awaits_turn and self._standing.have_all_gone_on():
+                        self._activity.state = "runs"  # the main thread will, when it gets to run
                     self.send(self.status.answer(full))
                 case AbortGroup(case):
                     with self._aborting:
@@ -242,11 +265,13 @@ class Rank:
                     self.group.abort()  # the main thread may wait in a collective, where no signal reaches it
                     signal.pthread_kill(main, signal.SIGINT)
                 case RunItem():
-                    self._activity.state, self._activity.began = "runs", time.time_ns()
-                    self._rendezvous.item += 1
-                    self._inbox.put(message)
-                case Agreed() | Close():
-                    self._inbox.put(message)
+                    if not message.follows:
+                        self._activity.state = "runs"
+                    self._orders.put(message)
+                case Close():
+                    self._orders.put(message)
+                case Agreed():
+                    self._answers.put(message)
 
 
 class Forks:

@@ -166,7 +166,10 @@ class RankSession:
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = self.rank.group.stands() and self._state.is_restored
         exchanged = self.rank.exchanges.take() if order.fake is None else ()
-        self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged))
+        # The controller compares what was sent between ranks, finds out what a directory is missing for, ...
+        goes_on = usable and not exchanged and not checks and self._reporter.has_passed()
+        goes_on = goes_on and os.path.isdir(self._spec.directory)
+        self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged, goes_on))
         self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:

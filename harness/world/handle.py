@@ -20,6 +20,7 @@ from typing import Any
 from harness.launch.multiprocessing_internals import pickle_message
 from harness.launch.processes import RankProcess
 from harness.protocol import DebuggerState, FromRank, Probe, RankSpec, RankStatus, ToRank
+from harness.standing import read_standing
 from harness.tracebacks import shorten, user_line
 from harness.world.outcome import Died, RankOutput
 
@@ -56,9 +57,6 @@ class RankHandle:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
-        self._log_path = Path(spec.path_of("log"))
-        self._log_start = 0
-        self._phases: int | None = None
         self.can_debug = spec.rank == spec.session.debugged_rank
         self.debugger: DebuggerState = "left"
 
@@ -68,12 +66,7 @@ class RankHandle:
     # The wire
 
     def begin(self, order: memoryview) -> None:
-        """Send the packed order for an item; note where its log begins, and reset its counter of phases."""
-        if self._phases is None:
-            self._phases = os.open(self.spec.path_of("phases"), os.O_WRONLY)
-        os.pwrite(self._phases, b"0", 0)  # not truncated: some file systems then wait for the disk
-        with contextlib.suppress(OSError):  # there is no log under -s
-            self._log_start = os.path.getsize(self._log_path)
+        """Send the packed order for an item."""
         self.debugger = "left"
         self.send_packed(order)
 
@@ -149,10 +142,7 @@ class RankHandle:
 
     def phases_over(self) -> int:
         """Return how many phases of the item the rank has ended."""
-        try:
-            return int(Path(self.spec.path_of("phases")).read_text())
-        except (OSError, ValueError):  # it died before it ran an item
-            return 0
+        return read_standing(self.spec)[0]
 
     def log(self) -> str:
         """Read what the rank wrote outside of pytest's capture since its item began: both ends of it."""
@@ -160,7 +150,8 @@ class RankHandle:
 
     def output(self) -> RankOutput:
         """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
-        return RankOutput(Path(self.spec.path_of("captured")), self._log_path, self._log_start)
+        path_of = self.spec.path_of
+        return RankOutput(Path(path_of("captured")), Path(path_of("log")), read_standing(self.spec)[1])
 
     # Its debugger
 
@@ -179,9 +170,6 @@ class RankHandle:
 
     def close(self) -> None:
         """Give up what the handle has open; the process has ended."""
-        if self._phases is not None:
-            os.close(self._phases)
-            self._phases = None
         self.started.close()
 
     def await_end(self, until: float) -> bool:

@@ -60,8 +60,10 @@ class ItemRun:
 
     def __init__(self, order: RunItem, timeout: float) -> None:
         self.order = order
-        self._packed = pickle_message(order)
         self._timeout = timeout
+        self.following: ItemRun | None = None
+        """What all ranks have gone on to, after `finish`."""
+        self._next: ItemRun | None = None
         self._begun = self._deadline = 0.0
         self._grace = self._last_grace = float("inf")
         self._collecting: dict[int, str] = {}
@@ -81,10 +83,22 @@ class ItemRun:
         Args:
             handles: the ranks, in rank order.
         """
+        self._expect(handles)
+        packed = pickle_message(self.order)
+        for handle in handles:
+            handle.begin(packed)
+
+    def begin_next(self, run: ItemRun) -> None:
+        """Send the order for the next item, which the ranks run once all go on; else they drop it."""
+        run._expect(self._handles)
+        self._next = run
+        packed = pickle_message(replace(run.order, follows=True))
+        for handle in self._handles:
+            handle.begin(packed)
+
+    def _expect(self, handles: Sequence[RankHandle]) -> None:
         self._handles = handles
         self._begun = time.monotonic()
-        for handle in handles:
-            handle.begin(self._packed)
         self._outcomes = [RankOutcome(handle.rank) for handle in handles]
 
     def finish(self) -> ItemOutcome:
@@ -94,7 +108,8 @@ class ItemRun:
             WorldError: a rank has left its session.
         """
         now = time.monotonic()
-        self._deadline, self._next_probe = now + self._timeout, now + PROBE_EVERY
+        within = max(self._timeout, COLLECT_WITHIN) if self._collecting else self._timeout
+        self._deadline, self._next_probe = now + within, now + PROBE_EVERY
         while pending := self._pending():
             grace = self._grace if self._without_failure(pending) else float("inf")
             self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
@@ -107,7 +122,11 @@ class ItemRun:
         if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
-        return ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses, fake)
+        outcome = ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses, fake)
+        if self._next is not None and outcome.goes_on():
+            self.following = self._next
+            self.following._begun = now
+        return outcome
 
     def _pending(self) -> set[int]:
         return {outcome.rank for outcome in self._outcomes if outcome.fate is None}
@@ -141,7 +160,11 @@ class ItemRun:
 
     def _listen(self, timeout: float) -> None:
         for rank, message in receive(self._handles, timeout):
-            self._handle(rank, message)
+            run = self
+            if self._next is not None and self._outcomes[rank].fate is not None:
+                # It has gone on, though another's end is still to be read; or it answers a probe of this run.
+                run = self if isinstance(message, RankStatus | Progress) else self._next
+            run._handle(rank, message)
 
     def _handle(self, rank: int, message: FromRank | Died) -> None:
         outcome = self._outcomes[rank]

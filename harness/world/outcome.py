@@ -16,6 +16,7 @@ from typing import Any
 from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from harness.protocol import Finished, RankStatus, RunningExample, Vote, Warned
+from harness.standing import all_go_on
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
 
@@ -144,6 +145,11 @@ class ItemOutcome:
             and all(rank.has_passed() and rank.left_in_flight is None for rank in self.ranks)
             and all([report["when"] for report in rank.reports] == _PHASES for rank in self.ranks)
         )
+
+    def goes_on(self) -> bool:
+        """Whether ranks that had the order for the next item have begun it."""
+        finished = self.finished()
+        return len(finished) == len(self.ranks) and all_go_on(finished)
 
     def finished(self) -> list[Finished]:
         """Return the messages of the ranks that reached the end of the item, in rank order."""

@@ -28,6 +28,7 @@ from harness.protocol import (
     Warned,
     WorldKey,
 )
+from harness.standing import create_standing
 from harness.world.diagnosis import place_of
 from harness.world.handle import RankHandle, receive, request_statuses
 from harness.world.item_run import ItemRun
@@ -77,6 +78,7 @@ class World:
         deadline = time.monotonic() + timeout
         self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
+        create_standing(self._directory, self.key.size)
         self._port = _reserve_port()
         port = self._port.getsockname()[1]
         lease, gpus = (None, ()) if self.lease is None else (self.lease.path, self.lease.gpus)
@@ -109,15 +111,28 @@ class World:
         """Make all ranks run one item; `finish` waits for its end.
 
         Raises:
-            WorldError: the world's directory is gone, or what `--rank-output-dir` holds cannot be replaced.
+            WorldError: what `--rank-output-dir` holds cannot be replaced.
         """
         if self._kept is not None:
             self._kept.clear(run.order.nodeid)
         self._run = run
-        try:
-            run.begin(self._handles)
-        except OSError as error:
-            raise WorldError(self.fault() or explain(error)) from error
+        run.begin(self._handles)
+
+    def begin_next(self, run: ItemRun) -> None:
+        """Make the ranks run another item after the current one, at once where all of them go on.
+
+        `runs_on` says, after `finish` of the current one, whether they do; otherwise they drop the order.
+        """
+        assert self._run is not None, "no item has begun"
+        self._run.begin_next(run)
+
+    def can_begin_next(self) -> bool:
+        """Whether `begin_next` is possible: not where the controller must do something between two items."""
+        return self.lease is None and self._kept is None
+
+    def runs_on(self) -> bool:
+        """Whether the ranks have gone on to the next item."""
+        return self._run is not None
 
     def finish(self) -> ItemOutcome:
         """Return what each rank said of the item, soon after `timeout` seconds from now at the latest.
@@ -125,19 +140,20 @@ class World:
         Raises:
             WorldError: a rank has left its session, or the world's directory is gone.
         """
-        assert self._run is not None, "no item has begun"
-        order = self._run.order
+        run, self._run = self._run, None
+        assert run is not None, "no item has begun"
         try:
-            outcome = self._run.finish()
+            outcome = run.finish()
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
+        self._run = run.following
         if not outcome.is_clean():
             for handle, rank in zip(self._handles, outcome.ranks, strict=True):
                 rank.example = read_running_example(handle.spec.path_of("running"))
                 if self._kept is None or isinstance(rank.fate, Finished):  # that rank has kept it
                     continue
                 try:
-                    handle.output().append_to(self._kept.of_test(order.nodeid), rank.rank)
+                    handle.output().append_to(self._kept.of_test(run.order.nodeid), rank.rank)
                 except OSError as error:
                     text = f"--rank-output-dir: output of rank {rank.rank} is missing: {error}"
                     rank.warnings.append(Warned("pytest", "PytestWarning", text, __file__, 0))

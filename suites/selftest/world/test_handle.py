@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from harness.exceptions import WorldError
 from harness.launch.processes import ChildProcess, RankProcess
-from harness.protocol import Probe, RankSpec, RunItem, Search, SessionSpec, WorldKey
+from harness.protocol import Probe, RankSpec, SessionSpec, WorldKey
 from harness.world import handle as module
 from harness.world.handle import RankHandle
-from harness.world.item_run import ItemRun
 from harness.world.outcome import Died
 from harness.world.world import World
 
@@ -59,8 +57,7 @@ def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connect
     launcher: Any = SimpleNamespace(directory=str(tmp_path))
     world = World(WorldKey(1, "gloo", "cpu"), "world-3", handle.spec.session, launcher, None)
     world._handles = [handle]
-    with pytest.raises(WorldError, match=f"the directory of 1 rank .*, {tmp_path}/world-3, has been removed"):
-        world.begin(ItemRun(RunItem("test_a.py::test_a", "test_a.py", None, "", Search(0)), timeout=1.0))
+    assert f"the directory of 1 rank (gloo, cpu), {tmp_path}/world-3, has been removed" in world.fault()
 
 
 def test_a_process_that_has_just_ended_can_be_killed() -> None:
