@@ -16,7 +16,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.conformance.table import Case, Claim, Outcome, Run, Table
+from harness.conformance.causes import Cause, causes
+from harness.conformance.table import Claim, Outcome, Run, Table
 
 MARKS = {
     Outcome.BROKEN: "✗",
@@ -51,9 +52,6 @@ MEANINGS = {
 
 _WORDS = {Outcome.BROKEN: ["broken"], Outcome.MENDED: ["mended"], Outcome.DEVIATION: ["deviates"]}
 
-MOST_TEXTS = 3
-"""Failures of one claim on one engine whose text the page shows; the others are named."""
-
 _ISSUE = re.compile(r"https?://[^\s<>\"')]+|\bpytorch(?:/pytorch)?#(\d+)")
 
 
@@ -68,10 +66,10 @@ def to_markdown(table: Table) -> str:
 
 
 def _render(template: str, table: Table) -> str:
-    deviations = _known_deviations(table)
+    deviations, found = _known_deviations(table), causes(table)
     anchors = _Anchors(
         {group: f"g{number}" for number, group in enumerate(table.by("group"))},
-        {pair: f"f{number}" for number, pair in enumerate(product(table.claims, table.engines))},
+        _anchors_of_causes(found),
         {pair: f"d{number}" for number, pair in enumerate(deviations)},
     )
     environment = _environment(html=template.endswith(".html.j2"))
@@ -79,7 +77,7 @@ def _render(template: str, table: Table) -> str:
         table=table,
         anchors=anchors,
         deviations=deviations,
-        failures=_failures(table),
+        causes=found,
         left_out=_left_out(table),
         in_words=partial(_in_words, table),
         states=partial(_states, table),
@@ -102,7 +100,6 @@ def _environment(html: bool) -> Environment:
     environment.filters |= {
         "escaped": escape if html else _escape_markdown,
         "linked": _linked_html if html else _linked_markdown,
-        "brief": _brief,
         "counted": _counted,
         "described": _described,
     }
@@ -110,7 +107,6 @@ def _environment(html: bool) -> Environment:
         "MARKS": MARKS,
         "LETTERS": LETTERS,
         "MEANINGS": MEANINGS,
-        "MOST_TEXTS": MOST_TEXTS,
     }
     return environment
 
@@ -118,26 +114,32 @@ def _environment(html: bool) -> Environment:
 # The cells of the table
 
 
-def _in_words(table: Table, claim: Claim, engine: str) -> str:
-    """Return a cell's outcome with its cases: "✓ 24/24", "✗ broken 20/24", "· not run"."""
-    cell = table.cell(claim, engine)
+def _in_words(table: Table, claims: list[Claim], engine: str) -> str:
+    """Return a test's outcome with its cases: "✓ 24/24", "✗ broken 20/24", "· not run"."""
+    cell = table.together(claims, engine)
     match cell.outcome:
         case Outcome.NOT_RUN:
             words = [cell.outcome.value]
         case Outcome.NOT_OFFERED | Outcome.SKIPPED:
             words = [f"{cell.outcome.value}: {'; '.join(cell.reasons(cell.outcome))}"]
         case outcome:
-            words = [*_WORDS.get(outcome, ()), f"{cell.held}/{table.num_cases(claim, engine)}"]
+            words = [
+                *_WORDS.get(outcome, ()),
+                f"{cell.held}/{sum(table.num_cases(claim, engine) for claim in claims)}",
+            ]
             for other in (Outcome.NOT_OFFERED, Outcome.SKIPPED):
                 if cases := cell.having(other):
                     words.append(f"({len(cases)} {other.value})")
     return " ".join([MARKS[cell.outcome], *words])
 
 
-def _states(table: Table, claim: Claim) -> str:
+def _states(table: Table, claims: list[Claim]) -> str:
     """Return the letters by which the page's filter finds a row, x where engines differ."""
-    letters = {LETTERS[table.cell(claim, engine).outcome] for engine in table.engines}
-    return "".join(sorted({*letters, *("x" if len(letters) > 1 else "")})) or "n"
+    letters: set[str] = set()
+    for claim in claims:
+        own = {LETTERS[table.cell(claim, engine).outcome] for engine in table.engines}
+        letters |= own | ({"x"} if len(own) > 1 else set())
+    return "".join(sorted(letters)) or "n"
 
 
 def _share_of_offered(table: Table, engine: str, claims: list[Claim]) -> str:
@@ -160,27 +162,31 @@ class _Anchors:
     """Ids of elements of the page."""
 
     groups: dict[str, str]
-    failures: dict[tuple[str, str], str]
-    """By claim's id and engine."""
+    causes: dict[tuple[str, str], str]
+    """By claim's id and engine: that of the first cause."""
     deviations: dict[tuple[str, str], str]
     """By engine and reason."""
 
 
-def _link_of(table: Table, anchors: _Anchors, claim: Claim, engine: str) -> str:
-    """Return the anchor of what the page says of a cell further down; "" if it says nothing."""
-    cell = table.cell(claim, engine)
+def _anchors_of_causes(found: list[Cause]) -> dict[tuple[str, str], str]:
+    """Return anchors in `_Anchors.causes`; the first cause of a cell is that of most cases."""
+    anchors: dict[tuple[str, str], str] = {}
+    for number, cause in enumerate(found):
+        for claim, _ in cause.broken:
+            anchors.setdefault((claim.id, cause.engine), f"c{number}")
+    return anchors
+
+
+def _link_of(table: Table, anchors: _Anchors, claims: list[Claim], engine: str) -> str:
+    """Return the anchor of what the page says of a cell elsewhere; "" if it says nothing."""
+    cell = table.together(claims, engine)
     if cell.outcome == Outcome.BROKEN:
-        return anchors.failures[claim.id, engine]
+        return next(
+            anchors.causes[claim.id, engine] for claim in claims if (claim.id, engine) in anchors.causes
+        )
     if cell.outcome == Outcome.DEVIATION:
         return anchors.deviations[engine, cell.reasons(Outcome.DEVIATION)[0]]
     return ""
-
-
-def _failures(table: Table) -> list[tuple[Claim, str, list[Case]]]:
-    """Return each claim that an engine breaks, with the cases."""
-    pairs = [(claim, engine) for claim in table.claims.values() for engine in table.engines]
-    found = [(claim, engine, table.cell(claim, engine).having(Outcome.BROKEN)) for claim, engine in pairs]
-    return [(claim, engine, broken) for claim, engine, broken in found if broken]
 
 
 def _known_deviations(table: Table) -> dict[tuple[str, str], list[Claim]]:
@@ -201,15 +207,8 @@ def _left_out(table: Table) -> list[str]:
 # Words and escaping
 
 
-def _brief(case: Case) -> str:
-    """Return the line of a failure that says most: pytest's first line of the error."""
-    lines = [line for line in case.text.splitlines() if line.strip()]
-    errors = (line.removeprefix("E").strip() for line in lines if line.startswith("E  "))
-    return next(errors, lines[0] if lines else "")
-
-
-def _counted(claims: Sized) -> str:
-    return f"{len(claims)} claim{'s' if len(claims) != 1 else ''}"
+def _counted(things: Sized, noun: str = "claim") -> str:
+    return f"{len(things)} {noun}{'s' if len(things) != 1 else ''}"
 
 
 def _described(run: Run) -> str:

@@ -208,6 +208,19 @@ class Table:
             claim for claim in self.claims.values() if self.cell(claim, engine).outcome == Outcome.NOT_RUN
         ]
 
+    def tests(self, claims: Collection[Claim]) -> list[list[Claim]]:
+        """Return these claims by the test that they are parameter sets of."""
+        found: dict[tuple[str, str], list[Claim]] = {}
+        for claim in claims:
+            found.setdefault((claim.group, claim.name), []).append(claim)
+        return list(found.values())
+
+    def together(self, claims: Collection[Claim], engine: str) -> Cell:
+        """Return one cell of these claims: all of their cases."""
+        cells = [self.cell(claim, engine) for claim in claims]
+        cases = tuple(case for cell in cells for case in cell.cases)
+        return Cell(cases, sum(cell.seconds for cell in cells))
+
     def by(self, key: str) -> dict[str, list[Claim]]:
         """Return the claims under each of their suites or groups."""
         found: dict[str, list[Claim]] = {}

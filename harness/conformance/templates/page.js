@@ -4,29 +4,43 @@
   const text = document.getElementById("text");
   const state = document.getElementById("state");
   const shown = document.getElementById("shown");
-  const groups = [...document.querySelectorAll("#table tbody")].map((body) => ({
-    body,
-    rows: [...body.rows].slice(1).map((row) => ({
-      row,
-      states: row.dataset.s,
-      words: (body.rows[0].cells[0].textContent + " " + row.cells[0].textContent + " "
-        + row.cells[0].title).toLowerCase(),
-    })),
-  }));
+  // A body for each group's head, then one for each of its tests: a row, and one for each parameter set.
+  const groups = [];
+  for (const body of document.querySelectorAll("#table tbody")) {
+    if (body.classList.contains("g")) {
+      groups.push({ body, tests: [] });
+      continue;
+    }
+    const group = groups[groups.length - 1];
+    const [first, ...sets] = body.rows;
+    const words = (row) => row.cells[0].textContent + " " + row.cells[0].title;
+    const of_test = group.body.textContent + " " + words(first);
+    group.tests.push({
+      body,
+      rows: (sets.length ? sets : [first]).map((row) => ({
+        row, is_test: row === first, states: row.dataset.s, words: (of_test + " " + words(row)).toLowerCase(),
+      })),
+    });
+  }
 
   function filter() {
     const wanted = text.value.toLowerCase().split(/\s+/).filter(Boolean);
     let visible = 0, all = 0;
-    for (const group of groups) {
+    for (const { body, tests } of groups) {
       let some = false;
-      for (const { row, states, words } of group.rows) {
-        const fits = states.includes(state.value) && wanted.every((word) => words.includes(word));
-        row.hidden = !fits;
-        some ||= fits;
-        visible += fits;
-        all += 1;
+      for (const test of tests) {
+        let fitting = 0;
+        for (const { row, is_test, states, words } of test.rows) {
+          const fits = states.includes(state.value) && wanted.every((word) => words.includes(word));
+          row.hidden = !is_test && !fits;
+          fitting += fits;
+        }
+        test.body.hidden = !fitting;
+        some ||= fitting > 0;
+        visible += fitting;
+        all += test.rows.length;
       }
-      group.body.hidden = !some;
+      body.hidden = !some;
     }
     shown.textContent = `${visible} of ${all} claims`;
   }

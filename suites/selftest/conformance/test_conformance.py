@@ -207,6 +207,23 @@ def test_the_page_loads_nothing_and_its_links_have_targets(page: Page) -> None:
     assert outside == ["https://github.com/pytorch/pytorch/issues/144045"]
 
 
+def test_causes_come_first_with_their_counts_and_a_line_to_run_again(page: Page) -> None:
+    assert page.texts("h2")[:2] == ["Broken", "Cases held"]
+    found = [re.sub(r"\s+", " ", text) for text in page.texts("p", **{"class": "cause"})]
+    assert {text.partition(" on ")[0] for text in found} == {"1 case of 1 claim"}
+    assert [text.partition(" on ")[2] for text in found] == [
+        f"lockstep at {STEP}:64: AssertionError: assert 'lockstep' == 'none'",
+        f"other:Other at {STEP}:23: AssertionError: a <weight> | stood still",
+        f"other:Other at {STEP}:58: AssertionError: left behind",
+        f"other:Other at {STEP}:64: AssertionError: assert 'other' == 'none'",
+    ]
+    lines = page.texts("pre", **{"class": "rerun"})
+    plugin = "-p harness.conformance.plugin"
+    assert lines[0] == f"pytest {STEP}::TestInTheController::test_no_engine_holds_it {plugin}"
+    assert lines[1].startswith(f"pytest {STEP}::TestStep::test_moves_all_weights {plugin}")
+    assert lines[1].endswith("--engine other:Other --subtest lr=2")
+
+
 def test_broken_cells_link_to_the_text_of_their_failure(page: Page) -> None:
     links = [found["href"] for tag, found, text in page.elements if tag == "a" and "✗" in text]
     texts = [page.texts("div", id=str(link).removeprefix("#"))[0] for link in links]
@@ -220,7 +237,7 @@ def test_broken_cells_link_to_the_text_of_their_failure(page: Page) -> None:
 def test_without_a_script_the_filter_is_not_shown_and_all_else_is(page: Page) -> None:
     hidden = [found.get("id") for _, found, _ in page.elements if "hidden" in found]
     assert hidden == ["filter"]
-    assert page.texts("summary")[0] == "4 claims"  # what only lockstep holds
+    assert "4 claims" in page.texts("summary")  # what only lockstep holds
 
 
 def test_markdown_has_a_row_for_each_claim_and_escapes_text(written: Written) -> None:
@@ -230,8 +247,10 @@ def test_markdown_has_a_row_for_each_claim_and_escapes_text(written: Written) ->
     assert "| claims | 9 / 2 / 0, 81 % | 3 / 5 / 3, 27 % |" in lines
     issue = "[pytorch\\#144045](https://github.com/pytorch/pytorch/issues/144045)"
     assert f"* other:Other: rounds twice, {issue} (1 claim)" in lines
-    (broken,) = (line for line in lines if line.startswith(f"* other:Other: `{STEP}::TestStep"))
-    assert broken.endswith("[lr=2]`: AssertionError: a \\<weight\\> \\| stood still")
+    message = "AssertionError: a \\<weight\\> \\| stood still"
+    assert f"* **1 case** of 1 claim on other:Other at `{STEP}:23`: {message}" in lines
+    assert f"  * `{STEP}::TestStep::test_moves_all_weights`: lr=2" in lines
+    assert lines.index("## Broken") < lines.index("## Cases held")
 
 
 def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written, tmp_path: Path) -> None:

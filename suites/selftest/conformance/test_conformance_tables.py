@@ -8,6 +8,7 @@ import pytest
 
 from harness.__main__ import main
 from harness.conformance import Capability, NotOffered
+from harness.conformance.causes import causes
 from harness.conformance.collecting import read_case
 from harness.conformance.render import to_markdown, to_page
 from harness.conformance.stored import NoTable, dump, load, merge
@@ -141,3 +142,61 @@ def test_an_engine_that_broke_early_has_as_many_cases_as_others() -> None:
     ]
     assert [table.share_of_offered(engine, [claim]).total for engine in table.engines] == [5, 5, 0, 5]
     assert table.only("whole") == []  # the absent one was not run
+
+
+# Rows and causes
+
+
+def of_parameters(*texts: str) -> Table:
+    """Return a table of one test whose parameter sets failed with these texts; "" is one that is held."""
+    table = Table(["mine:Engine"])
+    for number, text in enumerate(texts):
+        claim = Claim(f"s/test_x.py::test_1[{number}-ranks]")
+        table.claims[claim.id] = claim
+        outcome = Outcome.BROKEN if text else Outcome.HELD
+        table.cells[claim.id] = {"mine:Engine": Cell((Case("", outcome, text=text),), 0.5)}
+    return table
+
+
+def test_a_test_is_a_row_that_opens_into_its_parameter_sets() -> None:
+    table = of_parameters("", "E   ValueError: 1", "")
+    lines = to_markdown(table).splitlines()
+    assert "| 1 (3 parameter sets) | ✗ broken 2/3, 1.50 s |" in lines
+    assert [line for line in lines if "-ranks` |" in line] == [
+        "| `0-ranks` | ✓ 1/1, 0.50 s |",
+        "| `1-ranks` | ✗ broken 0/1, 0.50 s |",
+        "| `2-ranks` | ✓ 1/1, 0.50 s |",
+    ]
+    page = to_page(table)
+    assert page.count("<details><summary>1 <i>3 parameter sets</i></summary></details>") == 1
+    assert page.count("<tr class=p ") == 3
+    assert page.count('<a href="#c0">') == 2
+
+
+TRACEBACK = """rank 0 of 2 failed first
+suites/core/test_a.py:{line}: in check
+mine/engine.py:7: in step
+E   RuntimeError: tensor {number} at 0x7f{number}a is not on rank {number}
+/usr/lib/python3.11/site-packages/torch/optim.py:9: RuntimeError
+------------------- rank 1 failed -------------------
+mine/engine.py:99: RuntimeError
+---------------- re-run (seed 0) ----------------
+pytest s/test_x.py --engine mine:Engine -k {line}
+"""
+
+
+def test_causes_are_places_and_messages_without_numbers() -> None:
+    same = [TRACEBACK.format(line=line, number=line * 3) for line in (1, 2, 3)]
+    other = "E   RuntimeError: other\nmine/engine.py:7: RuntimeError"
+    bare = "E   assert 3 == 4\nmine/a.py:8: AssertionError"
+    first, *rest = causes(of_parameters(other, *same, bare, "rank 1 of 2 died: SIGSEGV"))
+    assert (len(first.broken), first.where) == (3, "mine/engine.py:7")
+    assert first.what == "RuntimeError: tensor N at ID is not on rank N"
+    assert first.rerun == "pytest s/test_x.py --engine mine:Engine -k 1"
+    assert [(len(cause.broken), cause.where, cause.what) for cause in rest] == [
+        (1, "mine/engine.py:7", "RuntimeError: other"),
+        (1, "mine/a.py:8", "AssertionError: assert N == N"),
+        (1, "", "rank N of N died: SIGSEGV"),
+    ]
+    line = "pytest 's/test_x.py::test_1[0-ranks]' -p harness.conformance.plugin --engine mine:Engine"
+    assert rest[0].rerun == line
