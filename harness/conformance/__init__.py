@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from harness.conformance.capabilities import Capability, NotOffered, offers, require
     from harness.conformance.interface import Composable, Engine, Snapshot, Traffic, trainee
     from harness.conformance.registry import EngineError, find, known_names
-    from harness.conformance.spec import Precision, ProcessGroups, ShardSpec
+    from harness.conformance.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
 
 _NAMES = {
     "harness.conformance.adapters.adapter": ("Adapter",),
@@ -23,7 +23,7 @@ _NAMES = {
     "harness.conformance.capabilities": ("Capability", "NotOffered", "offers", "require"),
     "harness.conformance.interface": ("Composable", "Engine", "Snapshot", "Traffic", "trainee"),
     "harness.conformance.registry": ("EngineError", "find", "known_names"),
-    "harness.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec"),
+    "harness.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec", "chosen_modules"),
 }
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "ShardSpec",
     "Snapshot",
     "Traffic",
+    "chosen_modules",
     "find",
     "known_names",
     "offers",

@@ -13,7 +13,7 @@ from harness.conformance.table import Case, Claim, Outcome, Table
 
 @dataclass(frozen=True)
 class Cause:
-    """What broken cases of one engine have in common.
+    """A failure that broken cases of one engine have in common.
 
     Attributes:
         where: the deepest line of the user's code, "file.py:12"; "" if the text names none.

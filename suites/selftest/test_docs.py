@@ -19,6 +19,7 @@ from harness.engine import FullyShardedDataParallel, MixedPrecision
 
 THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]
+OF_ENGINES = Path(__file__).parent / "conformance"
 PAGES = sorted((PROJECT / "docs").glob("*.md"))
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if EXAMPLE.search(page.read_text())]
@@ -81,12 +82,10 @@ def test_the_table_of_faults_has_those_of_its_benchmark():
     assert [row.split(" (deadline")[0] for row in rows] == names
 
 
-def test_the_engine_of_the_page_is_the_one_that_is_tested():
-    page, engine = (
-        PROJECT / "docs" / "your_engine.md",
-        Path(__file__).parent / "conformance" / "sample_engine.py",
-    )
-    assert EXAMPLE.findall(page.read_text())[0] == engine.read_text()
+def test_the_engines_of_the_page_are_those_that_are_tested():
+    first, _, last = EXAMPLE.findall((PROJECT / "docs" / "your_engine.md").read_text())
+    assert first == (OF_ENGINES / "sample_engine.py").read_text()
+    assert last == (OF_ENGINES / "zero1_engine.py").read_text()
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
@@ -94,6 +93,7 @@ def test_the_engine_of_the_page_is_the_one_that_is_tested():
 def test_the_examples_of_a_page_run(world, page, monkeypatch):
     # What is freed is to be seen freed.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
+    monkeypatch.syspath_prepend(OF_ENGINES)  # the second engine of a page imports the first
     blocks = EXAMPLE.findall(page.read_text())
     exec(compile("\n".join(blocks), page.name, "exec"), {})
 

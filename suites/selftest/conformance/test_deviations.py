@@ -88,7 +88,8 @@ def test_the_shares_of_the_page_have_one_total() -> None:
     """All engines are asked the same points, and the rows add up to the last."""
     _, _, table = PAGE.read_text().partition("| suite | ")
     head, _, *lines = table.partition("\n\n")[0].splitlines()
-    assert sorted(head.strip(" |").split(" | ")) == sorted(built_in_names())
+    # The page gives the figures of torch-zero1, which came later, below the table.
+    assert sorted(head.strip(" |").split(" | ")) == sorted({*built_in_names()} - {"torch-zero1"})
     rows = [[cell.split(",")[0].split(" / ") for cell in line.strip("| ").split(" | ")[1:]] for line in lines]
     totals = [[sum(map(int, cell)) for cell in row] for row in rows]
     assert all(len(set(row)) == 1 for row in totals)
