@@ -25,7 +25,12 @@ from harness.engine.api import (
     StateDictSettings,
     StateDictType,
 )
-from harness.engine.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from harness.engine.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from harness.engine.fully_shard import fully_shard, replicate
 from harness.engine.grad_scaler import ShardedGradScaler
 from harness.engine.groups import groups
@@ -76,6 +81,7 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

@@ -8,6 +8,7 @@ from functools import cache, wraps
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from harness.engine import optimizer_hooks
@@ -94,6 +95,20 @@ class FSDPModule(nn.Module):
         """
         for unit in self._units(recurse):
             unit.options.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward unshards parameters; it need not if it reads none, as that of an embedding.
+
+        If it does read one without, the process crashes, as it does with torch.
+        """
+        self._composed_unit.options.unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Make the next forward of the root wait for `event`, such as the end of a step on another stream.
+
+        All-gathers always come after what the current stream has been given before.
+        """
+        self._composed_unit.root_state.event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by `factor`, instead of by the number of ranks."""
@@ -190,6 +205,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return self._composed_unit.run(self, MethodType(method, self), args, kwargs)
 
     setattr(module, method_name, MethodType(unsharding, module))
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Do nothing but check `modules`: those of one process group share its streams without it."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx: expected modules of fully_shard or replicate, got {module!r}")
 
 
 @cache

@@ -97,6 +97,7 @@ class RootState:
         backward: The number of the outermost backward that goes through the units; -1 for none.
         kept: What units keep in the forward that goes on.
         with_backward: That forward began with autograd on.
+        event: The next forward waits for it, once.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -109,6 +110,7 @@ class RootState:
         self.backward = -1
         self.kept: list[tuple[ParamGroup, UnshardedParams]] = []
         self.with_backward = False
+        self.event: torch.Event | None = None
         self._pool = BufferPool()
         self._neighbours: dict[tuple[int, ...], Axis] = {}
         self._reducing: ParamGroup | None = None
@@ -128,6 +130,9 @@ class RootState:
         """Begin a step if this is its first unit; return whether the forward is recomputed in a backward."""
         in_backward = self.in_backward
         if self._forwards == 0 and not in_backward:
+            if self.event:
+                self.event.wait()
+                self.event = None
             # Retained parameters may be stale, and a step that raised may have left things behind.
             self.backward = -1
             self.kept, self.with_backward = [], torch.is_grad_enabled()

@@ -42,6 +42,7 @@ class UnitOptions:
         sync: Backward reduces gradients.
         reshard_after_forward: None means below the root only.
         reshard_after_backward: Without, the next forward finds unsharded parameters.
+        unshard_in_backward: Without, nothing that backward computes reads the parameters.
         reshard_to: How many neighbouring ranks hold the parameters between them from forward to backward,
             where they are resharded; None means all.
         forward_prefetch: The groups to prefetch in this unit's forward, instead of what is guessed.
@@ -51,6 +52,7 @@ class UnitOptions:
     sync: bool = True
     reshard_after_forward: bool | None = True
     reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     reshard_to: int | None = None
     forward_prefetch: Sequence[ParamGroup] = ()
     backward_prefetch: Sequence[ParamGroup] = ()
@@ -203,7 +205,7 @@ class Unit:
         if graded and (group or kept or root.root is self):
             full = group.full if group else None
             register_multi_grad_hook(graded, lambda _: self._before_backward(full, call, kept), mode="any")
-            if group and not recomputed:
+            if group and not recomputed and self.options.unshard_in_backward:
                 root.prefetcher.after_forward(group)
         self._ran.add(module)
         # What is recomputed in backward is needed there next.
@@ -296,9 +298,12 @@ class Unit:
                     "backward; do it between steps."
                 )
             full.begin_backward(call)
-            group.prefetch(full.dtypes)
+            needed = self.options.unshard_in_backward
+            if needed:
+                group.prefetch(full.dtypes)
             self.root_state.prefetcher.before_gradients(group, self.options.backward_prefetch)
-            group.unshard(full.dtypes)
+            if needed:
+                group.unshard(full.dtypes)
 
     def _on_gradient(self, full: UnshardedParams) -> None:
         """Reduce when the last leaf of `full` that this backward reaches has its gradient."""

@@ -218,6 +218,28 @@ def test_setters_refuse_invalid_values(world, front):
         model.set_modules_to_forward_prefetch([model[0]])
     with pytest.raises(ValueError, match=r"(FSDP|Replicate)Sequential has no method 'encode'"):
         engine.register_fsdp_forward_method(model, "encode")
+    with pytest.raises(ValueError, match=r"share_comm_ctx: expected modules of .*, got Linear"):
+        engine.share_comm_ctx([model, model[0]])
+    assert engine.share_comm_ctx([model, model]) is None
+
+
+@FRONTS
+def test_the_next_forward_waits_for_the_event_of_the_optimizer_once(world, front):
+    class Event:
+        """Stands for an event of an accelerator."""
+
+        waits = 0
+
+        def wait(self):
+            self.waits += 1
+
+    model, event = layers(world), Event()
+    front(model[0])
+    front(model)
+    model.set_post_optim_event(event)
+    for _ in range(2):
+        model(torch.ones(2, 4, device=world.device)).sum().backward()
+        assert event.waits == 1
 
 
 @FRONTS

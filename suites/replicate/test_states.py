@@ -201,6 +201,36 @@ def test_names_in_the_optimizers_state_are_those_of_parameters(world, engine):
     }
 
 
+@pytest.mark.parametrize("policy", [(), (torch.bfloat16,)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", [2, 3, 5])  # on three ranks: one has nothing, even, padded
+def test_a_state_dict_that_was_taken_follows_the_model(world, front, size, policy):
+    """After PyTorch's test of cached state dicts: trainers take one, and write a checkpoint into it later."""
+    model = front(nn.Linear(size, size, bias=False).to(world.device), **front.precision(*policy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = model.state_dict()
+    check_shared(model, state, 3.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, size, device=world.device)).sum().backward()
+        optimizer.step()
+        assert torch.equal(full(state["weight"]), full(model.weight))
+    check_shared(model, state, 5.0)
+
+
+def check_shared(model, state, value):
+    """Check that `model` computes with what is written into `state`, local part and whole."""
+    size = state["weight"].shape[0]
+    x = torch.ones(1, size, device=state["weight"].device)
+    with torch.no_grad():
+        state["weight"].to_local().fill_(value)
+        assert model(x).tolist() == [[value * size] * size]
+        model.reshard()  # torch would compute with what that forward has unsharded
+        state["weight"].mul_(2.0)
+        assert model(x).tolist() == [[2 * value * size] * size]
+    model.reshard()
+    assert torch.equal(full(model.weight), torch.full_like(full(model.weight), 2 * value))
+
+
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_a_loaded_state_dict_is_what_the_next_step_computes_with(world, front, assign):
     source = front.shard(Uneven(seed=1))

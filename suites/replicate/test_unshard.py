@@ -105,6 +105,34 @@ def test_parameters_gathered_before_a_change_are_not_used(world, front, policy, 
     torch.testing.assert_close(model(x).float(), reference(x), **tolerance)
 
 
+class Reads(nn.Module):
+    """An embedding, of which backward reads nothing, and two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, rows):
+        return self.second(self.first(self.table(rows)).relu())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_backward_does_not_read_need_not_be_gathered(world, fully_shard, collectives, microbatches):
+    reference = Reads().to(world.device)
+    model = fully_shard.shard(copy.deepcopy(reference), ("table", "first", "second"))
+    model.table.set_unshard_in_backward(False)
+    for _ in range(microbatches):
+        for module in (reference, model):
+            module(torch.tensor([0, 3, 3], device=world.device)).square().sum().backward()
+    gathers = fully_shard.engine.traffic(collectives).gathers
+    found = [[e.in_backward for e in gathers].count(backward) for backward in (False, True)]
+    assert found == [3 * microbatches, 2 * microbatches]
+    assert_sharded_parity(model, reference)
+    model.table.set_unshard_in_backward(True)
+    model(torch.tensor([0], device=world.device)).sum().backward()
+    assert len(fully_shard.engine.traffic(collectives).gathers) == len(gathers) + 6
+
+
 class Watch:
     """Four layers, each a group, that note how many gathers there were when they began and ended."""
 
