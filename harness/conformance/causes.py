@@ -70,8 +70,9 @@ def brief(case: Case) -> str:
 _PLACE = re.compile(r"^(?P<file>[^\s:]+\.py):(?P<line>\d+): ?(?P<type>[\w.]*)", re.MULTILINE)
 # Between the tracebacks of two ranks, and around the end.
 _RANK = re.compile(r"^-{5,} .*$", re.MULTILINE)
-_ID = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{12,}\b")
-_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+_ID_OR_NUMBER = re.compile(
+    r"(?P<id>0x[0-9a-f]+|\b(?=\w*[a-f])(?=\w*\d)[0-9a-f]{12,}\b)|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+)
 LONGEST_MESSAGE = 200
 
 
@@ -85,8 +86,8 @@ def _cause_of(case: Case) -> tuple[str, str]:
     kind = places[-1]["type"] if places else ""
     if kind not in ("", "in") and kind not in message:  # pytest leaves out that of a bare assert
         message = f"{kind}: {message}"
-    message = _NUMBER.sub("N", _ID.sub("ID", message))
-    return where, message[:LONGEST_MESSAGE]
+    message = _ID_OR_NUMBER.sub(lambda found: "ID" if found["id"] else "N", message)
+    return where, message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} ..."
 
 
 def _is_foreign(file: str) -> bool:

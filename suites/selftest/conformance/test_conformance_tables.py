@@ -176,7 +176,7 @@ def test_a_test_is_a_row_that_opens_into_its_parameter_sets() -> None:
 TRACEBACK = """rank 0 of 2 failed first
 suites/core/test_a.py:{line}: in check
 mine/engine.py:7: in step
-E   RuntimeError: tensor {number} at 0x7f{number}a is not on rank {number}
+E   RuntimeError: tensor 1.weight at 0x7f{number}a is off by {number}.00061035156251
 /usr/lib/python3.11/site-packages/torch/optim.py:9: RuntimeError
 ------------------- rank 1 failed -------------------
 mine/engine.py:99: RuntimeError
@@ -191,7 +191,7 @@ def test_causes_are_places_and_messages_without_numbers() -> None:
     bare = "E   assert 3 == 4\nmine/a.py:8: AssertionError"
     first, *rest = causes(of_parameters(other, *same, bare, "rank 1 of 2 died: SIGSEGV"))
     assert (len(first.broken), first.where) == (3, "mine/engine.py:7")
-    assert first.what == "RuntimeError: tensor N at ID is not on rank N"
+    assert first.what == "RuntimeError: tensor N.weight at ID is off by N"
     assert first.rerun == "pytest s/test_x.py --engine mine:Engine -k 1"
     assert [(len(cause.broken), cause.where, cause.what) for cause in rest] == [
         (1, "mine/engine.py:7", "RuntimeError: other"),
