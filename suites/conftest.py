@@ -289,3 +289,55 @@ def fully_shard(fronts):
 def replicate(fronts):
     """The composable front that copies, for claims that make sense for no other."""
     return fronts["replicate"]
+
+
+@pytest.fixture
+def check_reads(world, fronts):
+    """Train a `Reader` in two steps of two microbatches, and compare it with the same bare model.
+
+    `check(front, read)`: the first microbatches are without sync if `no_sync`; `loss(model, output)` may read
+    weights, too; the rest goes to `front.shard`.
+    """
+    import copy
+    from contextlib import nullcontext
+    from functools import partial
+
+    import torch
+    import torch.distributed as dist
+
+    from harness.assertions import assert_named_close
+    from harness.conformance.models.readers import Reader
+
+    def mean_loss(model, output):
+        return output.square().mean()
+
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+
+    def check(front, read, loss=mean_loss, frozen=False, no_sync=False, prepare=None, **spec):
+        front = fronts[front] if isinstance(front, str) else front
+        torch.manual_seed(0)
+        bare = Reader(read, frozen).to(world.device)
+        model = front.shard(copy.deepcopy(bare), **spec)
+        inner = next(module for module in model.modules() if isinstance(module, Reader))
+        sgd = partial(torch.optim.SGD, lr=0.001)
+        optimizers = [sgd(bare.parameters()), front.optimizer(model, sgd)]
+        for step in range(2):
+            for last in (False, True):
+                generator = torch.Generator().manual_seed(10 * step + 2 * world.rank + last)
+                tokens = torch.randint(5, (3,), generator=generator).to(world.device)
+                loss(bare, bare(tokens)).backward()
+                if prepare:
+                    prepare(inner)
+                with front.no_sync(model) if no_sync and not last else nullcontext():
+                    front.backward(model, loss(inner, model(tokens)))
+            average_gradients(bare)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_named_close(front.full_parameters(model), dict(bare.named_parameters()))
+
+    return check

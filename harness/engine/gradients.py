@@ -335,6 +335,28 @@ class VisibleGradients(Gradients):
         full = flat if self._unsynced else shard.gather(flat)
         return [view if num else None for view, num in zip(shard.layout.views(full), presence, strict=True)]
 
+    @torch.no_grad()
+    def write_back(self, full: Sequence[Tensor | None]) -> None:
+        """Keep this rank's part of `full`, which the user made of what the method `full` had returned.
+
+        A gradient that was dropped is dropped; one that was not there before is not kept.
+        """
+        shard, layout = self._shard, self._shard.layout
+        for i, (param, gradient) in enumerate(zip(shard.params, full, strict=True)):
+            visible = param.parameter if shard.config.use_orig_params else shard.flat
+            if visible.grad is None:
+                continue
+            if gradient is None and shard.config.use_orig_params:
+                visible.grad = None
+                continue
+            value = torch.zeros(param.shape) if gradient is None else gradient
+            own = value.reshape(-1) if self._unsynced else layout.select(i, shard.config.mesh.index, value)
+            span = shard.spans[i]
+            if self._unsynced:
+                span = slice(layout.starts[i], layout.starts[i] + layout.numels[i])
+            kept = visible.grad.view(-1)
+            (kept if shard.config.use_orig_params else kept[span]).copy_(own)
+
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
         self._synced = {p: fn(gradient) for p, gradient in self._synced.items()}
         return super().convert(fn)

@@ -78,12 +78,11 @@ class Guard(Tensor):
         )
 
 
-def stand_in(whole: Tensor, trainable: bool, registered: bool) -> Guard:
-    """Return a stand-in with the shape, dtype and device of `whole`; `registered`: as an `nn.Parameter`."""
+def stand_in(whole: Tensor, trainable: bool) -> Guard:
+    """Return a stand-in with the shape, dtype and device of `whole`, which counts as an `nn.Parameter`."""
     about = {"dtype": whole.dtype, "device": whole.device, "requires_grad": trainable}
     guard: Guard = wrapper_subclass(Guard, whole.shape, **about)
-    if registered:
-        count_as_parameter(guard)
+    count_as_parameter(guard)
     return guard
 
 

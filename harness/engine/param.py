@@ -100,8 +100,8 @@ class Param:
         raise NotImplementedError
 
     def leaf(self, unsharded: Tensor, trainable: bool) -> Tensor:
-        """Return what modules compute with, which lies in the memory of `unsharded`."""
-        return unsharded
+        """Return the parameter that modules compute with, which lies in the memory of `unsharded`."""
+        return nn.Parameter(unsharded, trainable)
 
     def exchanged(self, found: object) -> Param | None:
         """Return the `Param` of what replaced the parameter in its module; None if it does not fit."""
@@ -199,12 +199,13 @@ class LocalShard:
 
     def show(self) -> None:
         """Show modules the shard: as their parameters, or as views of `flat`; stand-ins while `guarded`."""
-        if self._flat_ref:
-            self._flat_ref.put(self.flat)
         if self.guarded:
             self._guards = self._guards or tuple(map(self._stand_in, self.params))
             self.show_unsharded(self._guards)
-        elif not self.config.use_orig_params:
+            return
+        if self._flat_ref:
+            self._flat_ref.put(self.flat)
+        if not self.config.use_orig_params:
             self._put(self.tracked_views())
         elif self._shown is not self.params:
             for param in self.params:
@@ -214,7 +215,7 @@ class LocalShard:
     def leaves_in(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return one leaf per parameter that lies in `buffer` (padded numel), whose memory must be allocated.
 
-        They are plain tensors, or parameters of the kind that the user sees outside of forward.
+        They are parameters: what a forward computes from `self.parameters()` must not lack them.
         """
         self.retrained = True
         # Tensors made in inference mode could never be saved for a later backward.
@@ -226,6 +227,8 @@ class LocalShard:
 
     def show_unsharded(self, leaves: Sequence[Tensor]) -> None:
         """Show modules one of `leaves` per parameter, with gradients where the user wants them."""
+        if self._flat_ref:
+            self._flat_ref.clear()  # it would be there a second time, as another parameter
         if self._shown is not leaves:
             for param, leaf in zip(self.params, leaves, strict=True):
                 if leaf.requires_grad != (trainable := self.is_trainable(param)):
@@ -337,7 +340,7 @@ class LocalShard:
     def _stand_in(self, param: Param) -> Guard:
         whole = torch.empty((), dtype=self.flat.dtype, device=self.device).expand(param.shape)
         self.retrained = True
-        guard = stand_in(whole, self.is_trainable(param), self.config.use_orig_params)
+        guard = stand_in(whole, self.is_trainable(param))
         guard.unit, guard.holder, guard.name_there = (
             self.config.name,
             param.refs[0].module,

@@ -110,7 +110,7 @@ class Summon:
     writeback: bool = True  # write changes to the shards
     rank0_only: bool = False  # show unsharded parameters on rank 0 alone
     offload_to_cpu: bool = False  # keep the unsharded parameters on CPU
-    with_grads: bool = False  # gather the gradients into `.grad`, too
+    with_grads: bool = False  # gather the gradients into `.grad`, too, and write changes of them back
 
     def __post_init__(self) -> None:
         if self.writeback and self.rank0_only:
@@ -138,7 +138,14 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
                 gradients = [g if g is None else g.cpu() for g in gradients] if gradients else None
             group.summon(full, gradients)
             stack.callback(group.end_summon, options.writeback)
+            if options.with_grads and options.writeback:
+                stack.callback(_write_gradients_back, group)
         yield
+
+
+def _write_gradients_back(group: ParamGroup) -> None:
+    shown = (param.refs[0].read() for param in group.shard.params)
+    _visible(group).write_back([value.grad if isinstance(value, Tensor) else None for value in shown])
 
 
 def _presence(groups: Iterable[ParamGroup]) -> dict[ParamGroup, list[float]]:

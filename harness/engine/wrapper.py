@@ -243,7 +243,7 @@ class FullyShardedDataParallel(WrapperState):
     ) -> AbstractContextManager[None]:
         """Show modules full original parameters (shape and dtype as before sharding) inside the context.
 
-        On exit each rank keeps its shard of them if `writeback`.
+        On exit each rank keeps its shard of them, and of gradients `with_grads`, if `writeback`.
 
         Raises:
             RuntimeError: Inside forward, backward or another such context.

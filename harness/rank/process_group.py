@@ -23,6 +23,7 @@ from harness.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,
     fake_store,
+    set_default_store,
     take_groups,
 )
 from lockstep.names import loaded
@@ -45,6 +46,9 @@ class DefaultGroup:
         """Whether the group that was joined last has been aborted."""
         self._joined = 0
         """When that was."""
+        self._store: dist.Store | None = None
+        self._items = 0
+        """How many items there have been since."""
         self._hidden: TakenGroups | None = None
         self._hidden_at = 0
         self._place = spec.rank, spec.key.size
@@ -63,10 +67,12 @@ class DefaultGroup:
         if not key.has_group:
             return
         self._generation += 1
-        store = f"{self._spec.directory}/store-{self._generation}"
+        path = f"{self._spec.directory}/store-{self._generation}"
+        self._store = fake_store() if key.backend == "fake" else dist.FileStore(path, size)
+        self._items = 0
         dist.init_process_group(
             key.backend,
-            store=fake_store() if key.backend == "fake" else dist.FileStore(store, size),
+            store=self._store,
             rank=rank,
             world_size=size,
             timeout=_NO_TIMEOUT,
@@ -98,7 +104,15 @@ class DefaultGroup:
             shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
 
     def begin_item(self) -> None:
-        """Expect the test's own group, in a world without one: no group of an earlier test counts."""
+        """Let the groups that a test makes meet under keys of its own, which all ranks count alike.
+
+        When groups of `new_group(..., use_local_synchronization=True)` are gone, torch gives their names to
+        the next ones: gloo would find addresses that nobody listens at, and wait. In a world without a group
+        the test's own is expected, and none of an earlier test counts.
+        """
+        if self._store is not None and dist.is_initialized():
+            self._items += 1
+            set_default_store(dist.PrefixStore(f"item-{self._items}", self._store))
         if not (self._spec.key.has_group or dist.is_initialized()):
             self.is_aborted = False
             self._joined = time.time_ns()

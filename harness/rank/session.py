@@ -144,11 +144,11 @@ class RankSession:
         for warned in self._left_out.take():
             self.rank.post(warned)
         self._state.end_groups()
-        self.rank.group.begin_item()
         if order.fake is not None:
             before = RankState.capture()
             self.rank.stand_for(order.fake)
             self._state.adopt(before)
+        self.rank.group.begin_item()
         item, next_item = self._collect(session, order)
         if item is None:
             self._reporter.send(_missing(order, self._collection.errors[order.path]))

@@ -39,6 +39,12 @@ def count_groups() -> int:
     return int(_c10d._world.group_count)
 
 
+def set_default_store(store: dist.Store) -> None:
+    """Let groups that are made from now on meet in `store`."""
+    group = dist.group.WORLD
+    _c10d._world.pg_map[group] = (_c10d._world.pg_map[group][0], store)
+
+
 def count_collectives() -> int:
     """Return how many collectives the default group has begun, -1 if it is gone or does not count."""
     group: Any = dist.group.WORLD

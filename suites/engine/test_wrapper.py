@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,14 +98,14 @@ def test_the_strategy_decides_whether_groups_stay_until_backward(nested, batch, 
     assert states(model) == ["SHARDED"]
 
 
-def test_modules_compute_with_plain_tensors_autograd_tracks(nested, batch):
+def test_modules_compute_with_parameters_that_autograd_tracks(nested, batch):
     model = nested(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
     seen = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda m, *_: seen.append((type(m.weight), m.weight.requires_grad)))
     model(batch)
-    assert seen == [(torch.Tensor, True)] * 5
+    assert seen == [(nn.Parameter, True)] * 5
 
 
 # dtypes
@@ -368,3 +369,42 @@ def test_a_dropped_model_frees_its_memory(nested, batch, strategy):
     del model
     gc.collect()
     assert [parameter() for parameter in parameters] == [None] * 10
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@pytest.mark.parametrize("unsynced", [False, True], ids=["", "no_sync"])
+def test_summoned_gradients_that_are_changed_are_kept(world, use_orig_params, unsynced):
+    model = FullyShardedDataParallel(nn.Linear(3, 2, device=world.device), use_orig_params=use_orig_params)
+    with model.no_sync() if unsynced else nullcontext():
+        model(torch.ones(1, 3, device=world.device)).sum().backward()
+    for writeback, factor in ((True, 5), (False, 7)):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=writeback, with_grads=True):
+            for parameter in model.parameters():
+                parameter.grad *= factor
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+        assert [p.grad.tolist() for p in model.parameters()] == [[[5.0] * 3] * 2, [5.0] * 2]
+
+
+def test_a_summoned_gradient_that_is_dropped_is_gone(world):
+    model = FullyShardedDataParallel(nn.Linear(3, 2, device=world.device), use_orig_params=True)
+    model(torch.ones(1, 3, device=world.device)).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        model.weight.grad = None
+    assert model.weight.grad is None
+    assert sum(world.gather(model.bias.grad.numel() if model.bias.grad is not None else 0)) == 2
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+def test_a_forward_finds_its_parameters_registered(world, use_orig_params):
+    found = {}
+
+    class Looking(nn.Linear):
+        def forward(self, x):
+            found.update({name: tuple(p.shape) for name, p in self.named_parameters()})
+            return super().forward(x)
+
+    model = FullyShardedDataParallel(Looking(3, 2, device=world.device), use_orig_params=use_orig_params)
+    outside = [name for name, _ in model.named_parameters()]
+    model(torch.ones(1, 3, device=world.device)).sum().backward()
+    assert found == {"weight": (2, 3), "bias": (2,)}
+    assert [name for name, _ in model.named_parameters()] == outside

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.conformance.models.trees import Again, Block, Gain, Linear, Offset, Part, Tree
+from harness.conformance.models.trees import Again, Block, Gain, Linear, Offset, Part, Read, Tree
 
 # Most parts are plain, so that models compute something.
 _USED = st.sampled_from(["always"] * 4 + ["sometimes", "unheard", "never"])
@@ -27,6 +27,7 @@ def trees(
     shared: bool = True,
     idle: bool = True,
     recomputed: bool = True,
+    reads: bool = False,
     max_parts: int = 6,
 ) -> st.SearchStrategy[Tree]:
     """Return a strategy of trees in which some parameter learns from every batch.
@@ -38,6 +39,7 @@ def trees(
         shared: whether modules may have two places or be called more than once, and weights be tied.
         idle: whether parts may be left out, of some batches or of the loss.
         recomputed: whether backward may compute blocks a second time.
+        reads: whether layers may read weights of others, of those in other units too.
         max_parts: parts altogether, not counting blocks.
     """
     how: dict[str, Any] = {}
@@ -48,8 +50,10 @@ def trees(
     if idle:
         how["used"] = _USED
     of_blocks = {**how, "recomputed": _RARELY} if recomputed else how
-    parts = st.recursive(_leaves(how, shared), lambda below: _blocks(below, of_blocks), max_leaves=max_parts)
-    return _trees(parts)
+    parts = st.recursive(
+        _leaves(how, shared, reads), lambda below: _blocks(below, of_blocks), max_leaves=max_parts
+    )
+    return _trees(parts, reads)
 
 
 def rewraps(tree: Tree) -> st.SearchStrategy[Tree]:
@@ -64,7 +68,7 @@ def rewraps(tree: Tree) -> st.SearchStrategy[Tree]:
     )
 
 
-def _leaves(how: Mapping[str, Any], shared: bool) -> st.SearchStrategy[Part]:
+def _leaves(how: Mapping[str, Any], shared: bool, reads: bool) -> st.SearchStrategy[Part]:
     unfrozen = {name: strategy for name, strategy in how.items() if name != "frozen"}
     kinds: list[st.SearchStrategy[Part]] = [
         st.builds(Linear, st.booleans().map(lambda no: not no), **how),
@@ -74,6 +78,8 @@ def _leaves(how: Mapping[str, Any], shared: bool) -> st.SearchStrategy[Part]:
     if shared:
         kinds.append(st.builds(Linear, tied=_ANY, **how))
         kinds.append(st.builds(Again, _ANY, **unfrozen))
+    if reads:
+        kinds += [st.builds(Read, _ANY, **unfrozen)] * 2
     return st.one_of(kinds)
 
 
@@ -90,17 +96,29 @@ def _learns(tree: Tree) -> bool:
     for name, part in tree.named_parts():
         if part.used != "always":
             left_out.append(f"{name}.")
-        elif not isinstance(part, Block | Again) and not f"{name}.".startswith(tuple(left_out)):
+        elif not isinstance(part, Block | Again | Read) and not f"{name}.".startswith(tuple(left_out)):
             heard += built.get_submodule(name).parameters()
     return any(p.requires_grad and p.numel() for p in heard)
 
 
 @st.composite
-def _trees(draw: st.DrawFn, parts: st.SearchStrategy[Part]) -> Tree:
+def _trees(draw: st.DrawFn, parts: st.SearchStrategy[Part], reads: bool) -> Tree:
     # Composed, not built or mapped, so that what is printed is the tree, and not how it was drawn.
     width, drawn = draw(st.integers(1, 5)), draw(st.lists(parts, max_size=3))
     tree = Tree(width, _settle(tuple(drawn), "", _Scope([])))
-    return tree if _learns(tree) else replace(tree, parts=(*tree.parts, Linear()))
+    tree = tree if _learns(tree) else replace(tree, parts=(*tree.parts, Linear()))
+    return _with_targets(tree) if reads else tree
+
+
+def _with_targets(tree: Tree) -> Tree:
+    """Return `tree` with the name of a layer that has a weight in each `Read`."""
+    named = list(tree.named_parts())
+    weights = [name for name, part in named if isinstance(part, Linear | Gain)]
+
+    def aim(name: str, part: Part) -> Part:
+        return replace(part, of=weights[int(part.of) % len(weights)]) if isinstance(part, Read) else part
+
+    return tree.with_parts(aim)
 
 
 @dataclass

@@ -82,6 +82,16 @@ class Again(_Described):
 
 
 @dataclass(frozen=True, repr=False)
+class Read(_Described):
+    """A layer without parameters that reads the weight of the layer `of`, wherever that is."""
+
+    of: str
+    used: str = "always"
+    calls: int = 1
+    frozen = False
+
+
+@dataclass(frozen=True, repr=False)
 class Block(_Described):
     """Parts one after the other; `unit`: to be sharded on its own. `frozen`: all that is in it.
 
@@ -96,7 +106,7 @@ class Block(_Described):
     calls: int = 1
 
 
-Part = Linear | Gain | Offset | Again | Block
+Part = Linear | Gain | Offset | Again | Read | Block
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +131,7 @@ class Tree(_Described):
         def mark(name: str, part: Part) -> Part:
             return replace(part, unit=name in units) if isinstance(part, Block) else part
 
-        return replace(self, parts=_changed(self.parts, mark))
+        return self.with_parts(mark)
 
     def without_scalars(self) -> Tree:
         """Return the same model with one element in place of parameters without dimensions."""
@@ -129,7 +139,11 @@ class Tree(_Described):
         def fill(name: str, part: Part) -> Part:
             return replace(part, shape=part.shape or (1,)) if isinstance(part, Gain) else part
 
-        return replace(self, parts=_changed(self.parts, fill))
+        return self.with_parts(fill)
+
+    def with_parts(self, change: Callable[[str, Part], Part]) -> Tree:
+        """Return the model of what `change` makes of each part and its name, inner before outer."""
+        return replace(self, parts=_changed(self.parts, change))
 
     def build(self, seed: int = 0) -> nn.Module:
         """Return the model, with values that depend on the seed only."""
@@ -141,6 +155,9 @@ class Tree(_Described):
             elif isinstance(part, Again):
                 where, _, last = name.rpartition(".")
                 built.get_submodule(where)[int(last)] = built.get_submodule(part.of)  # type: ignore[operator]
+        for name, part in self.named_parts():
+            if isinstance(part, Read):
+                built.get_submodule(name).__dict__["targets"] = (built.get_submodule(part.of),)
         for name, part in self.named_parts():
             if part.frozen:
                 built.get_submodule(name).requires_grad_(False)
@@ -161,6 +178,26 @@ class Tree(_Described):
             owner = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
             found[owner] = (*found.get(owner, ()), name)
         return found
+
+    def reads_kept_weights(self, whole: bool, kept: bool) -> bool:
+        """Return whether each weight that is read outside its unit is there then, in every forward.
+
+        Args:
+            whole: every rank has all of every parameter, in the dtype of computation.
+            kept: units keep parameters after their forward; without, they are there in that alone.
+        """
+        parts = dict(self.named_parts())
+        order = list(parts)
+        for name, part in parts.items():
+            if not isinstance(part, Read) or whole:
+                continue
+            unit = max((u for u in ("", *self.units) if not u or part.of.startswith(f"{u}.")), key=len)
+            inside = not unit or name.startswith(f"{unit}.")
+            around = [each for where, each in parts.items() if f"{unit}.".startswith(f"{where}.")]
+            runs = all(each.used in ("always", "unheard") for each in around)
+            if not inside and not (kept and runs and order.index(unit) < order.index(name)):
+                return False
+        return True
 
     def has_mixed_groups(self) -> bool:
         """Return whether a group has frozen parameters and others: one flat parameter cannot be both."""
@@ -214,6 +251,16 @@ class _Gain(nn.Module):
         return x * torch.tanh(1 + self.weight.square().sum())
 
 
+class _Read(nn.Module):
+    # In a tuple, so that the module is not registered at a second place.
+    targets: tuple[nn.Module, ...]
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        weight = self.targets[0].weight
+        assert isinstance(weight, Tensor)
+        return x * torch.tanh(1 + weight.square().sum())
+
+
 class _Offset(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -233,6 +280,8 @@ def _built(part: Part, width: int) -> nn.Module:
             return _Offset(width)
         case Again():
             return nn.Identity()  # until the module is there
+        case Read():
+            return _Read()
         case Block():
             return _Chain(part.parts, width)
 

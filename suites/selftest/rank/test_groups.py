@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2)
@@ -38,3 +39,14 @@ def test_threads_of_gloo_do_not_take_the_core_of_what_wakes_them():
     threads = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
     assert len(threads) >= 2
     assert {os.sched_getscheduler(int(task.name)) for task in threads} == {os.SCHED_BATCH}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("turn", range(12))
+def test_halves_that_make_a_group_of_one_name_in_each_test(world, turn):
+    """torch names a group of `use_local_synchronization` by its ranks and by how many groups there are."""
+    half = [0, 1] if world.rank < 2 else [2, 3]
+    group = dist.new_group(half, use_local_synchronization=True)
+    dist.all_reduce(total := torch.tensor(world.rank + 1.0), group=group)
+    assert total.item() == (3 if world.rank < 2 else 7)
+    dist.destroy_process_group(group)
