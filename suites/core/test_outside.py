@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from harness.assertions import assert_named_close
 from harness.conformance import Precision
-from harness.conformance.models.readers import AFTER, BEFORE, Reader, checkpointed, decay_term, tied_head
+from harness.conformance.models.readers import (
+    AFTER,
+    BEFORE,
+    Reader,
+    checkpointed,
+    checkpointed_reentrant,
+    decay_term,
+    tied_head,
+)
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -180,7 +188,8 @@ def check_in_low_precision(world, batches, fronts):
             computed = copy.deepcopy(bare).to(precision.param_dtype or F32)
             computed(make(step)).float().square().mean().backward()
             fronts[front].backward(model, model(make(step)).float().square().mean())
-            gradients = world.gather([p.grad.to(wire) for p in computed.parameters()])
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in computed.parameters()]
+            gradients = world.gather([gradient.to(wire) for gradient in found])
             for p, *of_ranks in zip(bare.parameters(), *gradients, strict=True):
                 mean = sum(gradient.float() for gradient in of_ranks) / world.size
                 p.grad = mean.to(world.device, wire).to(p.dtype)
@@ -192,8 +201,9 @@ def check_in_low_precision(world, batches, fronts):
     return check
 
 
+# The backward inside of a reentrant one has its own sum of gradients in low precision, rounded once more.
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("read", AFTER)
+@pytest.mark.parametrize("read", [read for read in AFTER if read is not checkpointed_reentrant])
 @pytest.mark.parametrize("precision", LOW.values(), ids=LOW)
 def test_a_kept_weight_is_read_in_the_dtype_of_computation(
     check_in_low_precision, run_subtests, read, precision
