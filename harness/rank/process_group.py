@@ -107,8 +107,8 @@ class DefaultGroup:
         """Let the groups that a test makes meet under keys of its own, which all ranks count alike.
 
         When groups of `new_group(..., use_local_synchronization=True)` are gone, torch gives their names to
-        the next ones: gloo would find addresses that nobody listens at, and wait. In a world without a group
-        the test's own is expected, and none of an earlier test counts.
+        the next ones: gloo would find addresses that are no longer served, and wait. In a world without a
+        group the test's own is expected, and none of an earlier test counts.
         """
         if self._store is not None and dist.is_initialized():
             self._items += 1

@@ -135,6 +135,32 @@ def test_losses_gradients_and_parameters_are_the_unsharded_ones(
         )
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+@given(
+    tree=trees(reads=True),
+    options=st.fixed_dictionaries({}, optional=OPTIONS),
+    no_sync=st.lists(st.booleans(), max_size=1).map(lambda before: (*before, False)),
+)
+def test_weights_that_are_read_elsewhere_train_the_same_or_are_refused(
+    world, engine, offered, tree, options, no_sync
+):
+    """Refused is only what is not there: freed, or not yet gathered or cast."""
+    tree, options = offered(tree, options)
+    options = fitting(world, engine, options)
+    if tree.has_mixed_groups():
+        options["use_orig_params"] = True
+    strategy = options.get("strategy", "FULL_SHARD")
+    whole = strategy == "NO_SHARD" and options.get("precision", Precision()).param_dtype is None
+    kept = strategy in ("NO_SHARD", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+    with process_groups(world, strategy) as groups:
+        spec = ShardSpec(units=tree.units, process_group=groups, **options)
+        try:
+            check_parity(world, engine, tree, no_sync, spec)
+        except RuntimeError as error:
+            if "while it is sharded" not in str(error) or tree.reads_kept_weights(whole, kept):
+                raise
+
+
 def check_parity(world, engine, tree, no_sync, spec):
     reference = Reference(tree.build().to(world.device), spec.precision)
     bare = tree.build(seed=world.rank if spec.sync_module_states else 0)

@@ -106,14 +106,15 @@ def _trees(draw: st.DrawFn, parts: st.SearchStrategy[Part], reads: bool) -> Tree
     # Composed, not built or mapped, so that what is printed is the tree, and not how it was drawn.
     width, drawn = draw(st.integers(1, 5)), draw(st.lists(parts, max_size=3))
     tree = Tree(width, _settle(tuple(drawn), "", _Scope([])))
-    tree = tree if _learns(tree) else replace(tree, parts=(*tree.parts, Linear()))
-    return _with_targets(tree) if reads else tree
+    tree = _with_targets(tree) if reads else tree
+    return tree if _learns(tree) else replace(tree, parts=(*tree.parts, Linear()))
 
 
 def _with_targets(tree: Tree) -> Tree:
     """Return `tree` with the name of a layer that has a weight in each `Read`."""
-    named = list(tree.named_parts())
-    weights = [name for name, part in named if isinstance(part, Linear | Gain)]
+    if not any(isinstance(part, Linear | Gain) for _, part in tree.named_parts()):
+        tree = replace(tree, parts=(*tree.parts, Linear()))
+    weights = [name for name, part in tree.named_parts() if isinstance(part, Linear | Gain)]
 
     def aim(name: str, part: Part) -> Part:
         return replace(part, of=weights[int(part.of) % len(weights)]) if isinstance(part, Read) else part
