@@ -38,6 +38,7 @@ def test_the_exported_names_are_the_documented_ones():
         "lambda_auto_wrap_policy",
         "register_fsdp_forward_method",
         "replicate",
+        "share_comm_ctx",
         "size_based_auto_wrap_policy",
         "transformer_auto_wrap_policy",
         "wrap",
