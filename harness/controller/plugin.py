@@ -32,6 +32,7 @@ from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.protocol import RunItem, Search, Warned, WorldKey
+from harness.reporting.differences import merge_warnings
 from harness.reporting.merge import merge
 from harness.world.item_run import ItemRun
 from harness.world.outcome import ItemOutcome
@@ -322,7 +323,7 @@ class Controller:
 
     def _pass_on_warnings(self, item: pytest.Item, outcome: ItemOutcome) -> None:
         """Pass each warning on to pytest once, however many ranks raised it."""
-        for warned in dict.fromkeys(warned for rank in outcome.ranks for warned in rank.warnings):
+        for warned in merge_warnings(outcome):
             self._config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": _to_message(warned),

@@ -127,7 +127,7 @@ class ItemGuards:
             left = guard.after(self.raised or failed)
             if not left or self._policy == "off":
                 continue
-            text = f"rank {self._rank.world.rank}: the test left behind {'; '.join(left)}"
+            text = f"the test left behind {'; '.join(left)}"
             if self._policy == "error" and not (self.raised or failed):
                 failure, failed = f"{text} (ranks_leaks = error)", True
             else:

@@ -55,11 +55,12 @@ def explain(
 def _head(first: list[Problem], outcome: ItemOutcome, others: list[list[Problem]]) -> list[str]:
     size = len(outcome.ranks)
     title = first[0].title + (" first" if others and first[0].title == "failed" else "")
+    but = "" if len({problem.said() for problem in first}) == 1 else " but for the rank's own number"
     if len(first) == size and size > 1:
-        return [f"all {size} ranks {title}, with the same traceback; this is rank {first[0].rank}'s"]
+        return [f"all {size} ranks {title}, with the same traceback{but}; this is rank {first[0].rank}'s"]
     head = [f"rank {first[0].rank} of {outcome.world} {title}"]
     if len(first) > 1:
-        head.append(f"{_names(first[1:])}: the same")
+        head.append(f"{_names(first[1:])}: the same{but}")
     head.extend(f"{_names(group)}: {group[0].title}, see below" for group in others)
     return head
 

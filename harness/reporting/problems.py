@@ -13,6 +13,7 @@ import pytest
 
 from harness.properties.messages import VICTIM_OF_AN_EXAMPLE
 from harness.protocol import BROKEN_CONNECTION, SKIPS_ALL, VICTIM_OF_A_CASE, Finished
+from harness.reporting.differences import without_addresses, without_own_number
 from harness.reporting.pytest_internals import ReprFileLocation, lines, messages
 from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports
 from harness.tracebacks import user_line
@@ -61,11 +62,17 @@ class Problem:
         return "\n".join(filter(None, (self.text, last)))
 
     def key(self) -> object:
-        """Return a value that is equal for problems of which one is to be shown."""
+        """Return a value that is equal for problems of which one is to be shown.
+
+        Those that differ by addresses, or each by the number of its own rank, are shown once.
+        """
         if self.report is None:
-            return self.title, self.text, self.output
-        text = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(self._messages()))
-        return text, lines(self.report)
+            return self.title, without_addresses(self.text), without_addresses(self.output)
+        return without_own_number(self.said(), self.rank), lines(self.report)
+
+    def said(self) -> str:
+        """Return the messages of its exceptions, without addresses."""
+        return without_addresses("\n".join(self._messages()))
 
 
 def find_causes(problems: list[Problem]) -> list[Problem]:
