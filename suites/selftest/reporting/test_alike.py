@@ -41,10 +41,9 @@ def output(shared_project: Project) -> str:
 
 
 def test_failures_that_differ_by_addresses_and_the_rank_are_told_once(output: str) -> None:
-    same = "all 2 ranks failed, with the same traceback but for the rank's own number; this is rank 0's"
+    same = "all 2 ranks failed, with the same traceback but for the rank's own number; this is rank "
     assert output.count(same) == 1
-    assert output.count("E       ValueError: rank 0: <object object at 0x") == 1
-    assert "rank 1: <object" not in output
+    assert output.count("E       ValueError: rank ") == 1
 
 
 def test_failures_with_other_values_are_told_each(output: str) -> None:
