@@ -1,4 +1,4 @@
-"""What ranks say alike is told once: failures, and warnings of what a test left behind."""
+"""Messages that ranks agree on are shown once: failures, and warnings of what a test left behind."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def output(shared_project: Project) -> str:
     return shared_project.run()
 
 
-def test_failures_that_differ_by_addresses_and_the_rank_are_told_once(output: str) -> None:
+def test_failures_that_differ_by_addresses_and_the_rank_are_shown_once(output: str) -> None:
     same = "all 2 ranks failed, with the same traceback but for the rank's own number; this is rank "
     assert output.count(same) == 1
     assert output.count("E       ValueError: rank ") == 1
 
 
-def test_failures_with_other_values_are_told_each(output: str) -> None:
+def test_failures_with_other_values_are_shown_each(output: str) -> None:
     assert "rank 1: failed, see below" in output or "rank 0: failed, see below" in output
     assert "assert 7 == 0" in output
     assert "assert 8 == 0" in output
