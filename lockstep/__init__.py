@@ -1,6 +1,8 @@
 """Lockstep by a name of its own: `from lockstep.assertions import ...` where `harness` is another package.
 
 `lockstep.shm` is `harness.shm`, the same module; see `lockstep.names`. Must not import torch.
+
+PYTEST_DONT_REWRITE: it has no asserts, and may be imported before pytest starts.
 """
 
 from __future__ import annotations

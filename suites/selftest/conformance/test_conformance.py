@@ -259,6 +259,13 @@ def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written,
     assert json.loads(dump(written.table))["format"] == 1
 
 
+def test_the_command_itself_warns_of_nothing(tmp_path: Path) -> None:
+    """pytest warns of a plugin whose asserts it comes too late to rewrite."""
+    copy_project("conformance", tmp_path)
+    done = conformance(tmp_path, "--engine", "lockstep", "--collect-only", "-W", "error", "claims")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # What was not run
 
 
