@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import pytest
 
 DEFAULTS: Mapping[str, Any] = {
-    "backend": None,
-    "device": None,
+    "ranks_backend": None,
+    "ranks_device": None,
     "world_seed": 0,
     "world_timeout": 60.0,
     "fresh_worlds": False,
@@ -18,6 +18,18 @@ DEFAULTS: Mapping[str, Any] = {
     "ranks_adopt_cpu": False,
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
+
+SHORT: Mapping[str, Mapping[str, Any]] = {
+    "backend": {
+        "help": "backend of torch.distributed, gloo, nccl, shm or fake, or one for each device, such as "
+        "cpu:gloo,cuda:nccl, for tests whose mark names none",
+    },
+    "device": {
+        "choices": ("cpu", "cuda"),
+        "help": "device of the ranks (default: cpu, cuda under nccl)",
+    },
+}
+"""Options whose names many projects have, and keep: ours are `--ranks-backend` and `--ranks-device`, too."""
 
 CHOICES = {
     "ranks_start_method": ("forkserver", "spawn"),
@@ -30,14 +42,10 @@ CHOICES = {
 def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's."""
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
-    group.addoption(
-        "--backend",
-        help="backend of torch.distributed, gloo, nccl, shm or fake, or one for each device, such as "
-        "cpu:gloo,cuda:nccl, for tests whose mark names none",
-    )
-    group.addoption(
-        "--device", choices=("cpu", "cuda"), help="device of the ranks (default: cpu, cuda under nccl)"
-    )
+    for name in SHORT:
+        group.addoption(
+            f"--ranks-{name}", dest=f"ranks_{name}", help=f"--{name} where another plugin has that"
+        )
     group.addoption(
         "--world-timeout",
         type=float,
@@ -106,10 +114,18 @@ def add_options(parser: pytest.Parser) -> None:
     _add_ini_options(parser)
 
 
+def add_short_options(parser: pytest.Parser, taken: Container[str]) -> None:
+    """Add `--backend` and `--device`, each unless a conftest or another plugin has taken that name."""
+    group = parser.getgroup("ranks")
+    for name, attributes in SHORT.items():
+        if f"--{name}" not in taken:
+            group.addoption(f"--{name}", dest=f"ranks_{name}", **attributes)
+
+
 def default_backend(config: pytest.Config) -> str:
     """Return the backend of items that name none: `--backend`, else what suits `--device`."""
-    backend: str | None = config.getoption("backend")
-    return backend or ("nccl" if config.getoption("device") == "cuda" else "gloo")
+    backend: str | None = config.getoption("ranks_backend")
+    return backend or ("nccl" if config.getoption("ranks_device") == "cuda" else "gloo")
 
 
 def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ PYTEST_DONT_REWRITE: in a rank the server has imported it before pytest could re
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 
@@ -15,7 +16,7 @@ from harness import fixtures, hookspecs
 from harness.fixtures import collectives, run_subtests, world
 from harness.hookspecs import RANK_PLUGIN
 from harness.marker import MarkError, read_mark
-from harness.options import add_options, adopted_kinds, default_backend
+from harness.options import add_options, add_short_options, adopted_kinds, default_backend
 
 __all__ = ["collectives", "run_subtests", "world"]
 
@@ -24,8 +25,27 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     add_options(parser)
+    config = pluginmanager.get_plugin("pytestconfig")
+    if (
+        config is None or config.known_args_namespace.confcutdir is not None
+    ):  # a conftest has named this plugin
+        _add_short_options(parser)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, object, object]:
+    """Add the options whose names are free once conftests and other plugins have added theirs."""
+    result = yield
+    _add_short_options(parser)
+    return result
+
+
+def _add_short_options(parser: pytest.Parser) -> None:
+    from harness.controller.pytest_internals import option_names
+
+    add_short_options(parser, option_names(parser))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -55,6 +55,17 @@ def basetemp_of(config: pytest.Config) -> Path:
     return factory.getbasetemp()
 
 
+def option_names(parser: pytest.Parser) -> set[str]:
+    """Return the names of all command-line options that were added so far.
+
+    If it moves: what `Parser.getgroup` looks through, and the group of options that were added without one.
+    """
+    groups: list[Any] = [*getattr(parser, "_groups", ()), getattr(parser, "_anonymous", None)]
+    return {
+        name for group in groups if group is not None for option in group.options for name in option.names()
+    }
+
+
 def option_groups(config: pytest.Config) -> Mapping[argparse.Action, str]:
     """Return every command-line option with the name of its group; empty where pytest keeps them elsewhere.
 

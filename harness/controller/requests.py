@@ -64,7 +64,7 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         return Refusal("skipped", "the test makes its own group (group=False), and a fake world has one")
     fake = _fake_rank(item, mark) if backend == "fake" else None
     size = _size_of(item, mark) if fake is None else 1
-    device = config.getoption("device") or devices_of(backend)[0]
+    device = config.getoption("ranks_device") or devices_of(backend)[0]
     key = WorldKey(size, backend, device, mark.group)
     if device not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
@@ -157,7 +157,7 @@ def check_options(config: pytest.Config) -> None:
         check_backend(backend)
     except ValueError as error:
         raise pytest.UsageError(f"--backend: {error}") from None
-    device = config.getoption("device")
+    device = config.getoption("ranks_device")
     if device is not None and device not in devices_of(backend):
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
     if (uses(backend, "nccl") or device == "cuda") and count_gpus() == 0:

@@ -48,8 +48,15 @@ def rerun_line(item: pytest.Item) -> str:
     for option, default in (*DEFAULTS.items(), *_PYTEST_OPTIONS.items()):
         value = config.getoption(option)
         if value != default:
-            words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words += [_option_of(config, option), *([] if value is True else [str(value)])]
     return shlex.join([*words, *selecting, *_others_options(config)])
+
+
+def _option_of(config: pytest.Config, dest: str) -> str:
+    """Return the name of an option: "--backend", if it is ours in this project, for `ranks_backend`."""
+    short = f"--{dest.removeprefix('ranks_')}"
+    is_ours = any(action.dest == dest and short in action.option_strings for action in option_groups(config))
+    return short if is_ours else f"--{dest.replace('_', '-')}"
 
 
 def _others_options(config: pytest.Config) -> list[str]:

@@ -6,17 +6,16 @@ Runs inside a rank; imports pytest only.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from harness.protocol import Warned
 from harness.rank.pytest_internals import hook_functions
-
-GUARDED = ("pytest_configure", "pytest_sessionstart")
-"""The hooks in which plugins set themselves up, and in which pytest lets any error end the session."""
 
 
 def worker_input(given: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -43,16 +42,20 @@ class LeftOut:
     def __init__(self) -> None:
         self._warnings: list[Warned] = []
 
-    def guard(self, config: pytest.Config) -> None:
-        """Catch what installed plugins raise in the hooks that are to come."""
+    def guard(self, config: pytest.Config, hook: str) -> None:
+        """Catch what installed plugins, and what they have registered, raise in the coming call of a hook."""
         manager = config.pluginmanager
-        installed = {id(plugin): dist for plugin, dist in manager.list_plugin_distinfo()}
-        for hook in GUARDED:
-            for implementation in hook_functions(config, hook):
-                if (dist := installed.get(id(implementation.plugin))) is not None:
-                    name = f"{dist.project_name} {dist.version}"
-                    failed = partial(self._leave_out, manager, implementation.plugin, name)
-                    implementation.function = _guarded(implementation.function, failed)
+        found = manager.list_plugin_distinfo()
+        installed = {_package_of(plugin): (manager.get_name(plugin), dist) for plugin, dist in found}
+        for implementation in hook_functions(config, hook):
+            plugin = implementation.plugin
+            if (of := installed.get(_package_of(plugin))) is not None:
+                option, dist = of
+                name = f"{dist.project_name} {dist.version}"
+                text = f"the plugin {name} fails in ranks and is left out there ({{}}); "
+                text += f"-p no:{option} leaves it out of the run"
+                failed = partial(self._leave_out, manager, plugin, text)
+                implementation.function = _guarded(implementation.function, failed)
 
     def take(self) -> list[Warned]:
         """Return what was not sent yet."""
@@ -60,16 +63,20 @@ class LeftOut:
         return taken
 
     def _leave_out(
-        self, manager: pytest.PytestPluginManager, plugin: object, name: str, error: Exception
+        self, manager: pytest.PytestPluginManager, plugin: object, text: str, error: Exception
     ) -> None:
-        option = manager.get_name(plugin)
         manager.unregister(plugin)
-        text = (
-            f"the plugin {name} fails in ranks and is left out there ({type(error).__name__}: {error}); "
-            f"-p no:{option} leaves it out of the run"
-        )
-        file = getattr(plugin, "__file__", None) or __file__
+        file = getattr(sys.modules.get(_module_of(plugin)), "__file__", None) or __file__
+        text = text.format(f"{type(error).__name__}: {error}")
         self._warnings.append(Warned("pytest", "PytestWarning", text, file, 1))
+
+
+def _module_of(plugin: object) -> str:
+    return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+
+
+def _package_of(plugin: object) -> str:
+    return _module_of(plugin).partition(".")[0]
 
 
 def _guarded(function: Callable[..., object], failed: Callable[[Exception], None]) -> Callable[..., object]:

@@ -112,7 +112,7 @@ class RankSession:
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._workerinput  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]
-        self._left_out.guard(config)
+        self._left_out.guard(config, "pytest_configure")
         return (yield)
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -123,6 +123,18 @@ class RankSession:
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
         return True  # of pytest-timeout: its limit is the deadline of the world
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._left_out.guard(session.config, "pytest_sessionstart")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        for hook in (
+            "pytest_sessionfinish",
+            "pytest_unconfigure",
+        ):  # of no test; the controller's part goes on
+            self._left_out.guard(session.config, hook)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:

@@ -29,6 +29,14 @@ def pytest_sessionstart(session):
     if "RANK" in os.environ:
         session.config.workerinput["of_its_other_half"]
 
+class Part:
+    def pytest_sessionfinish(self, session):
+        if "RANK" in os.environ:
+            session.config.of_its_main_process
+
+def pytest_configure(config):
+    config.pluginmanager.register(Part())
+
 def pytest_runtest_setup(item):
     if "RANK" in os.environ:
         raise ValueError("it runs where it was left out")
@@ -139,3 +147,25 @@ def test_verdicts_are_the_same_beside(tmp_path: Path, module: str, options: list
         *(f"test_{name}" for name in ("fails_on_one", "fails_on_all", "fails_in_set_up", "cases", "dies")),
     ]
     assert failed == set(wanted)
+
+
+OWN_OPTIONS = """
+def pytest_addoption(parser):
+    parser.addoption("--backend", default="jax")
+    parser.getgroup("ours").addoption("--device", action="store_true")
+"""
+READS_OPTIONS = """
+def test_options(world, pytestconfig):
+    assert (pytestconfig.getoption("backend"), pytestconfig.getoption("device")) == ("triton", True)
+    assert world.backend == "gloo"
+"""
+
+
+def test_a_project_keeps_its_own_options(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (tmp_path / "conftest.py").write_text(OWN_OPTIONS)
+    (tmp_path / "test_it.py").write_text(HEADER + READS_OPTIONS)
+    options = ("--backend", "triton", "--device", "--ranks-backend", "shm")
+    done = run_pytest(tmp_path, *options)
+    assert "AssertionError: assert 'shm' == 'gloo'" in done.output
+    assert "pytest test_it.py::test_options --ranks-backend shm --backend triton --device" in done.lines
