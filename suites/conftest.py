@@ -14,7 +14,8 @@ SUITES = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Register a mark, and a profile of properties/conftest.py before Hypothesis's plugin looks for it."""
+    """Register marks, and a profile of properties/conftest.py before Hypothesis's plugin looks for it."""
+    config.addinivalue_line("markers", "basic(place): of the few claims that find most faults, in order")
     config.addinivalue_line("markers", "inside: a claim about traffic, memory or hooks, not about values")
     if config.getoption("hypothesis_profile", None) == "long":
         from hypothesis import Phase, settings
@@ -25,8 +26,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Run claims about values first, in all files, and then those that look inside the engine."""
-    items.sort(key=lambda item: item.get_closest_marker("inside") is not None)
+    """Run claims that name one fault each first, in all files, and those that look inside the engine last."""
+
+    def place(item):
+        basic = item.get_closest_marker("basic")
+        return basic.args[0] if basic else 100 + bool(item.get_closest_marker("inside"))
+
+    items.sort(key=place)
 
 
 def pytest_itemcollected(item):

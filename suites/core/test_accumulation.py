@@ -76,6 +76,7 @@ def test_synced_and_unsynced_backwards_add_up(front, backward, run_subtests):
     run_subtests({**options(front), "syncs": syncs}, check)
 
 
+@pytest.mark.basic(3)
 def test_two_backwards_over_one_graph_give_exactly_twice(world, engine, front, run_subtests):
     """pytorch#73784: with offload the second gradient replaced the first."""
 

@@ -56,6 +56,7 @@ def train(world, front, reference, model):
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.basic(4)
 def test_norm_and_clipped_gradients_equal_the_unsharded_ones(world, front, run_subtests):
     """pytorch#88955: the norm was not reduced, or counted once per rank."""
 

@@ -36,6 +36,7 @@ def evaluate(model, x):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.basic(5)
 def test_an_evaluation_has_the_weights_of_the_last_step(world, front, run_subtests):
     """The weights that one evaluation gathered do not serve the next: the step moved them."""
 

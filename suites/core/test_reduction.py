@@ -14,6 +14,7 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.basic(1)
 def test_gradients_are_the_mean_over_ranks(world, front, run_subtests):
     """pytorch#162338: gloo gave the sum; #167178: no division at degree 1; #144045: small ones were zero."""
 
@@ -28,6 +29,7 @@ def test_gradients_are_the_mean_over_ranks(world, front, run_subtests):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.basic(2)
 def test_small_parameters_in_a_group_have_their_gradients(world, front):
     """pytorch#144045: the gradient of a small parameter was zero on one rank."""
 

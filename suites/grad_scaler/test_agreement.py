@@ -37,6 +37,7 @@ def known(world, bad, holder):
 
 
 @EVERY_BAD
+@pytest.mark.basic(8)
 def test_a_bad_gradient_in_any_one_shard_stops_all_ranks(world, trained, run_subtests, bad):
     def check(holder, unscale_first, **spec):
         run = trained(KnownGradient(2 * world.size), **spec)

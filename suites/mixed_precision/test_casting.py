@@ -46,6 +46,7 @@ class Layers(nn.Sequential):
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.basic(6)
 def test_every_module_computes_in_the_configured_dtypes(
     shard, batch, run_subtests, strategy, use_orig_params, train
 ):

@@ -76,10 +76,6 @@ class TestFSDPMixedPrecisionSharded:
     def test_mp_embedding_params_and_reduce_diff(self, check_both_ways):
         check_both_ways(Precision(F16, F32, F16))
 
-    @pytest.mark.parametrize("reduce_dtype", [None, F32])
-    def test_mp_embedding_only_params(self, check_both_ways, reduce_dtype):
-        check_both_ways(Precision(F16, reduce_dtype))
-
     @pytest.fixture
     def check_both_ways(self, world, engine, batches, collectives, run_subtests):
         """Train with all parameters in one group, and with layers that are units."""

@@ -113,12 +113,12 @@ class Subject:
         self.wire = CollectivesLog()
         with self.log, self.wire:
             loss = LinearMixedPrecision.loss(model(batch))
+        assert loss.dtype == self.dtypes.param
         self.check_in_forward()
         self.check_between(self.kept)
         return loss
 
     def backward(self, model, scaled_loss):
-        assert scaled_loss.dtype == self.dtypes.param
         with self.wire:
             self.engine.backward(model, scaled_loss)
         self.check_in_backward()

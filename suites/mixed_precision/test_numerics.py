@@ -125,6 +125,7 @@ def test_the_mean_of_fp16_gradients_is_exact_if_sums_overflow(world, front, prec
 
 
 @LOW_DTYPES
+@pytest.mark.basic(7)
 def test_reduce_dtype_holds_for_every_bit_of_every_gradient(world, front, run_subtests, dtype):
     """pytorch#190626: some gradients were reduced in low precision and cast afterwards."""
     eps = torch.finfo(dtype).eps

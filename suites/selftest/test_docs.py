@@ -45,6 +45,7 @@ def test_there_is_a_page():
         "adopt_deepspeed",
         "adopt_pytorch",
         "architecture",
+        "claims",
         "composable",
         "conformance",
         "fake",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,53 @@ def test_warnings_of_a_foreign_engine_are_listed_and_fail_nothing(tmp_path: Path
     assert "\n* plain\\_engine:Warns, 3: FutureWarning: old\\_name is deprecated\n" in markdown
     page = (tmp_path / "conformance-report" / "conformance.html").read_text()
     assert page.count("old_name is deprecated") == 1
+
+
+TWO = "FULL_SHARD-orig-2-ranks"
+MEAN = f"core/test_reduction.py::test_gradients_are_the_mean_over_ranks[{TWO}]"
+SMALL = f"core/test_reduction.py::test_small_parameters_in_a_group_have_their_gradients[{TWO}]"
+TWICE = "core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice[FULL_SHARD-orig]"
+NORM = f"core/test_clipping.py::test_norm_and_clipped_gradients_equal_the_unsharded_ones[{TWO}]"
+FRESH = f"core/test_evaluation.py::test_an_evaluation_has_the_weights_of_the_last_step[{TWO}]"
+WIRE = (
+    "mixed_precision/test_numerics.py::"
+    "test_reduce_dtype_holds_for_every_bit_of_every_gradient[FULL_SHARD-orig-fp16-2-ranks]"
+)
+SCALER = "grad_scaler/test_agreement.py::test_a_bad_gradient_in_any_one_shard_stops_all_ranks[inf-2-ranks]"
+CLAIMS = [MEAN, SMALL, TWICE, NORM, FRESH, WIRE, SCALER]
+
+FIRST = {
+    "Zero3": None,
+    "SumsGradients": MEAN,
+    "LosesTheRest": MEAN,  # in the cases of one and of seven elements
+    "TakesTheNeighboursSlice": MEAN,  # in the same
+    "ForgetsTheFirstBackward": TWICE,
+    "ClipsByItsOwnNorm": NORM,
+    "StaleInEval": FRESH,
+    "ReducesInParamDtype": WIRE,
+    "SkipsAlone": SCALER,
+}
+"""By engine, the first claim that it breaks: the fault's name."""
+
+
+def test_the_first_broken_claim_names_the_fault(tmp_path: Path) -> None:
+    # One path each: given in another order, they are put into that of the suites.
+    table = run(tmp_path, list(FIRST), *reversed(CLAIMS))
+    assert [claim.removeprefix("suites/") for claim in table.claims] == CLAIMS
+    broken = {
+        name: [
+            claim.id.removeprefix("suites/")
+            for claim in table.claims.values()
+            if table.cell(claim, f"plain_engine:{name}").outcome == Outcome.BROKEN
+        ]
+        for name in FIRST
+    }
+    assert {name: next(iter(found), None) for name, found in broken.items()} == FIRST
+
+
+def test_every_claim_that_the_docs_name_is_there() -> None:
+    page = (PROJECT / "docs" / "claims.md").read_text()
+    named = re.findall(r"`([a-z_]+/test_[a-z_]+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 30
+    for path, test in named:
+        assert not test or f"def {test}(" in (PROJECT / "suites" / path).read_text(), (path, test)

@@ -64,12 +64,13 @@ class Gather(torch.autograd.Function):
 
 
 class Unit:
-    """A module's forward, with the parameters that it gathers: `places` are (module, name, shard)."""
+    """A module that gathers its parameters for its forward; `places` are (module, name, shard)."""
 
     def __init__(self, module, places, casts_to):
-        self.module, self.places, self.forward, self.casts_to = module, places, module.forward, casts_to
-        module.forward = self
+        self.module, self.places, self.casts_to, self.running = module, places, casts_to, []
         self.shards = dict.fromkeys(shard for _, _, shard in places)
+        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after_forward, always_call=True)
         self.show({shard: shard.slice for shard in self.shards})
 
     def show(self, tensors):
@@ -80,19 +81,18 @@ class Unit:
     def gather(self):
         return {shard: Gather.apply(shard.slice, shard) for shard in self.shards}
 
-    def __call__(self, *args, **kwargs):
-        if self.casts_to:
-            args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
+    def before_forward(self, module, args, kwargs):
         full = self.gather()
         owners = {t.untyped_storage().data_ptr(): shard for shard, t in full.items() if t.numel()}
         self.show(full)
-        try:
-            with saved_tensors_hooks(lambda tensor: self.pack(tensor, owners), self.unpack):
-                output = self.forward(*args, **kwargs)
-        finally:
-            self.show({shard: shard.slice for shard in self.shards})
+        self.running.append(saved_tensors_hooks(lambda tensor: self.pack(tensor, owners), self.unpack))
+        self.running[-1].__enter__()
+        return tree_map_only(torch.Tensor, self.cast, (args, kwargs)) if self.casts_to else None
+
+    def after_forward(self, module, args, output):
+        self.running.pop().__exit__()
+        self.show({shard: shard.slice for shard in self.shards})
         tree_map_only(torch.Tensor, self.watch, output)
-        return output
 
     def cast(self, tensor):
         return tensor.to(self.casts_to) if tensor.is_floating_point() else tensor
@@ -112,8 +112,8 @@ class Unit:
     def before_backward(self, gradient):
         """Gather for what backward computes again, until it ends."""
         if all(isinstance(getattr(module, name), nn.Parameter) for module, name, _ in self.places):
-            full = self.gather()
-            self.show(full)
+            with torch.enable_grad():
+                self.show(self.gather())
             end = torch.autograd.Variable._execution_engine.queue_callback
             end(lambda: self.show({shard: shard.slice for shard in self.shards}))
 
