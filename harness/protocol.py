@@ -257,6 +257,15 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """Lines to show while the test runs: a record of a live log, say."""
+
+    text: str
+    to_file: bool = False
+    """Whether they are for the file of `--log-file`, and not for the terminal."""
+
+
+@dataclass(frozen=True, slots=True)
 class Warned:
     """One warning raised while the item ran."""
 
@@ -373,6 +382,7 @@ FromRank = (
     | Collecting
     | ItemStarted
     | Reported
+    | Shown
     | Warned
     | Vote
     | RankStatus

@@ -22,11 +22,13 @@ import pytest
 from harness.backends import BACKENDS, backends_of
 from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers
+from harness.controller.live import LiveOutput, shows_live
 from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
 from harness.controller.requests import Refusal, Request, default_backend, request_of
 from harness.controller.rerun import rerun_line
 from harness.controller.rerunfailures_internals import run_again_on_failure
 from harness.controller.termination import Termination
+from harness.controller.unsupported import note_on_snapshots
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
@@ -80,6 +82,7 @@ class Controller:
         self._launcher: ProcessLauncher | None = None
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._termination = Termination()
+        self._live = LiveOutput(config)
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared_tmp_path = ""
@@ -89,6 +92,7 @@ class Controller:
             self._debugging is None
             and config.getoption("capture") in ("fd", "sys")
             and not hasattr(config, "workerinput")
+            and not shows_live(config)
         )
 
     # Before tests: find out what will be needed, and start it early
@@ -195,7 +199,7 @@ class Controller:
             if not (was_clean := last.is_clean()):
                 search, order = CrashSearch(), begun.demand.run.order
                 while search.add(last):
-                    run = ItemRun(search.order(order), request.timeout)
+                    run = ItemRun(search.order(order), request.timeout, self._live.show)
                     last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
@@ -278,7 +282,8 @@ class Controller:
                 self._begun = self._begin_in(world, demand)
 
     def _demand(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Demand:
-        return Demand(item, request, ItemRun(self._order(item, request, nextitem), request.timeout))
+        run = ItemRun(self._order(item, request, nextitem), request.timeout, self._live.show)
+        return Demand(item, request, run)
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
@@ -356,6 +361,8 @@ class Controller:
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._last_items and (note := note_on_snapshots(self._config)):
+            terminalreporter.write_line(note)
         if self._interrupted is not None:
             item = self._last_items.get(self._interrupted.world or "")
             self._interrupted.write(terminalreporter, "" if item is None else str(item.nodeid))

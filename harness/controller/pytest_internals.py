@@ -32,6 +32,16 @@ def marks_of_parameters(metafunc: pytest.Metafunc) -> list[pytest.Mark]:
     return [mark for call in getattr(metafunc, "_calls", ()) for mark in call.marks]
 
 
+def fixture_of(item: pytest.Item, name: str) -> Callable[..., object] | None:
+    """Return the function of the fixture that an item gets under a name; None if that cannot be found out.
+
+    If it moves: `FuncFixtureInfo.name2fixturedefs` of a function's item.
+    """
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get(name)
+    function: Callable[..., object] | None = definitions[-1].func if definitions else None
+    return function
+
+
 def tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.CallInfo[None]:
     """Tear down all fixtures in this process that `nextitem` does not need; return how that went.
 
@@ -95,6 +105,19 @@ def uncaptured_streams(config: pytest.Config) -> Iterator[None]:
     finally:  # outside of tests pytest captures the input, and not the output
         capture.resume_global_capture()
         capture.suspend_global_capture()
+
+
+def write_to_log_file(config: pytest.Config, text: str) -> None:
+    """Write to the file of `--log-file`, between pytest's own records.
+
+    If it moves: the handler that `LoggingPlugin.set_log_path` gives another stream.
+    """
+    plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
+    handler: Any = getattr(plugin, "log_file_handler", None)
+    if getattr(handler, "stream", None) is not None:
+        with handler.lock:
+            handler.stream.write(text)
+            handler.flush()
 
 
 def make_report(item: pytest.Item, when: str, outcome: str, longrepr: object = None) -> pytest.TestReport:

@@ -15,6 +15,7 @@ import pytest
 from harness.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
 from harness.controller import debugging
 from harness.controller.timeout_internals import limits_of
+from harness.controller.unsupported import refuse_fixtures
 from harness.fake_ranks import PLACE, FakeRank, places
 from harness.marker import MarkError, RanksMark, read_mark
 from harness.options import CHOICES, DEFAULTS, adopted_kinds, default_backend
@@ -47,6 +48,8 @@ def request_of(item: pytest.Item) -> Request | Refusal | None:
         return None
     try:
         mark = read_mark(item)
+        if mark is not None and (why := refuse_fixtures(item)):
+            return Refusal("failed", why)
         return None if mark is None else _resolve(item, mark)
     except MarkError as error:
         # Functions were checked when collected; methods of unittest, and marks that hooks add, were not.

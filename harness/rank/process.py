@@ -35,6 +35,7 @@ from harness.protocol import (
     Vote,
 )
 from harness.rank.exchanges import Exchanges
+from harness.rank.live import prefix_streams
 from harness.rank.output import capture_into
 from harness.rank.process_group import DefaultGroup
 from harness.rank.pytest_internals import attach_log_handlers_quickly
@@ -103,6 +104,8 @@ class Rank:
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
         capture_into(self.spec.path_of("captured"))
+        if not self.spec.session.captures and self.spec.rank != self.spec.session.debugged_rank:
+            prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
         session = RankSession(self)
         try:

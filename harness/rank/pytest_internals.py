@@ -95,6 +95,23 @@ def hook_functions(config: pytest.Config, hook: str) -> list[Any]:
     return [each for each in records if not (each.wrapper or each.hookwrapper)]
 
 
+def replace_log_handlers(config: pytest.Config, live: Any, file: Any) -> None:
+    """Put handlers in the place of those for live logs and for the log file, with their formats.
+
+    None keeps what is there. If it moves: what `LoggingPlugin` attaches around the whole run of tests.
+    """
+    plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
+    for name, handler in (("log_cli_handler", live), ("log_file_handler", file)):
+        if handler is not None and hasattr(plugin, name):
+            handler.setFormatter(getattr(plugin, name).formatter)
+            setattr(plugin, name, handler)
+
+
+def make_terminal_writer(config: pytest.Config, stream: Any) -> Any:
+    """Return a writer of pytest's on a stream, as `Config.get_terminal_writer` does on the terminal."""
+    return create_terminal_writer(config, stream)
+
+
 def tear_down_except_for(item: pytest.Item) -> None:
     """Tear down the fixtures and collectors that are set up and that the item does not need.
 

@@ -33,6 +33,7 @@ from harness.protocol import (
 )
 from harness.rank import debugger
 from harness.rank.item import ItemGuards
+from harness.rank.live import show_live, wants_log_file
 from harness.rank.plugins import LeftOut, worker_input
 from harness.rank.pytest_internals import set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
@@ -54,10 +55,14 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
     "log_file": os.devnull,
     **dict.fromkeys(("keyword", "markexpr"), ""),
     **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "cacheclear"), False),
-    **dict.fromkeys(("setupshow", "distload"), False),
+    "distload": False,
     **dict.fromkeys(("deselect", "cacheshow", "durations", "xmlpath", "pastebin", "debug"), None),
     **dict.fromkeys(("numprocesses", "maxprocesses"), None),
     "session_timeout": float("inf"),
+    # pytest-benchmark's, inline-snapshot's and syrupy's: ranks write no figures and no snapshots.
+    **dict.fromkeys(("benchmark_disable", "disable_unused_snapshots"), True),
+    **dict.fromkeys(("update_snapshots", "update_new_snapshots_only"), False),
+    "inline_snapshot": "disable",
 }
 
 
@@ -99,6 +104,7 @@ class RankSession:
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
         self._config = config
         options = vars(config.option)
+        self._has_log_file = wants_log_file(config)
         options.update({name: value for name, value in _CONTROLLER_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
         debugger.plug_in(config, self.rank)
@@ -116,13 +122,15 @@ class RankSession:
         return (yield)
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        config.option.setupshow = False  # --setup-only has set it again
         for plugin in (self._collection, self._guards, self._reporter):
             config.pluginmanager.register(plugin)
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
         return True  # of pytest-timeout: its limit is the deadline of the world
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        show_live(self.rank, session.config, self._has_log_file)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:

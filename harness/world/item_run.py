@@ -6,7 +6,7 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -28,6 +28,7 @@ from harness.protocol import (
     Ready,
     Reported,
     RunItem,
+    Shown,
     StartFailed,
     Vote,
     Warned,
@@ -56,10 +57,14 @@ class ItemRun:
 
     Args:
         timeout: seconds for the item, without collection; infinity for a user who debugs.
+        show: called with a rank's number and what it wants to be shown at once.
     """
 
-    def __init__(self, order: RunItem, timeout: float) -> None:
+    def __init__(
+        self, order: RunItem, timeout: float, show: Callable[[int, Shown], None] = lambda *_: None
+    ) -> None:
         self.order = order
+        self._show = show
         self._timeout = timeout
         self.following: ItemRun | None = None
         """What all ranks have gone on to, after `finish`."""
@@ -175,6 +180,8 @@ class ItemRun:
                     outcome.status = outcome.status or doing
                 elif doing is not None and doing.case:
                     self._failed_cases.setdefault(doing.case, {})[rank] = doing
+            case Shown():
+                self._show(rank if self.order.fake is None else self.order.fake.rank, message)
             case Warned():
                 outcome.warnings.append(message)
             case Vote():

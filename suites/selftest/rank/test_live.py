@@ -1,0 +1,82 @@
+"""Output of ranks that is shown while tests run, with the rank before each line."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.rank.live import PrefixedStream
+
+if TYPE_CHECKING:
+    from suites.selftest.project import Project
+
+
+@pytest.fixture(scope="module")
+def live(shared_project: Project) -> list[str]:
+    """The lines of a session in which pytest captures, with live logs, a log file and a list of set-ups."""
+    shared_project.copy("live")
+    logs = ("--log-cli-level=INFO", "--log-file=log.txt", "--log-file-level=DEBUG")
+    return shared_project.run("-v", "--setup-show", *logs).splitlines()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_live_logs_stand_before_the_outcome(live: list[str], rank: int) -> None:
+    line = live.index(f"rank {rank}: INFO     mine:test_live.py:22 info by {rank}")
+    passed = next(number for number, text in enumerate(live) if "test_a PASSED" in text)
+    assert line < passed
+    assert not any("debug" in text for text in live)
+
+
+def test_live_logs_of_a_fake_world_name_its_rank(live: list[str]) -> None:
+    assert any(line.startswith("rank 63: INFO") and line.endswith("info by 63") for line in live)
+
+
+def test_a_forked_child_that_logs_goes_on(live: list[str]) -> None:
+    assert any("test_in_a_fork PASSED" in line for line in live)
+
+
+@pytest.mark.usefixtures("live")
+def test_the_log_file_has_records_of_all_ranks(shared_project: Project) -> None:
+    lines = (shared_project.path / "log.txt").read_text().splitlines()
+    found = sorted(line for line in lines if "test_live.py" in line and line[5] in "01")
+    assert found == [
+        "rank 0: DEBUG    mine:test_live.py:23 debug",
+        "rank 0: INFO     mine:test_live.py:22 info by 0",
+        "rank 1: DEBUG    mine:test_live.py:23 debug",
+        "rank 1: INFO     mine:test_live.py:22 info by 1",
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_set_ups_are_shown(live: list[str], rank: int) -> None:
+    shown = [line.strip() for line in live if line.startswith(f"rank {rank}: ") and "mine:" not in line]
+    assert shown[:4] == [
+        f"rank {rank}: SETUP    S world",
+        f"rank {rank}:         SETUP    F thing (fixtures used: world)",
+        f"rank {rank}:         test_live.py::test_a (fixtures used: request, thing, world)",
+        f"rank {rank}:         TEARDOWN F thing",
+    ]
+
+
+@pytest.mark.parametrize("option", ["-s", "--capture=tee-sys"])
+def test_lines_that_ranks_print_have_their_number(project: Project, option: str) -> None:
+    project.copy("live")
+    output = project.run(option, "test_live.py::test_a")
+    assert "1 passed" in output
+    printed = [line.removeprefix("test_live.py ") for line in output.splitlines()]
+    for rank in (0, 1):
+        of_rank = [line for line in printed if line.startswith(f"rank {rank}: ")]
+        assert of_rank == [f"rank {rank}: {text} {rank}" for text in ("first", "second", "to stderr")]
+
+
+def test_a_line_that_is_flushed_in_parts_has_one_prefix() -> None:
+    below = io.StringIO()
+    stream = PrefixedStream(below, lambda: "rank 3")
+    stream.write("half")
+    assert below.getvalue() == ""
+    stream.flush()
+    stream.write(" and half\n\nwhole\n")
+    stream.flush()
+    assert below.getvalue() == "rank 3: half and half\nrank 3: \nrank 3: whole\n"
