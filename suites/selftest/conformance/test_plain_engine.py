@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,11 +78,3 @@ def test_the_first_broken_claim_names_the_fault(tmp_path: Path) -> None:
         for name in FIRST
     }
     assert {name: next(iter(found), None) for name, found in broken.items()} == FIRST
-
-
-def test_every_claim_that_the_docs_name_is_there() -> None:
-    page = (PROJECT / "docs" / "claims.md").read_text()
-    named = re.findall(r"`([a-z_]+/test_[a-z_]+\.py)(?:::(test_\w+))?`", page)
-    assert len(named) > 30
-    for path, test in named:
-        assert not test or f"def {test}(" in (PROJECT / "suites" / path).read_text(), (path, test)
