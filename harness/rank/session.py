@@ -129,12 +129,10 @@ class RankSession:
     def pytest_timeout_set_timer(self) -> bool:
         return True  # of pytest-timeout: its limit is the deadline of the world
 
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        show_live(self.rank, session.config, self._has_log_file)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._left_out.guard(session.config, "pytest_sessionstart")
+        show_live(self.rank, session.config, self._has_log_file)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
