@@ -111,6 +111,8 @@ class RankSession:
         if self._spec.session.measures:
             config.pluginmanager.register(RankCoverage(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
+        if self._spec.session.debugged_rank is None:  # nor may a plugin put one there
+            config.pluginmanager.set_blocked("terminalreporter")
         for name in filter(config.pluginmanager.hasplugin, ("rerunfailures", "pytest_rerunfailures")):
             config.pluginmanager.set_blocked(name)  # a rank that ran an item again would do so alone
             config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
