@@ -136,7 +136,7 @@ class Harness:
     options: tuple[str, ...] = ()
 
 
-WITHOUT_US = ("-p", "no:harness.plugin")
+WITHOUT_US = ("-p", "no:lockstep")
 MULTI = Harness("MultiProcessTestCase", Template(MULTI_PROCESS), 4, WITHOUT_US)
 CONT = Harness("MultiProcContinuousTest", Template(CONTINUOUS), 102, WITHOUT_US)
 FRESH = Harness("Lockstep, fresh world", Template(LOCKSTEP), 22, ("--fresh-worlds",))

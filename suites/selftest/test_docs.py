@@ -56,6 +56,7 @@ def test_there_is_a_page():
         "properties",
         "shm",
         "your_engine",
+        "your_project",
     ]
 
 
