@@ -65,7 +65,9 @@ class SessionSpec:
     measures: bool
     """Whether pytest-cov does in the controller."""
     debugged_rank: int | None
-    """Of `--rank-pdb`."""
+    """Of `--rank-pdb` or `--rank-debugpy`."""
+    debugpy_port: int
+    """Of `--rank-debugpy`, where an IDE attaches to the debugged rank; 0 without that option."""
     captures: bool
     """False under `-s` and `--capture=tee-sys`: the ranks write where the controller writes."""
     output_directory: str = ""
@@ -294,6 +296,15 @@ class Issued:
     """Seconds after which it fails with a timeout of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class BuildLock:
+    """A file by which torch lets one process build a C++ extension (`torch.utils.cpp_extension`)."""
+
+    path: str
+    is_held: bool
+    """Whether by this rank, which else may wait for it."""
+
+
 State = Literal["runs", "reports", "votes", "idle", "stopped", "silent"]
 """Of a rank: it runs the test; it writes a report, of a failure perhaps; it has come to the end of a subtest
 and waits for the others; it has ended the test. And what only the controller sees: its process is stopped; it
@@ -317,6 +328,8 @@ class RankStatus:
     state: State = "runs"
     case: str = ""
     """The subtest it is in, if it is in one of `run_subtests`."""
+    build_locks: tuple[BuildLock, ...] = ()
+    """torch's locks of C++ builds that it holds or waits for, where the whole status was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`--rank-pdb` in the controller: its checks, the loan of the terminal, Ctrl-C, and quitting.
+"""`--rank-pdb` in the controller: its checks, the loan of the terminal, Ctrl-C, quitting; `--rank-debugpy`.
 
 Runs in the controller; must not import torch. What a rank does with the terminal is in `rank.debugger`.
 """
@@ -6,8 +6,11 @@ Runs in the controller; must not import torch. What a rank does with the termina
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import pkgutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -17,6 +20,8 @@ from harness.controller.pytest_internals import uncaptured_streams
 from harness.launch.terminal import Terminal
 from harness.protocol import WorldKey
 from harness.world.world import World
+
+_port_key = pytest.StashKey[int]()
 
 
 class Debugging:
@@ -56,16 +61,67 @@ class Debugging:
 
 def is_debugged(key: WorldKey, config: pytest.Config) -> bool:
     """Return whether a world has the rank of `--rank-pdb`."""
-    rank: int | None = config.getoption("rank_pdb")
+    rank = debugged_rank(config)
     return rank is not None and rank < key.size
 
 
+def debugged_rank(config: pytest.Config) -> int | None:
+    """Return the rank of `--rank-pdb` or `--rank-debugpy`; None without either."""
+    if (given := config.getoption("rank_debugpy")) is not None:
+        return int(given.partition(":")[0])
+    rank: int | None = config.getoption("rank_pdb")
+    return rank
+
+
+def debugpy_port(config: pytest.Config) -> int:
+    """Return the port of `--rank-debugpy`, a free one where it names none; 0 without the option."""
+    if config.getoption("rank_debugpy") is None:
+        return 0
+    if _port_key not in config.stash:
+        given = config.getoption("rank_debugpy").partition(":")[2]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            config.stash[_port_key] = int(given or free.getsockname()[1])
+    return config.stash[_port_key]
+
+
+def how_to_attach(config: pytest.Config) -> str:
+    """Return what the user does in an IDE to debug the rank of `--rank-debugpy`."""
+    rank, port = debugged_rank(config), debugpy_port(config)
+    configuration = {
+        "name": f"rank {rank}",
+        "type": "debugpy",
+        "request": "attach",
+        "connect": {"host": "127.0.0.1", "port": port},
+        "justMyCode": False,
+    }
+    return (
+        f"rank {rank} waits for a debugger on 127.0.0.1:{port}. In launch.json of VS Code:\n"
+        f"{json.dumps(configuration)}"
+    )
+
+
+def _check_debugpy(config: pytest.Config, given: str) -> None:
+    error = f"--rank-debugpy {given}"
+    rank, colon, port = given.partition(":")
+    if not rank.isdecimal() or (colon and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise pytest.UsageError(f"{error}: write RANK or RANK:PORT, such as 1:5678")
+    if config.getoption("rank_pdb") is not None:
+        raise pytest.UsageError(f"{error}: one debugger at a time; leave out --rank-pdb")
+    if getattr(config.option, "dist", "no") != "no":
+        raise pytest.UsageError(f"{error}: each process of pytest -n would listen there; leave out -n")
+    if importlib.util.find_spec("debugpy") is None:
+        raise pytest.UsageError(f"{error}: needs debugpy: pip install 'lockstep-harness[debug]'")
+
+
 def check_options(config: pytest.Config) -> None:
-    """Refuse a `--rank-pdb` that no run can satisfy.
+    """Refuse a `--rank-pdb` or `--rank-debugpy` that no run can satisfy.
 
     Raises:
         pytest.UsageError: with what was wrong and what to write.
     """
+    if (given := config.getoption("rank_debugpy")) is not None:
+        _check_debugpy(config, given)
     rank = config.getoption("rank_pdb")
     if rank is None:
         return
@@ -92,15 +148,16 @@ def check_debuggers(config: pytest.Config, keys: Mapping[str, WorldKey]) -> None
     Raises:
         pytest.UsageError: with what was wrong and what to write.
     """
-    rank = config.getoption("rank_pdb")
+    rank = debugged_rank(config)
     if rank is not None:
+        option = "--rank-pdb" if config.getoption("rank_debugpy") is None else "--rank-debugpy"
         if not any(is_debugged(key, config) for key in keys.values()):
             has = "no test runs on ranks"
             if keys:
                 has = f"the largest world has the ranks 0 to {max(key.size for key in keys.values()) - 1}"
             if any(key.backend == "fake" for key in keys.values()):
-                has += ". A fake world is one process: --rank-pdb 0 debugs it, whichever rank it stands for"
-            raise pytest.UsageError(f"--rank-pdb {rank}: there is no such rank: {has}")
+                has += f". A fake world is one process: {option} 0 debugs it, whichever rank it stands for"
+            raise pytest.UsageError(f"{option} {rank}: there is no such rank: {has}")
         return
     for name, option in (("usepdb", "--pdb"), ("trace", "--trace")):
         if keys and config.getoption(name):

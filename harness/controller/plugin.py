@@ -21,7 +21,7 @@ import pytest
 
 from harness.backends import BACKENDS, backends_of
 from harness.controller.crashed_examples import CrashSearch
-from harness.controller.debugging import Debugging, check_debuggers
+from harness.controller.debugging import Debugging, check_debuggers, debugged_rank
 from harness.controller.live import LiveOutput, shows_live
 from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
 from harness.controller.requests import Refusal, Request, default_backend, request_of
@@ -89,7 +89,7 @@ class Controller:
         self._coming: Demand | None = None
         self._begun: Begun | None = None
         self._looks_ahead = (
-            self._debugging is None
+            debugged_rank(config) is None
             and config.getoption("capture") in ("fd", "sys")
             and not hasattr(config, "workerinput")
             and not shows_live(config)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.backends import uses
+from harness.controller import debugging
 from harness.controller.pytest_internals import basetemp_of
 from harness.controller.requests import count_gpus, output_directory_of
 from harness.exceptions import LaunchError
@@ -76,6 +77,8 @@ class WorldStarter:
             if isinstance(error, OSError):
                 raise LaunchError(explain(error)) from error
             raise
+        if debugging.debugpy_port(self._config) and debugging.is_debugged(key, self._config):
+            _report_wait(self._config, debugging.how_to_attach(self._config))
         return world
 
     def _session_spec(self) -> SessionSpec:
@@ -95,7 +98,8 @@ class WorldStarter:
             environ=environ,
             workerinput=self._workerinput,
             measures=measures(config),
-            debugged_rank=config.getoption("rank_pdb"),
+            debugged_rank=debugging.debugged_rank(config),
+            debugpy_port=debugging.debugpy_port(config),
             captures=config.getoption("capture") in ("fd", "sys"),
             output_directory=self._output_directory,
         )
@@ -145,6 +149,7 @@ def _report_wait(config: pytest.Config, text: str) -> None:
     if terminal is not None and not hasattr(config, "workerinput"):
         terminal.ensure_newline()
         terminal.write_line(text)
+        terminal.flush()  # a pipe would hold it back, and the user acts on it
     elif not config.stash.get(_waited_key, False):
         config.stash[_waited_key] = True
         text = f"{os.environ.get('PYTEST_XDIST_WORKER', 'a controller')} spent a long time {text}"

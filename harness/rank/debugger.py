@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import importlib
 import os
 import signal
 import sys
@@ -25,7 +26,11 @@ __tracebackhide__ = True  # the frames of hooks are no news in a test's tracebac
 
 def plug_in(config: pytest.Config, rank: Rank) -> None:
     """Register the debugger of this rank, or what explains why its breakpoints do not stop."""
-    chosen: int | None = config.option.rank_pdb
+    chosen = rank.spec.session.debugged_rank
+    if chosen == rank.spec.rank and rank.spec.session.debugpy_port:
+        config.option.usepdb = config.option.trace = False
+        config.pluginmanager.register(IdeDebugger(rank))
+        return
     if chosen != rank.spec.rank:
         config.option.usepdb = config.option.trace = False
         exists = chosen is not None and chosen < rank.spec.key.size
@@ -101,6 +106,31 @@ class RankDebugger:
     def _enter(self, state: DebuggerState) -> None:
         self._state = state
         self._rank.send(Debugger(state))
+
+
+class IdeDebugger:
+    """Waits at the first test until an IDE has attached to debugpy, which stops at its breakpoints.
+
+    For the controller the test runs under a debugger from then on: an IDE stops all threads of the rank, so
+    that it could not say more.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # of modules frozen into Python
+        self._rank = rank
+        self._debugpy: Any = importlib.import_module("debugpy")
+        self._debugpy.configure(subProcess=False)
+        self._debugpy.listen(("127.0.0.1", rank.spec.session.debugpy_port))
+        self._has_attached = False
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._rank.send(Debugger("runs"))
+        if not self._has_attached:
+            self._debugpy.wait_for_client()
+            self._has_attached = True
+        sys.breakpointhook = self._debugpy.breakpoint  # pytest has set its own
+        return (yield)
 
 
 class NoDebugger:

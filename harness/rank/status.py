@@ -21,7 +21,7 @@ import harness.properties
 from harness.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus, State
 from harness.rank import pytest_internals
 from harness.rank.process_group import MAX_RECORDED, DefaultGroup
-from harness.rank.torch_internals import group_members, recorded_collectives
+from harness.rank.torch_internals import build_locks, group_members, recorded_collectives
 from harness.tracebacks import Stack, is_installed, parse
 from lockstep.names import loaded
 
@@ -69,7 +69,7 @@ class StatusReader:
             if not full and self._activity.state != "runs":
                 return self.collectives()
             if full or (before == self._progress and not self._others_run_users_code()):
-                return self._describe()
+                return self._describe(full)
             return Progress()
         except Exception:  # of what torch does not document; the thread that answers is needed on
             return RankStatus(traceback.format_exc(), "an unknown place", state=self._activity.state)
@@ -79,7 +79,7 @@ class StatusReader:
         issued, before = issued_since(self._activity.began, self._group.has_begun)
         return RankStatus("", "", "", issued, before, self._activity.state, self._activity.case)
 
-    def _describe(self) -> RankStatus:
+    def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""
         stacks = self._stacks.take()
         main = _frames(stacks.pop(self._main, ()))
@@ -90,6 +90,7 @@ class StatusReader:
                 threads.append((names.get(ident, ident), _frames(stack)))
         texts = (f"{name}:\n{''.join(traceback.format_list(frames))}" for name, frames in threads)
         status = self.collectives()
+        locks = build_locks() if full else ()
         where, call = _user_line(main)
         is_reporting = status.state == "runs" and main and _is_of_pytest(main[0].filename)
         return replace(
@@ -98,6 +99,7 @@ class StatusReader:
             where=where.removeprefix(f"{self._base}/"),
             call=call,
             state="reports" if is_reporting else status.state,
+            build_locks=locks,
         )
 
     def _others_run_users_code(self) -> bool:

@@ -1,13 +1,15 @@
 """Private names of torch that a rank uses, each with what to look for when it moves. Seen in torch 2.13.
 
-Runs inside a rank; imports torch only.
+Runs inside a rank; imports torch, and messages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from harness.protocol import BuildLock
 
 # The state of torch.distributed in this process: its groups, their names and members, of which torch has no
 # public list. If it moves: what `dist.new_group` writes to.
@@ -220,6 +224,19 @@ def recorded_collectives() -> list[dict[str, Any]]:
         return []
     keys = {"pg_id", "process_group", "time_created_ns", "collective_seq_id", "is_p2p", "retired"}
     return [entry for entry in entries if entry.keys() >= keys]
+
+
+def build_locks() -> tuple[BuildLock, ...]:
+    """Return the locks of `torch.utils.cpp_extension` that are held or waited for in this process.
+
+    Each is in a local variable of torch's, on a thread that runs: only the collector can name it. If it
+    moves: what `cpp_extension._jit_compile` acquires before it builds.
+    """
+    if (module := sys.modules.get("torch.utils.file_baton")) is None:
+        return ()
+    batons = [each for each in gc.get_objects() if type(each) is module.FileBaton]
+    paths = {str(each.lock_file_path): each.fd is not None for each in batons}
+    return tuple(BuildLock(path, is_held) for path, is_held in paths.items() if os.path.exists(path))
 
 
 DROP_EVERY = 100

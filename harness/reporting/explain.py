@@ -5,6 +5,8 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from harness.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
@@ -43,6 +45,7 @@ def explain(
     for rank in ranks:
         if rank.rank not in to_blame:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
+    head += _left_build_locks(ranks)
     longrepr = ExceptionChainRepr([(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence)])
     for group in others:
         longrepr.addsection(f"{_names(group)} {group[0].title}", group[0].details(), "-")
@@ -70,6 +73,24 @@ def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> st
     stuck = any(isinstance(rank.fate, Stuck) for rank in ranks if rank.rank == first.rank)
     needed = stuck or first.is_mismatch or first.is_victim()
     return context.diagnosis.sentence if context.diagnosis is not None and needed else ""
+
+
+def _left_build_locks(ranks: list[RankReports]) -> list[str]:
+    """Name the locks of torch's C++ builds that stay behind as their ranks are killed, or that were there."""
+    stuck = [(rank.rank, rank.fate) for rank in ranks if isinstance(rank.fate, Stuck)]
+    locks = [(rank, lock) for rank, fate in stuck for lock in fate.status.build_locks]
+    held = {lock.path for _, lock in locks if lock.is_held}
+    lines = []
+    for rank, lock in locks:
+        remedy = f"remove it: rm {shlex.quote(lock.path)}"
+        if lock.is_held:
+            left = f"rank {rank} was building a C++ extension, and torch's lock {lock.path} stays"
+            lines.append(f"{left}: every later build there waits for it; {remedy}")
+        elif lock.path not in held:
+            held.add(lock.path)
+            waits = f"rank {rank} waits for torch's lock {lock.path}, which no rank of this test holds"
+            lines.append(f"{waits}: unless another process is building now, {remedy}")
+    return lines
 
 
 def _names(problems: list[Problem]) -> str:
