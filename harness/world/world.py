@@ -174,7 +174,10 @@ class World:
 
         To be called when `run` was left by an exception.
         """
-        said = {rank: place_of(doing) for rank, doing in request_statuses(self._handles).items()}
+        said = {
+            rank: "has ended the test" if doing.state == "idle" else place_of(doing)
+            for rank, doing in request_statuses(self._handles).items()
+        }
         for handle in self._handles:
             handle.send(Interrupt())
         return said | {handle.rank: handle.died.how for handle in self._handles if handle.died}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -120,6 +122,18 @@ def test_ctrl_c_between_two_tests_names_the_one_that_runs(project: Project) -> N
     place = f"test_end.py:{line_of('time.sleep(60)', project.path / 'test_end.py')} in test_next"
     assert f"test_end.py::test_next was running:\n  rank 0: {place}\n  rank 1: {place}" in output
     assert "1 passed" in output
+    assert [len(project.pids("wide-torn-down", rank)) for rank in (0, 1)] == [1, 1]
+    project.assert_nothing_is_left()
+
+
+def test_ctrl_c_reaches_a_rank_that_waits_for_its_turn(project: Project) -> None:
+    project.copy("ahead")
+    process = project.start("test_end.py::test_ends_on_one", "test_end.py::test_next")
+    project.wait_for(lambda: project.pids("waits", rank=1), "rank 1 waits")
+    time.sleep(0.5)  # until the other one has ended its test
+    output = project.interrupt(process, signal.SIGINT)
+    assert "test_end.py::test_ends_on_one was running:\n  rank 0: has ended the test\n" in output
+    assert project.pids("begun") == []
     assert [len(project.pids("wide-torn-down", rank)) for rank in (0, 1)] == [1, 1]
     project.assert_nothing_is_left()
 

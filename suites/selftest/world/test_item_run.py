@@ -89,6 +89,36 @@ def test_the_deadline_of_a_test_begun_ahead_counts_from_its_turn() -> None:
     assert not outcome.timed_out
 
 
+def test_what_comes_after_the_end_on_a_rank_is_of_the_next_item() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    others, anothers = multiprocessing.Pipe()
+    ranks = [SilentRank(ours), SilentRank(others)]
+    ranks[1].rank = 1
+    run, following = ItemRun(ORDER, 10), ItemRun(ORDER, 10)
+    run.begin(ranks)
+    run.begin_next(following)
+    end = Finished(True, 0, 0, goes_on=True)
+    theirs.send((end, Reported({"outcome": "passed", "of": "the next"})))  # it has gone on already
+    anothers.send((end,))
+    outcome = run.finish()
+    assert outcome.goes_on()
+    assert [rank.reports for rank in outcome.ranks] == [[], []]
+    assert run.following is following
+    for wire in (theirs, anothers):
+        wire.send((Finished(True, 0, 0),))
+    assert [len(rank.reports) for rank in following.finish().ranks] == [1, 0]
+
+
+def test_what_is_not_passed_by_all_is_not_followed() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    run, following = ItemRun(ORDER, 10), ItemRun(ORDER, 10)
+    run.begin([SilentRank(ours)])
+    run.begin_next(following)
+    theirs.send((Finished(True, 0, 0),))
+    assert not run.finish().goes_on()
+    assert run.following is None
+
+
 def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     rank = FreedRank()

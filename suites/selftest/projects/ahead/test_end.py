@@ -31,6 +31,12 @@ def test_disagrees(world):
         pytest.skip("on one rank")
 
 
+def test_ends_on_one(world, wide):
+    if world.rank == 1:
+        note(world, "waits")
+        time.sleep(61)
+
+
 def test_next(world, wide):
     note(world, "begun")
     time.sleep(60)
