@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
 from harness.engine import collectives
@@ -243,6 +243,12 @@ def _check_one(param: Param, config: UnitConfig) -> None:
     where = f"{config.name}: parameter {param.name!r}"
     remedy = "Pass it in ignored_states (fully_shard, replicate: ignored_params)."
     held = local_of(parameter) if config.dtensor else parameter.data
+    if isinstance(held, DTensor):
+        raise NotImplementedError(
+            f"{where} is a DTensor, which FullyShardedDataParallel does not shard any further: a flat shard "
+            "holds pieces of plain tensors. Shard what tensor parallelism has divided by fully_shard, over "
+            "another axis of the same mesh, or ignore it."
+        )
     if type(held) is not Tensor:
         raise NotImplementedError(
             f"{where} is a {type(held).__name__}; a shard holds plain tensors only. {remedy}"

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from harness.assertions import assert_named_close, assert_same_across_ranks
 from harness.engine import (
@@ -175,6 +177,12 @@ def shared_with_a_unit():
     return nn.Sequential(FullyShardedDataParallel(shared), shared)
 
 
+def tensor_parallel():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(distribute_tensor(module.weight, DeviceMesh("cpu", [0, 1]), [Shard(0)]))
+    return module
+
+
 def linear():
     return nn.Linear(2, 2)
 
@@ -198,6 +206,11 @@ REFUSED = {
     "container": (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "cannot wrap ModuleList: it has no forward"),
     "lazy": (lambda: nn.LazyLinear(2), {}, "'weight' has no shape yet; run a forward before wrapping"),
     "integers": (quantized, {}, r"'scale' has dtype torch.int8; .*Pass it in ignored_states"),
+    "tensor_parallel": (
+        tensor_parallel,
+        {},
+        "'weight' is a DTensor, which .* not shard any further: .* by fully_shard, over another axis",
+    ),
     "unit": (
         lambda: FullyShardedDataParallel(nn.Linear(2, 2)),
         {},
