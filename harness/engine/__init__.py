@@ -1,7 +1,8 @@
 """The built-in sharding engine. Imports torch, and nothing else of harness.
 
 With LOCKSTEP_ENGINE_DEBUG=1 in the environment when a model is wrapped, memory that has been freed or sent is
-filled with NaN, so that a late reader shows.
+filled with NaN, so that a late reader shows; but not what ranks of harness.shm read where it lies: others may
+still do so when this rank is done.
 """
 
 from harness.engine.api import (

@@ -43,11 +43,11 @@ def build_unit(
     """
     owned = _own_modules(modules, lambda m: is_unit(m) or m in config.ignored.modules)
     params: Sequence[Param] = _materialised(owned, config)
-    _place(params, owned, config)
     device = _compute_device(params, config)
-    # Ranks compare before they check: an error of one rank alone would leave the others waiting.
+    # Ranks compare before they move or check: an error of one rank alone would leave the others waiting.
     wanted = [config.placement_fn(param.parameter) if config.placement_fn else None for param in params]
     _refuse_disagreement(modules, params, wanted, config, device)
+    _place(params, owned, config)
     _check(params, config)
     if config.dtensor:
         params = place(params, wanted, config)

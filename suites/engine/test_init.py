@@ -358,8 +358,18 @@ def test_a_module_on_another_device_is_refused_by_parameter_name():
     bare = nn.Linear(2, 2, bias=False)
     with FakeTensorMode():
         bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
-        with pytest.raises(ValueError, match="'weight' is on cuda:0, but device_id is cpu; move the module"):
-            FullyShardedDataParallel(bare, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="'weight' is on cuda:0, but device_id is cpu; move the module"):
+        FullyShardedDataParallel(bare, device_id=torch.device("cpu"))
+
+
+def test_ranks_that_differ_are_refused_before_one_moves_its_module(world):
+    """What one rank alone refused while it moved its module left the others waiting."""
+    bare = nn.Linear(2, 2 + world.rank, bias=False)
+    if world.rank == 0:
+        with FakeTensorMode():
+            bare.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
+    with pytest.raises(ValueError, match="ranks wrap different things"):
+        FullyShardedDataParallel(bare, device_id=torch.device("cpu"))
 
 
 def test_a_unit_keeps_nothing_that_only_made_it():
