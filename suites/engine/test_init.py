@@ -363,7 +363,7 @@ def test_a_module_on_another_device_is_refused_by_parameter_name():
 
 
 def test_ranks_that_differ_are_refused_before_one_moves_its_module(world):
-    """What one rank alone refused while it moved its module left the others waiting."""
+    """An error of one rank alone, as it moved its module, left the others waiting."""
     bare = nn.Linear(2, 2 + world.rank, bias=False)
     if world.rank == 0:
         with FakeTensorMode():
