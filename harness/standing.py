@@ -78,9 +78,13 @@ class Standing:
         """Record how far the item has come: of a rank that dies, reports may not have been sent."""
         self._words[self._own + _PHASES] = count
 
+    def await_item(self, log_size: int) -> None:
+        """Record that no phase of the coming item is over, and where in the log it begins."""
+        self._words[self._own + _PHASES], self._words[self._own + _LOG] = 0, log_size
+
     def end_item(self, end: Finished, log_size: int) -> None:
         """Let the other ranks know how the item ended. The controller must have the message already."""
-        self._words[self._own + _PHASES], self._words[self._own + _LOG] = 0, log_size
+        self.await_item(log_size)
         self._item += 1
         # In one word, which is stored at once, and with the number in the half that a futex compares. A rank
         # may end the next item, though not the one after it, before another has read this: hence two words.

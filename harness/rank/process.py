@@ -29,6 +29,7 @@ from harness.protocol import (
     Interrupt,
     Probe,
     RankSpec,
+    Ready,
     RunItem,
     StartFailed,
     ToRank,
@@ -217,8 +218,15 @@ class Rank:
         """Send the end of the item, to the controller first: it must have it before any rank goes on."""
         self._activity.state, self._activity.case = "idle", ""
         self.send(message)
-        log_size = 0 if self._log is None else os.lseek(self._log, 0, os.SEEK_END)
-        self._standing.end_item(message, log_size)
+        self._standing.end_item(message, self._log_size())
+
+    def stand_ready(self) -> None:
+        """Wait for items from now on: what the rank has written so far belongs to none of them."""
+        self._standing.await_item(self._log_size())
+        self.send(Ready())
+
+    def _log_size(self) -> int:
+        return 0 if self._log is None else os.lseek(self._log, 0, os.SEEK_END)
 
     def abort(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""

@@ -27,7 +27,6 @@ from harness.protocol import (
     Collecting,
     Finished,
     ItemStarted,
-    Ready,
     RunItem,
     Search,
 )
@@ -152,7 +151,7 @@ class RankSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
         self._state.start()
-        self.rank.send(Ready())
+        self.rank.stand_ready()
         while True:
             match self.rank.next_order():
                 case RunItem() as order:
