@@ -163,7 +163,7 @@ class Controller:
         if request is None:
             return None
         run = partial(self._run_and_merge, item, request, nextitem)
-        if not run_again_on_failure(item, nextitem, run):
+        if "pytest_rerunfailures" not in sys.modules or not run_again_on_failure(item, nextitem, run):
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for report in run():
                 item.ihook.pytest_runtest_logreport(report=report)
