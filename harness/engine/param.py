@@ -15,7 +15,7 @@ from harness.engine.config import UnitConfig
 from harness.engine.guard import Guard, stand_in
 from harness.engine.layout import FlatLayout, Layout, RowLayout
 from harness.engine.marks import invalidate, mark_sharded
-from harness.engine.torch_internals import local_tensor
+from harness.engine.torch_internals import count_as_parameter, local_tensor
 
 INNER = "_sharded_module"
 """The attribute of a wrapper that holds the module it wraps."""
@@ -100,8 +100,9 @@ class Param:
         raise NotImplementedError
 
     def leaf(self, unsharded: Tensor, trainable: bool) -> Tensor:
-        """Return the parameter that modules compute with, which lies in the memory of `unsharded`."""
-        return nn.Parameter(unsharded, trainable)
+        """Return what modules compute with: `unsharded`, which counts as a parameter but is a plain tensor."""
+        count_as_parameter(unsharded)
+        return unsharded
 
     def exchanged(self, found: object) -> Param | None:
         """Return the `Param` of what replaced the parameter in its module; None if it does not fit."""

@@ -98,14 +98,14 @@ def test_the_strategy_decides_whether_groups_stay_until_backward(nested, batch, 
     assert states(model) == ["SHARDED"]
 
 
-def test_modules_compute_with_parameters_that_autograd_tracks(nested, batch):
+def test_modules_compute_with_plain_tensors_autograd_tracks(nested, batch):
     model = nested(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
     seen = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda m, *_: seen.append((type(m.weight), m.weight.requires_grad)))
     model(batch)
-    assert seen == [(nn.Parameter, True)] * 5
+    assert seen == [(torch.Tensor, True)] * 5
 
 
 # dtypes
