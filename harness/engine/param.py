@@ -100,7 +100,7 @@ class Param:
         raise NotImplementedError
 
     def leaf(self, unsharded: Tensor, trainable: bool) -> Tensor:
-        """Return what modules compute with: `unsharded`, which counts as a parameter but is a plain tensor."""
+        """Return `unsharded`, with which modules compute: a plain tensor that counts as a parameter."""
         count_as_parameter(unsharded)
         return unsharded
 
