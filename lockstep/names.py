@@ -83,16 +83,7 @@ def find_other(path: Sequence[str]) -> ModuleSpec | None:
     Args:
         path: directories to look in, `sys.path` or more. Finders of editable installs are asked too.
     """
-    left = list(path)
-    spec = PathFinder.find_spec("harness", left)
-    while spec is not None and is_ours(spec.origin):
-        found = os.path.dirname(os.path.dirname(str(spec.origin)))
-        fewer = [entry for entry in left if os.path.abspath(entry) != found]
-        if len(fewer) == len(left):  # a link: the directory is not called what it is found under
-            found = os.path.realpath(found)
-            fewer = [entry for entry in left if os.path.realpath(entry) != found]
-        left = fewer
-        spec = PathFinder.find_spec("harness", left)
+    spec = PathFinder.find_spec("harness", [entry for entry in path if not _leads_to_ours(entry)])
     if spec is not None and (spec.origin is not None or _has_code(spec)):
         return spec
     for finder in sys.meta_path:
@@ -102,6 +93,11 @@ def find_other(path: Sequence[str]) -> ModuleSpec | None:
                 if spec is not None and spec.loader is not None and not is_ours(spec.origin):
                     return spec
     return None
+
+
+def _leads_to_ours(entry: str) -> bool:
+    spec = PathFinder.find_spec("harness", [entry])
+    return spec is not None and is_ours(spec.origin)
 
 
 def _has_code(namespace: ModuleSpec) -> bool:

@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from harness.conformance.registry import DEFAULT
 from harness.conformance.table import Case, Claim, Outcome, Table
+from lockstep.names import package
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Cause:
         if printed:
             return printed[-1]
         engine = [] if self.engine == DEFAULT else ["--engine", self.engine]
-        return shlex.join(["pytest", claim.id, "-p", "harness.conformance.plugin", *engine])
+        return shlex.join(["pytest", claim.id, "-p", f"{package()}.conformance.plugin", *engine])
 
 
 def causes(table: Table) -> list[Cause]:

@@ -112,6 +112,12 @@ def _check_debugpy(config: pytest.Config, given: str) -> None:
         raise pytest.UsageError(f"{error}: each process of pytest -n would listen there; leave out -n")
     if importlib.util.find_spec("debugpy") is None:
         raise pytest.UsageError(f"{error}: needs debugpy: pip install 'lockstep-harness[debug]'")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(port or 0)))
+        except OSError as why:
+            raise pytest.UsageError(f"{error}: {why.strerror}: write another port, or none") from None
 
 
 def check_options(config: pytest.Config) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.names import package
+
 if TYPE_CHECKING:
     from harness.port.module import Ported
 
 ALL_CONVERTED, SOME_LEFT, NOT_RUN = 0, 1, 2
 """Exit status: nothing is left to do; comments say what is; wrong usage or a file that is no Python."""
 
-NEEDS_LIBCST = "python -m harness port needs libcst: pip install 'lockstep-harness[port]'"
+COMMAND = f"python -m {package()} port"
+NEEDS_LIBCST = f"{COMMAND} needs libcst: pip install 'lockstep-harness[port]'"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,19 +53,19 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
     from harness.port.module import port
 
     if others:
-        return _refuse(f"python -m harness port: unknown arguments: {' '.join(others)}")
+        return _refuse(f"{COMMAND}: unknown arguments: {' '.join(others)}")
     if options.ranks < 1:
-        return _refuse(f"python -m harness port: --ranks {options.ranks}: a world has at least 1 rank")
+        return _refuse(f"{COMMAND}: --ranks {options.ranks}: a world has at least 1 rank")
     status = ALL_CONVERTED
     for file, path in _targets(options.files, options.output):
         try:
             code = file.read_bytes().decode()
             ported = port(code, options.ranks)
         except (OSError, UnicodeDecodeError) as error:
-            return _refuse(f"python -m harness port: {file}: {error}")
+            return _refuse(f"{COMMAND}: {file}: {error}")
         except libcst.ParserSyntaxError as error:
             line = f"line {error.raw_line}: {error.message}"
-            return _refuse(f"python -m harness port: {file} is no Python that libcst can read: {line}")
+            return _refuse(f"{COMMAND}: {file} is no Python that libcst can read: {line}")
         if options.write or options.output:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(ported.code.encode())

@@ -85,6 +85,63 @@ def test_a_project_keeps_its_own_package(
     assert header.endswith("addopts = -p lockstep, and import it as `lockstep`")
 
 
+@pytest.mark.parametrize("value", ["text", "lib"])
+def test_values_of_other_options_are_not_taken_for_places(tmp_path: Path, value: str) -> None:
+    """Where the plugin looks, options of conftests and of other plugins are not known yet."""
+    beside_deep_tests(tmp_path)
+    write(tmp_path / "lib", {"code.py": ""})
+    write(tmp_path, {"conftest.py": "def pytest_addoption(parser): parser.addoption('--theirs')\n"})
+    done = run_pytest(tmp_path, "--theirs", value)
+    assert done.outcome("test_theirs") == "passed", done.output
+
+
+def test_patterns_of_testpaths_are_places(tmp_path: Path) -> None:
+    beside_deep_tests(tmp_path)
+    write(tmp_path, {"pytest.ini": "[pytest]\ntestpaths = t*s\n"})
+    assert "1 passed" in run_pytest(tmp_path).lines[-1]
+
+
+NEEDS_OURS = "import pytest\n\n@pytest.mark.ranks(1)\ndef test_ours(world): assert world.size == 1\n"
+
+
+@pytest.mark.parametrize("folder", ["third_party/tool", "skipped/deep", "venv"])
+def test_a_harness_that_no_test_can_import_is_passed_by(tmp_path: Path, folder: str) -> None:
+    write(tmp_path / folder / "harness", PACKAGE)
+    if folder != "third_party/tool":
+        write(tmp_path / folder, {"test_it.py": MODULE_TEST, "pyvenv.cfg" if folder == "venv" else "x": ""})
+    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": NOT_BELOW})
+    done = run_pytest(tmp_path)
+    assert done.outcome("test_ours") == "passed", done.output
+    assert "lockstep: " not in done.output
+
+
+NOT_BELOW = "[pytest]\nnorecursedirs = skipped/deep venv\nranks_preload =\n"
+
+
+def test_the_plugin_can_be_asked_for_by_its_usual_name(tmp_path: Path) -> None:
+    """Where a `harness` lies that the tests do not import."""
+    write(tmp_path / "src/harness", PACKAGE)
+    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": NOT_BELOW})
+    done = run_pytest(tmp_path, "-p", "harness.plugin")
+    assert done.outcome("test_ours") == "passed", done.output
+
+
+OWN_MARK = """
+import pytest
+
+@pytest.mark.ranks("its own")
+def test_is_plain(request):
+    assert request.config.pluginmanager.get_plugin("harness.plugin") is None
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-n1"]], ids=["one process", "pytest-xdist"])
+def test_the_plugin_is_left_out(tmp_path: Path, options: list[str]) -> None:
+    write(tmp_path, {"test_it.py": OWN_MARK})
+    done = run_pytest(tmp_path, "-p", "no:lockstep", *options)
+    assert done.outcome("test_is_plain") == "passed", done.output
+
+
 def test_its_options_and_marks_are_its_own(tmp_path: Path) -> None:
     at_root(tmp_path)
     conftest = "def pytest_addoption(parser):\n    parser.addoption('--backend', default='its own')\n"

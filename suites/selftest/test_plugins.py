@@ -58,9 +58,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     install(path / "site", "swaps", SWAPS_TERMINAL)
     install(path / "site", "late", FAILS_LATE)
     (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
-    (path / "test_it.py").write_text(
-        f"{HEADER}def test_a(world): pass\ndef test_b(world): assert world.rank == 0\n"
-    )
+    (path / "test_it.py").write_text(HEADER + TWO)
     plugins = [part for name in ("swaps", "late") for part in ("-p", name)]
     environ = {"PYTHONPATH": str(path / "site"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return run_pytest(path, "-p", "harness.plugin", *plugins, **environ)

@@ -123,3 +123,12 @@ def test_an_ide_stops_one_rank_and_the_others_wait(project: Project) -> None:
 def test_what_cannot_be_debugged_is_one_line(project: Project, args: list[str], message: str) -> None:
     project.write("def test_x(world): pass\n")
     assert f"ERROR: {message}" in project.run(*args).splitlines()
+
+
+def test_a_port_in_use_is_one_line(project: Project) -> None:
+    project.write("def test_x(world): pass\n")
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        option = f"--rank-debugpy=1:{used.getsockname()[1]}"
+        output = project.run(option)
+    error = f"ERROR: {option.replace('=', ' ')}: Address already in use: write another port, or none"
+    assert error in output.splitlines()
