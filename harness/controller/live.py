@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 
 from harness.controller.pytest_internals import write_to_log_file
+from harness.options import shows_logs
 from harness.protocol import Shown
 
 
 def shows_live(config: pytest.Config) -> bool:
     """Whether ranks may show something on the terminal while a test runs."""
-    logs = config.getoption("log_cli_level", None) is not None or config.getini("log_cli")
-    return bool(logs or config.getoption("setupshow", False))
+    return shows_logs(config) or bool(config.getoption("setupshow", False))
 
 
 class LiveOutput:

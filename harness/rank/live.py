@@ -1,6 +1,6 @@
 """Output of a rank that the user sees while the test runs: live logs, `--log-file`, `--setup-show` and `-s`.
 
-Runs inside a rank; imports pytest only.
+Runs inside a rank; must not import torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.options import log_file, shows_logs
 from harness.protocol import Shown
 from harness.rank.pytest_internals import make_terminal_writer, replace_log_handlers
 
@@ -22,21 +23,19 @@ if TYPE_CHECKING:
 
 def wants_log_file(config: pytest.Config) -> bool:
     """Whether pytest writes a log file."""
-    path = config.getoption("log_file", None) or config.getini("log_file")
-    return bool(path) and path != os.devnull
+    return log_file(config) not in ("", os.devnull)
 
 
-def show_live(rank: Rank, config: pytest.Config, log_file: bool) -> None:
+def show_live(rank: Rank, config: pytest.Config, writes_file: bool) -> None:
     """Send what pytest would show, or write to its log file, to the controller, which does.
 
     Args:
-        log_file: whether the controller has one.
+        writes_file: whether the controller writes a log file.
     """
-    on_terminal = config.getoption("log_cli_level", None) is not None or config.getini("log_cli")
     replace_log_handlers(
         config,
-        SentLog(rank, to_file=False) if on_terminal else None,
-        SentLog(rank, to_file=True) if log_file else None,
+        SentLog(rank, to_file=False) if shows_logs(config) else None,
+        SentLog(rank, to_file=True) if writes_file else None,
     )
     if config.getoption("setupshow", False):
         writer = make_terminal_writer(config, SentLines(rank))

@@ -60,6 +60,12 @@ def test_set_ups_are_shown(live: list[str], rank: int) -> None:
     ]
 
 
+def test_pytest_s_logging_can_be_left_out(project: Project) -> None:
+    project.copy("live")
+    output = project.run("-p", "no:logging", "test_live.py::test_a")
+    assert "1 passed" in output
+
+
 @pytest.mark.parametrize("option", ["-s", "--capture=tee-sys"])
 def test_lines_that_ranks_print_have_their_number(project: Project, option: str) -> None:
     project.copy("live")
