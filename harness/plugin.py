@@ -71,6 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if not is_worker and wanted(config, os.environ):
         config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
+    if getattr(config.option, "xmlpath", None):
+        from harness.reporting.xml_cases import XmlCases
+
+        config.pluginmanager.register(XmlCases(config), "harness-xml-cases")
     if is_worker or getattr(config.option, "dist", "no") == "no":  # the main process of -n runs no tests
         config.pluginmanager.register(Controller(config), "harness-controller")
 

@@ -88,6 +88,7 @@ class Controller:
         self._shared_tmp_path = ""
         self._coming: Demand | None = None
         self._begun: Begun | None = None
+        self._current: pytest.Item | None = None
         self._looks_ahead = (
             debugged_rank(config) is None
             and config.getoption("capture") in ("fd", "sys")
@@ -159,6 +160,7 @@ class Controller:
         if self._begun is not None and self._begun.demand.item is not item:  # pytest has passed over it
             self._begun = None
             self._worlds.drop_taken(TEAR_DOWN_WITHIN)
+        self._current = item
         request = item.stash.get(_request_key, None)
         if request is None:
             return None
@@ -339,8 +341,14 @@ class Controller:
             )
 
     def _fail_last_item(self, world: World, text: str) -> None:
-        """Fail the last item of a world for what broke as it closed: the tear-down of a wide fixture, say."""
+        """Fail the last item of a world for what broke as it closed: the tear-down of a wide fixture, say.
+
+        A worker of pytest-xdist may report of the item alone that it runs, or ran last: it names the other.
+        """
         item = self._last_items[world.name]
+        if hasattr(self._config, "workerinput") and item is not self._current:
+            assert self._current is not None, "no item has begun"
+            item, text = self._current, f"after {item.nodeid}: {text}"
         item.ihook.pytest_runtest_logreport(report=make_report(item, "teardown", "failed", text))
 
     # Worlds
