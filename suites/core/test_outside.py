@@ -74,10 +74,10 @@ def test_a_whole_weight_may_be_read_before_its_unit(check_reads, run_subtests, r
     run_subtests({"front": WHOLE}, check_reads, read=read, frozen=frozen)
 
 
-def is_refused(check_reads, front, *args, **spec):
+def is_refused(check_reads, *args, **spec):
     """Check that the error names the parameter, its unit, the module that reads it, and a remedy."""
     with pytest.raises(RuntimeError) as caught:
-        check_reads(front, *args, **spec)
+        check_reads(*args, **spec)
     text = str(caught.value)
     assert "parameter 'wte.weight' of " in text
     assert "Embedding) is read by " in text
@@ -140,29 +140,35 @@ def test_an_offloaded_weight_that_is_freed_is_refused(check_reads, run_subtests,
 
 
 @pytest.fixture
-def mesh(world):
-    """Two replicas of half of the ranks each."""
-    return world.mesh(2, world.size // 2, names=("replicate", "shard"))
+def in_replicas(world, check_reads, hybrid_front):
+    """`check_reads` of two replicas of half of the ranks each."""
+
+    def check(read, **spec):
+        # Made for each case, as the process groups of one that failed are gone.
+        mesh = world.mesh(2, world.size // 2, names=("replicate", "shard"))
+        check_reads(hybrid_front, read, mesh=mesh, **spec)
+
+    return check
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("hybrid_front", ["_HYBRID_SHARD_ZERO2", "fully_shard"], indirect=True)
 @pytest.mark.parametrize("read", AFTER)
-def test_replicas_that_keep_a_weight_read_it_as_in_ddp(check_reads, run_subtests, hybrid_front, mesh, read):
+def test_replicas_that_keep_a_weight_read_it_as_in_ddp(in_replicas, run_subtests, hybrid_front, read):
     own = (
         {"reshard_after_forward": [False]}
         if hybrid_front.is_composable
         else {"use_orig_params": [False, True]}
     )
     settings = {"no_sync": [False, True], **own}
-    run_subtests(settings, check_reads, front=hybrid_front, read=read, mesh=mesh)
+    run_subtests(settings, in_replicas, read=read)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("hybrid_front", ["HYBRID_SHARD", "fully_shard"], indirect=True)
 @pytest.mark.parametrize("read", AFTER + BEFORE)
-def test_replicas_that_free_a_weight_refuse_that_it_is_read(check_reads, hybrid_front, mesh, read):
-    is_refused(check_reads, hybrid_front, read, mesh=mesh)
+def test_replicas_that_free_a_weight_refuse_that_it_is_read(in_replicas, read):
+    is_refused(in_replicas, read)
 
 
 LOW = {

@@ -8,6 +8,8 @@ UNREDUCED = "what no_sync has left is clipped like any gradient"
 FP16_REFUSED = "fp16 gradients are refused"
 ONE_RANK = "a group of one rank reduces all the same"
 KEPT = "unsharded parameters are retained after a forward without autograd, too, and used again"
+ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
+PINNED = "CPUOffloadPolicy pins memory by default, which raises on a host without accelerator"
 
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with
 AMP_SCALER: tuple[Deviation, ...] = (

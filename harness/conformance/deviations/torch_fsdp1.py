@@ -1,7 +1,16 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
+from harness.conformance.deviations import outside
 from harness.conformance.deviations.deviation import SHARDED, Deviation, expand
-from harness.conformance.deviations.shared import AGAIN, FSDPS, IN_LOW_PRECISION, NAN, ONE_RANK, UNREDUCED
+from harness.conformance.deviations.shared import (
+    AGAIN,
+    FSDPS,
+    IN_LOW_PRECISION,
+    NAN,
+    ONE_RANK,
+    ONE_SHARD,
+    UNREDUCED,
+)
 
 _UNSYNCED = "what no_sync kept of a unit that the synced backward passes by raises, or stays unreduced"
 _REENTRANT = "reentrant checkpointing inside a unit reads parameters that were resharded"
@@ -9,16 +18,9 @@ _EMPTY = "a group without elements is refused"
 _ROOT = "the root keeps its unsharded parameters after forward, whatever the strategy, and uses them again"
 _WHOLE = "what is not sharded shows no state, and is never resharded"
 _OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assigned to it"
-_ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
 _CAST_BACK = "gradients that are kept are cast to the dtype of the parameters that compute"
 _UNCAST = "a unit that is recomputed does not cast its inputs"
-_BETWEEN = "the gradient of a read between two calls is written over by those of the calls"
-_INNER_BACKWARD = (
-    "reentrant checkpointing backs up into a weight before the backward of its unit, which raises"
-)
-_UNNAMED = "a weight whose memory is freed is read as it is; an error, if there is one, names no parameter"
 _LEFT = "full parameters that an evaluation has left are used by the next, changed or not"
-_ONE_WHOLE = "a group of one rank is never resharded, so that its weights can be read"
 _CAST_BUFFERS = "{fp16,params_and_buffers,all_different}"
 
 CORE: tuple[Deviation, ...] = (
@@ -185,80 +187,7 @@ CORE: tuple[Deviation, ...] = (
             "core/test_hybrid.py::test_it_learns_the_same_with_one_replica_or_one_shard[*-2-2-ranks]",
             "core/test_hybrid.py::test_a_mean_within_the_range_of_its_dtype_is_exact[*-2-*-2-ranks]",
         ),
-        why=_ONE_SHARD,
-    ),
-)
-
-# Weights that are read outside their unit
-OUTSIDE: tuple[Deviation, ...] = (
-    Deviation(
-        claims=("core/test_outside.py::test_a_kept_weight_that_is_read_later_*[between_two_calls-*",),
-        cases=("front=NO_SHARD-orig",),
-        why=_BETWEEN,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_kept_weight_that_is_read_later_*[between_two_calls-1-rank]",),
-        cases=("front=SHARD_GRAD_OP-orig",),
-        why=_BETWEEN,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_kept_weight_that_is_read_later_*[checkpointed_reentrant-*",),
-        cases=("front=SHARD_GRAD_OP-flat", "front=NO_SHARD-flat"),
-        why=_INNER_BACKWARD,
-    ),
-    Deviation(
-        claims=(
-            "core/test_outside.py::test_a_kept_weight_that_is_read_later_*[checkpointed_reentrant-*-ranks]",
-        ),
-        cases=("front=SHARD_GRAD_OP-orig",),
-        why=_INNER_BACKWARD,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_whole_weight_may_be_read_before_its_unit[before_its_unit--*",),
-        cases=("front=NO_SHARD-flat",),
-        why="before its unit runs, a weight is a view of the last forward, whose base the step has changed",
-    ),
-    Deviation(
-        claims=(
-            "core/test_outside.py::test_a_whole_weight_may_be_read_before_its_unit[before_its_unit--*-ranks]",
-        ),
-        cases=("front=NO_SHARD-orig",),
-        why="the gradient of a read before the unit comes after its reduction, and is not reduced",
-    ),
-    # To read freed memory may end the process.
-    Deviation(
-        claims=expand(
-            "core/test_outside.py::test_a_weight_that_is_freed_*[{decay_term,in_a_hook}-2-ranks]",
-            "core/test_outside.py::test_a_gradient_that_comes_to_a_shard_*[decay_in_the_loss-*",
-        ),
-        cases=("front=FULL_SHARD-flat",),
-        why=_UNNAMED,
-        run=False,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_weight_that_is_freed_*-1-rank]",),
-        cases=("front=FULL_SHARD-*",),
-        why=_ONE_WHOLE,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_weight_that_is_freed_*-2-ranks]",),
-        cases=("front=FULL_SHARD-*",),
-        why=_UNNAMED,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_sharded_weight_is_refused_before_its_unit*",),
-        cases=("front=FULL_SHARD-*", "front=SHARD_GRAD_OP-*"),
-        why=_UNNAMED,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_gradient_that_comes_to_a_shard_is_refused*",),
-        cases=("front=SHARD_GRAD_OP-*",),
-        why="full parameters that are kept for backward are shown, and the loss can read them",
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_gradient_that_comes_to_a_shard_*[decay_in_the_loss-*",),
-        cases=("front=FULL_SHARD-orig",),
-        why="each rank adds its own shard's gradient to the reduced one, as if all had the same loss",
+        why=ONE_SHARD,
     ),
 )
 
@@ -367,7 +296,7 @@ MIXED: tuple[Deviation, ...] = (
     Deviation(
         claims=("mixed_precision/test_numerics.py::test_hybrid_reductions_round_once*-2-ranks]",),
         cases=("*offload=False",),
-        why=_ONE_SHARD,
+        why=ONE_SHARD,
     ),
     Deviation(
         claims=expand(
@@ -418,4 +347,4 @@ MIXED: tuple[Deviation, ...] = (
     ),
 )
 
-DEVIATIONS = (*FSDPS, NAN, *CORE, *OUTSIDE, *SCALER, *MIXED)
+DEVIATIONS = (*FSDPS, NAN, *CORE, *outside.FSDP1, *SCALER, *MIXED)

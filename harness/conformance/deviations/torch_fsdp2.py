@@ -1,5 +1,6 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
+from harness.conformance.deviations import outside
 from harness.conformance.deviations.deviation import Deviation, expand
 from harness.conformance.deviations.shared import (
     AMP_SCALER,
@@ -9,9 +10,9 @@ from harness.conformance.deviations.shared import (
     IN_LOW_PRECISION,
     KEPT,
     ONE_RANK,
+    PINNED,
 )
 
-_PINNED = "CPUOffloadPolicy pins memory by default, which raises on a host without accelerator"
 _EXCEPTION = "parameters of the groups in flight stay unsharded after an exception"
 _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
@@ -101,33 +102,6 @@ CORE: tuple[Deviation, ...] = (
     ),
 )
 
-# Weights that are read outside their unit
-OUTSIDE: tuple[Deviation, ...] = (
-    Deviation(
-        claims=("core/test_outside.py::test_a_whole_weight_may_be_read_before_its_unit*",),
-        cases=("*",),
-        why="outside forward and backward the weights of replicas are DTensors, which meet no tensor",
-    ),
-    Deviation(
-        claims=(
-            "core/test_outside.py::test_a_weight_that_is_freed_is_refused_by_its_name*",
-            "core/test_outside.py::test_a_sharded_weight_is_refused_before_its_unit*",
-        ),
-        cases=("*",),
-        why="the error is of a DTensor that meets a tensor, and names no parameter",
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_gradient_that_comes_to_a_shard_is_refused*",),
-        cases=("front=SHARD_GRAD_OP-*",),
-        why="after a forward unsharded parameters are visible, and the loss can read them",
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_a_gradient_that_comes_to_a_shard_is_refused*",),
-        cases=("front=FULL_SHARD-*", "front=fully_shard"),
-        why="each rank adds its own gradient of a DTensor to the reduced one, as if those of all were equal",
-    ),
-)
-
 REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
@@ -199,12 +173,12 @@ REPLICATE: tuple[Deviation, ...] = (
             "core/test_collectives.py::test_a_step_gathers_*[offload-{fully_shard,replicate}-*",
             "core/test_collectives.py::test_no_sync_reduces_nothing_*[{fully_shard,replicate}-offload-*",
         ),
-        why=_PINNED,
+        why=PINNED,
     ),
     Deviation(
         claims=("core/test_shapes.py::test_offloaded_shards_train_the_same*",),
         cases=("front=fully_shard, *", "front=replicate, *"),
-        why=_PINNED,
+        why=PINNED,
     ),
 )
 
@@ -274,4 +248,4 @@ TWO_D: tuple[Deviation, ...] = (
     ),
 )
 
-DEVIATIONS = FSDPS + DTENSOR_NORMS + AMP_SCALER + CORE + OUTSIDE + REPLICATE + SCALER + MIXED + TWO_D
+DEVIATIONS = FSDPS + DTENSOR_NORMS + AMP_SCALER + CORE + outside.FSDP2 + REPLICATE + SCALER + MIXED + TWO_D
