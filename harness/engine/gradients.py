@@ -354,8 +354,11 @@ class VisibleGradients(Gradients):
             span = shard.spans[i]
             if self._unsynced:
                 span = slice(layout.starts[i], layout.starts[i] + layout.numels[i])
-            kept = visible.grad.view(-1)
-            (kept if shard.config.use_orig_params else kept[span]).copy_(own)
+            kept = visible.grad if shard.config.use_orig_params else visible.grad[span]
+            own = own.reshape(kept.shape).to(kept)
+            # What was not touched must not look so: zeros that the user writes drop what waits behind them.
+            if not torch.equal(kept, own):
+                kept.copy_(own)
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
         self._synced = {p: fn(gradient) for p, gradient in self._synced.items()}

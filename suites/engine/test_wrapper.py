@@ -385,6 +385,20 @@ def test_summoned_gradients_that_are_changed_are_kept(world, use_orig_params, un
         assert [p.grad.tolist() for p in model.parameters()] == [[[5.0] * 3] * 2, [5.0] * 2]
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+def test_summoned_gradients_that_are_only_read_do_not_count_as_zeroed(world, use_orig_params):
+    model = FullyShardedDataParallel(nn.Linear(3, 2, device=world.device), use_orig_params=use_orig_params)
+    x = torch.ones(1, 3, device=world.device)
+    model(x).sum().backward()
+    with model.no_sync():
+        (model(x) * 0).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        assert [p.grad.tolist() for p in model.parameters()] == [[[0.0] * 3] * 2, [0.0] * 2]
+    model(x).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+        assert [p.grad.tolist() for p in model.parameters()] == [[[2.0] * 3] * 2, [2.0] * 2]
+
+
 def test_a_summoned_gradient_that_is_dropped_is_gone(world):
     model = FullyShardedDataParallel(nn.Linear(3, 2, device=world.device), use_orig_params=True)
     model(torch.ones(1, 3, device=world.device)).sum().backward()
