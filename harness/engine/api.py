@@ -191,7 +191,8 @@ class StateDictType(Enum):
     """This rank's flat shard of each group; loads on the same rank, world size and wrapping only.
 
     Costs no communication and, for the model, no memory: the tensors are the live ones, as with an unsharded
-    model. Save one file per rank; torch.distributed.checkpoint would take the shards for copies of one.
+    model. Save one file per rank, or the model through torch.distributed.checkpoint: shards are `DTensor`s,
+    which it keeps apart. An optimizer's are plain tensors, and what it saves of them is refused.
     """
     SHARDED_STATE_DICT = auto()
     """`DTensor`s under original names, sharded along dim 0 as torch.chunk does; loads at any world size and

@@ -99,7 +99,7 @@ class FSDPModule(nn.Module):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards parameters; it need not if it reads none, as that of an embedding.
 
-        If it does read one without, the process crashes, as it does with torch.
+        If it does read one without, it reads freed memory, as it does with torch: an error, or a crash.
         """
         self._composed_unit.options.unshard_in_backward = unshard_in_backward
 

@@ -23,7 +23,7 @@ from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGra
 from harness.engine.marks import OWNER, mark_sharded
 from harness.engine.materialise import Materialiser
 from harness.engine.mesh import device_of
-from harness.engine.param import LocalShard, Param, ParamRef, joined, local_of
+from harness.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of
 from harness.engine.param_group import ParamGroup
 from harness.engine.unit import Unit
 from harness.engine.unsharded import Precision
@@ -115,7 +115,7 @@ def _refuse_disagreement(
 
     def ignored() -> list[str]:
         named = (found for module in modules for found in module.named_parameters())
-        return [name for name, parameter in named if parameter in config.ignored.parameters]
+        return [clean_name(name) for name, parameter in named if parameter in config.ignored.parameters]
 
     found = [collectives.gather_wrapped(mine, ignored, group, device) for group in config.mesh.groups]
     for rank, (theirs, ignored_there) in (pair for ranks in found for pair in enumerate(ranks)):
@@ -123,9 +123,7 @@ def _refuse_disagreement(
             here, there = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue="no more") if a != b)
             cause = ""
             if ignored_there != (ignored_here := ignored()):
-                names = [
-                    ", ".join(map(repr, ignored)) or "nothing" for ignored in (ignored_here, ignored_there)
-                ]
+                names = [", ".join(map(repr, each)) or "nothing" for each in (ignored_here, ignored_there)]
                 cause = f" This rank ignores {names[0]}, that one {names[1]}: ignore the same on both."
             raise ValueError(
                 f"{config.name}: ranks wrap different things: {here} here, {there} on rank {rank} of the "

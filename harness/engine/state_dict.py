@@ -88,6 +88,19 @@ def as_dtensors(full: Iterable[Tensor], shard: LocalShard) -> list[DTensor]:
     return found
 
 
+def live_shard(shard: LocalShard) -> Tensor:
+    """Return this rank's flat shard, in the same memory; a `DTensor` over the ranks that hold other shards.
+
+    torch.distributed.checkpoint takes a plain tensor for one that all ranks have, and keeps that of one rank.
+    Communicates nothing.
+    """
+    flat, axis = shard.flat.detach(), shard.config.mesh.shard
+    if axis is None:
+        return flat
+    mesh = DeviceMesh.from_group(axis.group, shard.device.type)
+    return DTensor.from_local(flat, mesh, [Shard(0)], run_check=False)
+
+
 def full_tensor(value: Tensor, name: str) -> Tensor:
     """Return a `DTensor` in full, and any other tensor as it is. A collective of the tensor's own mesh.
 

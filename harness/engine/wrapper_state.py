@@ -24,6 +24,7 @@ from harness.engine.state_dict import (
     SIGNATURE,
     as_dtensors,
     full_tensor,
+    live_shard,
     padded_with_own_shard,
     refuse_when_busy,
     replaced_parameters,
@@ -71,7 +72,8 @@ class WrapperState(nn.Module):
             self.module.state_dict(destination=found, prefix=prefix, keep_vars=keep_vars)
         if self._is_local and self._unit.group:
             shard = self._unit.group.shard
-            found[prefix + FLAT] = shard.flat if keep_vars else shard.flat.detach()
+            live = live_shard(shard)
+            found[prefix + FLAT] = nn.Parameter(live, shard.flat.requires_grad) if keep_vars else live
             module_versions(found).setdefault(prefix[:-1], {})[SIGNATURE] = signature(shard)
         for path, module in self.module.named_modules(remove_duplicate=False):
             for name in module._buffers:
@@ -217,6 +219,7 @@ class WrapperState(nn.Module):
         elif group:
             # The wrapper loads the flat shard itself, under the name that it has in the state.
             value = state.pop(f"{prefix}{INNER}.{FLAT}", None)
+            value = value.to_local() if isinstance(value, DTensor) else value
             shard = group.shard
             saved, here = metadata.get(SIGNATURE, signature(shard)), signature(shard)
             if value is None or value.shape != shard.flat.shape or saved != here:

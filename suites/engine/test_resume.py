@@ -157,6 +157,22 @@ def test_local_state_of_another_world_size_is_refused(world, engine, groups):
             front.optim_state_dict_to_load(loading.model, loading.optimizer, state["optimizer"])
 
 
+@pytest.mark.ranks(2)
+def test_local_optimizer_state_of_torchs_checkpoint_is_refused(world, engine):
+    """It has the plain tensors of one rank, and that rank's marks."""
+    saving, loading = (Training(engine, world, None, steps) for steps in (1, 2))
+    state = saving.state(LOCAL)
+    dcp.save(state["optimizer"], checkpoint_id=world.shared_tmp_path)
+    state = loading.state(LOCAL)
+    dcp.load(state["optimizer"], checkpoint_id=world.shared_tmp_path)
+    refused = ""
+    try:
+        loading.load_optimizer(state, LOCAL)
+    except ValueError as error:
+        refused = str(error)
+    assert any("loads on the same rank, world size and wrapping only" in e for e in world.gather(refused))
+
+
 def test_a_dtensor_of_other_ranks_is_refused_where_unreadable(world, engine, groups):
     model = Training(engine, world, groups[3], 0).model
     mesh = DeviceMesh("cpu", [0, 1])

@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.assertions import assert_named_close
+from harness.assertions import assert_named_close, local_part
 from harness.assertions.closeness import EXACT
 from harness.conformance import Precision, ShardSpec
 from harness.conformance.models import UnevenShapes
@@ -102,7 +103,7 @@ def test_sharded_state_of_no_shard_is_replicated(world, engine):
 def test_local_state_is_the_live_shard_and_whole_buffers(world, engine, use_orig_params):
     model = shard(engine, world, use_orig_params=use_orig_params)
     state = saved(model, LOCAL)
-    numels = {name: tensor.numel() for name, tensor in state.items()}
+    numels = {name: local_part(tensor).numel() for name, tensor in state.items()}
     sizes = {group.name: group.local_numel for group in engine.groups(model)}
     assert numels == {
         "offset": 5,
@@ -113,7 +114,8 @@ def test_local_state_is_the_live_shard_and_whole_buffers(world, engine, use_orig
     }
     with torch.no_grad():
         next(iter(model.parameters())).add_(1)
-    assert torch.equal(saved(model, LOCAL)["flat_param"], state["flat_param"])
+    after = saved(model, LOCAL)
+    assert torch.equal(local_part(after["flat_param"]), local_part(state["flat_param"]))
 
 
 @pytest.mark.ranks(2)
@@ -147,6 +149,24 @@ def test_local_state_loads_onto_the_same_wrapping(world, engine, strategy, use_o
     load(second, LOCAL, saved(shard(engine, world, **spec), LOCAL))
     assert_named_close(full_state(second), bare(world).state_dict(), EXACT)
     assert [name for name, _ in second.named_parameters()] == names
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "HYBRID_SHARD"])
+def test_local_state_goes_through_torchs_checkpoint(world, engine, strategy):
+    """It takes a plain tensor for one that all ranks have, and each would load that of one rank."""
+    groups = None
+    if strategy == "HYBRID_SHARD":
+        mesh = world.mesh(2, world.size // 2, names=("replicate", "shard"))
+        groups = mesh.get_group("shard"), mesh.get_group("replicate")
+    first, second = (
+        shard(engine, world, seed=seed, strategy=strategy, process_group=groups) for seed in (0, 1)
+    )
+    dcp.save(saved(first, LOCAL), checkpoint_id=world.shared_tmp_path)
+    state = saved(second, LOCAL)
+    dcp.load(state, checkpoint_id=world.shared_tmp_path)
+    load(second, LOCAL, state)
+    assert_named_close(full_state(second), bare(world).state_dict(), EXACT)
 
 
 def other_wrapping(engine, world):
