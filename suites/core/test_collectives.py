@@ -8,7 +8,7 @@ from harness.conformance import Capability, Precision, offers
 from harness.conformance.models import KnownGradient, NestedWrappedModule
 
 # On three ranks every group of the model has some padding.
-pytestmark = [pytest.mark.ranks(2, 3, needs=()), pytest.mark.inside]
+pytestmark = pytest.mark.ranks(2, 3, needs=())
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -125,6 +125,7 @@ def check_reductions(world, front, collectives):
 
 @EVERY_DTYPE
 @OF_ALL
+@pytest.mark.inside
 def test_a_step_gathers_and_reduces_by_strategy(
     front, batch, check_gathers, check_reductions, offload, precision
 ):
@@ -138,6 +139,7 @@ def test_a_step_gathers_and_reduces_by_strategy(
 
 
 @pytest.mark.parametrize("precision", list(DTYPES)[::2], ids=["fp32", "bf16_reduced_in_fp32"])
+@pytest.mark.inside
 def test_no_sync_reduces_nothing_and_the_next_backward_all(
     front, batch, check_gathers, check_reductions, collectives, offload, precision
 ):
@@ -154,6 +156,7 @@ def test_no_sync_reduces_nothing_and_the_next_backward_all(
 
 
 @OF_STRATEGIES
+@pytest.mark.inside
 def test_every_synced_backward_of_an_accumulation_reduces(
     world, engine, front, batch, check_reductions, collectives
 ):
@@ -171,6 +174,7 @@ def test_every_synced_backward_of_an_accumulation_reduces(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @OF_STRATEGIES
+@pytest.mark.inside
 def test_evaluation_gathers_each_group_once_and_keeps_none(
     world, engine, front, batch, collectives, dtype, mode
 ):
@@ -185,6 +189,7 @@ def test_evaluation_gathers_each_group_once_and_keeps_none(
 
 
 @OF_STRATEGIES
+@pytest.mark.inside
 def test_a_forward_without_backward_is_forgotten_by_the_next(
     world, engine, front, batch, check_reductions, collectives
 ):
@@ -198,6 +203,7 @@ def test_a_forward_without_backward_is_forgotten_by_the_next(
 
 
 @pytest.mark.parametrize("frozen_first", [True, False], ids=["frozen_first", "sharded_first"])
+@pytest.mark.inside
 def test_a_frozen_group_is_gathered_in_backward_but_not_reduced(
     front, batch, check_gathers, check_reductions, frozen_first
 ):
@@ -210,6 +216,7 @@ def test_a_frozen_group_is_gathered_in_backward_but_not_reduced(
     check_reductions(model, F32, names=REDUCED[1:])
 
 
+@pytest.mark.inside
 def test_a_frozen_group_out_of_backward_is_gathered_once(world, engine, shard, collectives, strategy):
     bare = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
     model = shard(bare, strategy, units=(nn.Linear,))
@@ -240,6 +247,7 @@ def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, shard
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.inside
 def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, shard, collectives, strategy):
     class Skipping(nn.Module):
         def __init__(self):
@@ -258,6 +266,7 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, shard, collec
 @pytest.mark.ranks(1)
 @EVERY_DTYPE
 @OF_ALL
+@pytest.mark.inside
 def test_one_rank_communicates_nothing(front, batch, collectives, precision):
     model = front.shard(NestedWrappedModule(), precision=precision)
     model(batch()).float().sum().backward()
