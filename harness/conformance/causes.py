@@ -94,5 +94,6 @@ def _cause_of(case: Case) -> tuple[str, str]:
 def _is_foreign(file: str) -> bool:
     """Return whether a file is of an installed package, of Python, or of this one but its engine."""
     parts = PurePath(file).parts
-    room = parts[parts.index("harness") + 1] if "harness" in parts[:-1] else "engine"
+    is_ours = "harness" in parts[:-1] and package() == "harness"  # else the project has such a folder
+    room = parts[parts.index("harness") + 1] if is_ours else "engine"
     return bool({"site-packages", "dist-packages"} & {*parts}) or "/lib/python" in file or room != "engine"

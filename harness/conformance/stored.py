@@ -87,7 +87,10 @@ def _to_table(content: dict[str, Any]) -> Table:
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    """Merge tables. Where several hold the same claim of the same engine, the last one counts."""
+    """Merge tables. Where several hold the same claim of the same engine, the last one counts.
+
+    Of a warning the largest number of tests counts: its tests in one table may be run again in another.
+    """
     merged = Table(list(dict.fromkeys(engine for table in tables for engine in table.engines)))
     for table in tables:
         for claim in table.claims.values():
@@ -95,5 +98,8 @@ def merge(tables: Sequence[Table]) -> Table:
             merged.claims[claim.id] = known if known and known.title else claim
             merged.cells.setdefault(claim.id, {}).update(table.cells.get(claim.id, {}))
         merged.runs += table.runs
-        merged.warnings.update(table.warnings)
+        for engine, found in table.warnings.items():
+            of_engine = merged.warnings.setdefault(engine, {})
+            for text, number in found.items():
+                of_engine[text] = max(number, of_engine.get(text, 0))
     return merged

@@ -51,6 +51,14 @@ def test_tables_of_single_engines_merge_and_the_last_one_counts(
     assert to_page(merged) == (tmp_path / "all" / "conformance.html").read_text()
 
 
+def test_warnings_of_all_tables_are_kept_and_tests_that_ran_twice_count_once() -> None:
+    tables = [one("A", f"s/test_x.py::test_{number}", Outcome.HELD) for number in range(3)]
+    tables[0].warnings = {"A": {"old": 3, "older": 1}}
+    tables[1].warnings = {"A": {"old": 1, "new": 2}, "B": {"old": 1}}
+    assert merge(tables).warnings == {"A": {"old": 3, "older": 1, "new": 2}, "B": {"old": 1}}
+    assert tables[0].warnings == {"A": {"old": 3, "older": 1}}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -200,3 +208,14 @@ def test_causes_are_places_and_messages_without_numbers() -> None:
     ]
     line = "pytest 's/test_x.py::test_1[0-ranks]' -p harness.conformance.plugin --engine mine:Engine"
     assert rest[0].rerun == line
+
+
+def test_a_folder_harness_is_the_projects_own_where_ours_is_called_lockstep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = of_parameters("suites/test_a.py:1: in check\nE   ValueError: x\nharness/mine.py:7: ValueError")
+    assert causes(table)[0].where == "suites/test_a.py:1"
+    monkeypatch.setattr("harness.conformance.causes.package", lambda: "lockstep")
+    (cause,) = causes(table)
+    assert cause.where == "harness/mine.py:7"
+    assert " -p lockstep.conformance.plugin " in cause.rerun
