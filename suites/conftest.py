@@ -298,7 +298,7 @@ def replicate(fronts):
 
 
 @pytest.fixture
-def check_reads(world, fronts):
+def check_reads(world, engine, fronts):
     """Train a `Reader` in two steps of two microbatches, and compare it with the same bare model.
 
     `check(front, read)`: the first microbatches are without sync if `no_sync`; `loss(model, output)` may read
@@ -312,7 +312,10 @@ def check_reads(world, fronts):
     import torch.distributed as dist
 
     from harness.assertions import assert_named_close
+    from harness.conformance import Capability, require
     from harness.conformance.models.readers import Reader
+
+    require(engine, Capability.OUTSIDE_READS)
 
     def mean_loss(model, output):
         return output.square().mean()

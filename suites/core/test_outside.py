@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from harness.assertions import assert_named_close
-from harness.conformance import Precision
+from harness.conformance import Capability, Precision, require
 from harness.conformance.models.readers import (
     AFTER,
     BEFORE,
@@ -179,8 +179,9 @@ LOW = {
 
 
 @pytest.fixture
-def check_in_low_precision(world, batches, fronts):
+def check_in_low_precision(world, engine, batches, fronts):
     """Train a reader in two steps, and compare it with a bare one that computes in the same dtypes."""
+    require(engine, Capability.OUTSIDE_READS)
     make = batches(lambda generator: torch.randint(5, (3,), generator=generator))
 
     def check(front, read, precision):

@@ -43,6 +43,8 @@ def offered(engine):
         found = {k: v for k, v in options.items() if k not in REQUIRED or offers(engine, REQUIRED[k])}
         if not offers(engine, Capability.SHARDING):
             found["strategy"] = "NO_SHARD"
+        elif found.get("strategy") == "NO_SHARD" and not offers(engine, Capability.REPLICATION):
+            del found["strategy"]
         # Where parameters are DTensors, those without dimensions can be replicated only.
         return tree if offers(engine, Capability.PLAIN_PARAMETERS) else tree.without_scalars(), found
 

@@ -84,6 +84,7 @@ class Life(RuleBasedStateMachine):
     @rule(index=st.integers(0, 2), sync=st.booleans(), twice=st.booleans())
     def backward(self, index=0, sync=True, twice=False):
         of_bare, of_model = self.pending.pop(index % len(self.pending))
+        sync = sync or not offers(self.engine, Capability.NO_SYNC)
         for retain_graph in (True, False) if twice else (False,):
             self.of_bare_alone(of_bare, retain_graph, sync)
             with nullcontext() if sync else self.engine.no_sync(self.model):

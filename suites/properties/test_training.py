@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.assertions import TOLERANCES, Tolerance, assert_named_close
 from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, Precision, ShardSpec, offers
+from harness.conformance import Capability, Precision, ShardSpec, offers, require
 from harness.conformance.models.strategies import trees
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -145,6 +145,7 @@ def test_weights_that_are_read_elsewhere_train_the_same_or_are_refused(
     world, engine, offered, tree, options, no_sync
 ):
     """Refused is only what is not there: freed, or not yet gathered or cast."""
+    require(engine, Capability.OUTSIDE_READS)
     tree, options = offered(tree, options)
     options = fitting(world, engine, options)
     if tree.has_mixed_groups():
@@ -162,6 +163,8 @@ def test_weights_that_are_read_elsewhere_train_the_same_or_are_refused(
 
 
 def check_parity(world, engine, tree, no_sync, spec):
+    if not offers(engine, Capability.NO_SYNC):
+        no_sync = [False] * len(no_sync)
     reference = Reference(tree.build().to(world.device), spec.precision)
     bare = tree.build(seed=world.rank if spec.sync_module_states else 0)
     model = engine.shard(bare.to(world.device), spec)

@@ -73,7 +73,7 @@ class Adapter(ABC):
         raise NotOffered(self.name, Capability.COMPOSABLE)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        raise NotOffered(self.name, Capability.UNSYNCED_GRADIENTS)
+        raise NotOffered(self.name, Capability.NO_SYNC)
 
     def groups(self, model: nn.Module) -> Sequence[GroupInfo]:
         raise NotOffered(self.name, Capability.GROUPS)

@@ -22,6 +22,7 @@ class Replicated(Adapter):
         {
             Capability.REPLICATION,
             Capability.PLAIN_PARAMETERS,
+            Capability.OUTSIDE_READS,
             Capability.CLIPPING,
             Capability.GRAD_SCALER,
             Capability.OPTIMIZER_STATE,

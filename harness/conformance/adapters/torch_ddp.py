@@ -16,7 +16,11 @@ class TorchDdp(Replicated):
     """Replicas: of the strategies NO_SHARD alone; units are accepted, and gradients go in torch's buckets."""
 
     name = "torch-ddp"
-    capabilities = Replicated.capabilities | {Capability.SYNC_STATES, Capability.UNSYNCED_GRADIENTS}
+    capabilities = Replicated.capabilities | {
+        Capability.SYNC_STATES,
+        Capability.NO_SYNC,
+        Capability.UNSYNCED_GRADIENTS,
+    }
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         self.check(spec)

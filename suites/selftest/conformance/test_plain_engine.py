@@ -38,6 +38,16 @@ def test_warnings_of_a_foreign_engine_are_listed_and_fail_nothing(tmp_path: Path
     assert page.count("old_name is deprecated") == 1
 
 
+def test_an_engine_that_promises_nothing_of_reads_outside_units_is_not_asked(tmp_path: Path) -> None:
+    file = "core/test_outside.py"
+    refused = f"{file}::test_a_weight_that_is_freed_is_refused_by_its_name[tied_head-2-ranks]"
+    cast = f"{file}::test_a_kept_weight_is_read_in_the_dtype_of_computation[bf16-tied_head-2-ranks]"
+    table = run(tmp_path, ["Zero3"], refused, cast)
+    assert len(table.claims) == 2
+    cells = [table.cell(claim, "plain_engine:Zero3") for claim in table.claims.values()]
+    assert {case.reason for cell in cells for case in cell.cases} == {"weights read outside their unit"}
+
+
 TWO = "FULL_SHARD-orig-2-ranks"
 MEAN = f"core/test_reduction.py::test_gradients_are_the_mean_over_ranks[{TWO}]"
 SMALL = f"core/test_reduction.py::test_small_parameters_in_a_group_have_their_gradients[{TWO}]"
