@@ -156,6 +156,9 @@ class Front:
             spec["process_group"] = mesh.get_group(1), mesh.get_group(0)
         return self.engine.shard(bare.to(self.device), ShardSpec(**spec))
 
+    def unwrapped(self, model):
+        return self.engine.unwrapped(model)
+
     def no_sync(self, model):
         return self.engine.no_sync(model)
 
@@ -188,6 +191,9 @@ class ComposableFront(Front):
     @property
     def capabilities(self):
         return {each for each in self.engine.capabilities if each.name not in WRAPPER_ONLY}
+
+    def unwrapped(self, model):
+        return model
 
     def __call__(self, module, **settings):
         return getattr(self.engine.composable, self.name)(module, **settings)
@@ -331,7 +337,7 @@ def check_reads(world, engine, fronts):
         torch.manual_seed(0)
         bare = Reader(read, frozen).to(world.device)
         model = front.shard(copy.deepcopy(bare), **spec)
-        inner = next(module for module in model.modules() if isinstance(module, Reader))
+        inner = front.unwrapped(model)
         sgd = partial(torch.optim.SGD, lr=0.001)
         optimizers = [sgd(bare.parameters()), front.optimizer(model, sgd)]
         for step in range(2):

@@ -32,6 +32,8 @@ LONGEST_TEXT = 12_000
 _NOT_OFFERED = re.compile(r"(?:\S*NotOffered: )?\S+ does not offer: (?P<what>.+)", re.DOTALL)
 _MENDED = re.compile(r"^\[XPASS\(strict\)\] (?P<reason>.*)", re.MULTILINE)
 _ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
+_OF_WORKER = re.compile(r"\A\[gw\d+\] \S+ -- Python .*\n")
+"""The line that pytest-xdist puts before a failure."""
 
 
 def register(config: pytest.Config) -> None:
@@ -202,7 +204,7 @@ def read_case(report: pytest.TestReport) -> Case | None:
     if report.skipped:
         return _skipped(name, report)
     if report.failed:
-        text = report.longreprtext
+        text = _OF_WORKER.sub("", report.longreprtext)
         if mended := _MENDED.search(text):
             return Case(name, Outcome.MENDED, mended["reason"])
         return None if not name and _ONLY_SUBTESTS.fullmatch(text) else _broken(name, report, text)

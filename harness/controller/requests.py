@@ -73,7 +73,9 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
     need = size if uses(backend, "nccl") else 1
     if device == "cuda" and need > (have := count_gpus()):
-        lack = f"need {need} GPUs, this machine has {have}; run with --backend gloo"
+        lack = f"need {need} GPUs, this machine has {have}"
+        if mark.backend is None:
+            lack += "; run with --backend gloo"
         return Refusal("skipped", f"{size} ranks under {backend} {lack}")
     at_once = config.getini("ranks_at_once")
     if at_once is not None and size > at_once:

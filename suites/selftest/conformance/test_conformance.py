@@ -266,6 +266,20 @@ def test_the_command_itself_warns_of_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_cells_are_the_same_under_xdist(written: Written, tmp_path: Path) -> None:
+    copy_project("conformance", tmp_path)
+    done = conformance(tmp_path, "--engine", "lockstep", "--engine", "other:Other", "claims", "-n2")
+    table = load(tmp_path / "conformance-report" / "conformance.json")
+    assert table.claims.keys() == written.table.claims.keys(), done.stdout
+    for claim in table.claims.values():
+        for engine in ("lockstep", "other:Other"):
+            cell, alone = table.cell(claim, engine), written.table.cell(claim, engine)
+            assert [(case.name, case.outcome) for case in cell.cases] == [
+                (case.name, case.outcome) for case in alone.cases
+            ]
+            assert not any("[gw" in case.text for case in cell.cases)
+
+
 # What was not run
 
 
