@@ -32,10 +32,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Load the plugin under the name that is free; where it must be asked for and was not, note why not."""
     config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
     named = _named_plugins(config)
-    about_us = [name for name in named if name.removeprefix("no:") in ("lockstep", PLUGIN)]
-    # A worker of pytest-xdist blocks plugins after it has loaded them.
-    is_blocked = pluginmanager.is_blocked(PLUGIN) or (about_us and about_us[-1].startswith("no:"))
-    if pluginmanager.hasplugin(PLUGIN) or is_blocked:
+    if pluginmanager.hasplugin(PLUGIN) or pluginmanager.is_blocked(PLUGIN):
         return
     rank = pluginmanager.get_plugin(RANK_PLUGIN)
     if rank is not None:  # its controller has decided
