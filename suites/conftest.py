@@ -162,8 +162,8 @@ class Front:
     def no_sync(self, model):
         return self.engine.no_sync(model)
 
-    def backward(self, model, loss):
-        self.engine.backward(model, loss)
+    def backward(self, model, loss, retain_graph=False):
+        self.engine.backward(model, loss, retain_graph=retain_graph)
 
     def optimizer(self, model, make):
         return self.engine.optimizer(model, make)
@@ -232,8 +232,8 @@ class ComposableFront(Front):
         yield
         model.set_requires_gradient_sync(True)
 
-    def backward(self, model, loss):
-        loss.backward()
+    def backward(self, model, loss, retain_graph=False):
+        loss.backward(retain_graph=retain_graph)
 
     def optimizer(self, model, make):
         return make(model.parameters())

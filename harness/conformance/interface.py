@@ -90,14 +90,18 @@ class Engine(Protocol):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backwards reduce no gradients: they wait for the next one outside."""
 
-    def backward(self, model: nn.Module, loss: Tensor) -> None:
-        """Run backward of a (scaled) loss of `model`: `loss.backward()`, or the engine's own method."""
+    def backward(self, model: nn.Module, loss: Tensor, retain_graph: bool = False) -> None:
+        """Run backward of a (scaled) loss of `model`: `loss.backward()`, or the engine's own method.
+
+        `retain_graph`: another backward of the same loss follows.
+        """
 
     def optimizer(self, model: nn.Module, make: MakeOptimizer) -> Optimizer:
         """Return what steps the parameters of `model`, a sharded model or a module of one.
 
         That is `make(model.parameters())`, or an optimizer of the engine's own, which makes torch's from its
-        shards: an object with `step`, `zero_grad`, and the `param_groups` that a gradient scaler reads.
+        shards: an object with `step()`, `zero_grad(set_to_none=True)`, and the `param_groups` that a gradient
+        scaler reads.
 
         Args:
             make: makes one of torch's optimizers from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.

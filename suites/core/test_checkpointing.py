@@ -74,7 +74,7 @@ def test_a_checkpointed_unit_is_gathered_once_in_backward(
 ):
     spec = {"units": ("inner",), "use_orig_params": use_orig_params}
     model = shard(Around(use_reentrant), strategy, **spec)
-    model(torch.randn(2, 4, device=world.device) + world.rank).sum().backward()
+    engine.backward(model, model(torch.randn(2, 4, device=world.device) + world.rank).sum())
     # The reentrant kind runs forward without autograd, so that nothing is kept for backward.
     kept = strategy == "SHARD_GRAD_OP"
     expected = ([] if kept else [ROOT]) + ([] if kept and not use_reentrant else [INNER])
@@ -91,7 +91,7 @@ def test_a_partly_checkpointed_unit_is_gathered_once_more(
 ):
     model = shard(Within(use_reentrant), strategy)
     x = torch.randn(2, 8, device=world.device, requires_grad=True)
-    model(x).sum().backward()
+    engine.backward(model, model(x).sum())
     assert gathered_bytes(engine, collectives, in_backward=False) == [INNER]
     assert gathered_bytes(engine, collectives, in_backward=True) == again
 
@@ -105,7 +105,7 @@ def test_every_original_parameter_gets_its_piece_of_the_gradient(
     units = ("inner",) if make is Around else ()
     model = shard(make(use_reentrant), strategy, units=units, use_orig_params=True)
     x = torch.randn(2, 4 if make is Around else 8, device=world.device, requires_grad=True)
-    model(x).sum().backward()
+    engine.backward(model, model(x).sum())
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == (parameter.numel() > 0), name
         assert parameter.numel() == 0 or parameter.grad.shape == parameter.shape, name
@@ -122,7 +122,7 @@ def test_a_tied_weight_is_counted_once_per_use(
     model = shard(copy.deepcopy(bare), strategy, use_orig_params=use_orig_params)
     tokens = torch.arange(4 * world.size, device=world.device) % 5
     bare(tokens).square().mean().backward()
-    model(tokens.chunk(world.size)[world.rank]).square().mean().backward()
+    engine.backward(model, model(tokens.chunk(world.size)[world.rank]).square().mean())
     assert_named_close(engine.full_gradients(model), named_gradients(bare))
 
 
@@ -135,8 +135,8 @@ def test_recomputation_accumulates_in_no_sync(world, engine, shard, collectives,
         bare(batch).square().mean().backward()
     with engine.no_sync(model):
         for batch in batches[:2]:
-            model(batch.chunk(world.size)[world.rank]).square().mean().backward()
+            engine.backward(model, model(batch.chunk(world.size)[world.rank]).square().mean())
     if offers(engine, Capability.TRAFFIC):
         assert engine.traffic(collectives).reductions == ()
-    model(batches[2].chunk(world.size)[world.rank]).square().mean().backward()
+    engine.backward(model, model(batches[2].chunk(world.size)[world.rank]).square().mean())
     assert_named_close(engine.full_gradients(model), named_gradients(bare))

@@ -41,9 +41,9 @@ class Parts(nn.ModuleDict):
 def backward(world):
     """Give each weight the gradient `mean`, in the mean over ranks that see different ones."""
 
-    def backward(model, mean):
+    def backward(front, model, mean):
         spread = world.rank - (world.size - 1) / 2
-        model(torch.as_tensor(mean, dtype=F32, device=world.device) * (1 + spread)).backward()
+        front.backward(model, model(torch.as_tensor(mean, dtype=F32, device=world.device) * (1 + spread)))
 
     return backward
 
@@ -82,7 +82,7 @@ def test_norm_and_clipped_gradients_equal_the_unsharded_ones(world, front, run_s
 
 def test_gradients_below_the_largest_norm_keep_every_bit(front, backward):
     model = front.shard(KnownGradients(3))
-    backward(model, 1.5)
+    backward(front, model, 1.5)
     assert front.clip_grad_norm_(model, 1e4).item() == pytest.approx(1.5 * 12**0.5)
     assert [g.tolist() for g in front.full_gradients(model).values()] == [[1.5] * 3] * 4
 
@@ -93,7 +93,7 @@ def test_a_rank_without_elements_takes_part(world, front, backward, run_subtests
 
     def check(shape, norm_type):
         model = front.shard(KnownGradient(*shape))
-        backward(model, -4.0)
+        backward(front, model, -4.0)
         assert front.full_gradients(model)["weight"].item() == -4
         norm = front.clip_grad_norm_(model, 1.0, norm_type)
         assert norm.item() == pytest.approx(4.0)
@@ -112,7 +112,7 @@ def test_an_ignored_part_that_all_ranks_hold_counts_once(world, engine, shard, b
     bare["frozen"].requires_grad_(False)
     ignored = bare["ignored"].weight
     model = shard(bare, strategy, ignored=("ignored",), use_orig_params=True)
-    backward(model, 2.0)
+    backward(engine, model, 2.0)
     ignored.grad = torch.full_like(ignored, 2.0)  # its ranks are the user's to keep equal
     expected = 2.0 if norm_type == INF else 2.0 * 5 ** (1 / norm_type)
     assert engine.clip_grad_norm_(model, 0.5, norm_type).item() == pytest.approx(expected)
@@ -126,7 +126,7 @@ def test_an_ignored_part_that_all_ranks_hold_counts_once(world, engine, shard, b
 def test_units_of_different_strategies_count_once_each(engine, shard, backward, norm_type):
     parts = {strategy: shard(KnownGradient(3), strategy) for strategy in STRATEGIES}
     model = shard(Parts(parts))
-    backward(model, 2.0)
+    backward(engine, model, 2.0)
     expected = 2.0 if norm_type == INF else 2.0 * 9 ** (1 / norm_type)
     assert engine.clip_grad_norm_(model, 0.5, norm_type).item() == pytest.approx(expected)
 
@@ -134,21 +134,21 @@ def test_units_of_different_strategies_count_once_each(engine, shard, backward, 
 def test_the_norm_of_low_precision_gradients_is_taken_in_fp32(engine, shard, backward, strategy):
     precision = Precision(F16, keep_low_precision_grads=True)
     model = shard(KnownGradient(3), strategy, precision=precision, use_orig_params=True)
-    backward(model, 512.0)  # its square is beyond fp16
+    backward(engine, model, 512.0)  # its square is beyond fp16
     assert engine.clip_grad_norm_(model, 1.0).item() == pytest.approx(512 * 3**0.5)
     assert engine.full_gradients(model)["weight"].tolist() == pytest.approx([3**-0.5] * 3, rel=1e-3)
 
 
 def test_the_norm_of_fp64_gradients_is_taken_in_fp64(world, engine, shard, strategy):
     model = shard(KnownGradient(2).double(), strategy)
-    model(torch.tensor([1.0, 2.0**-30], dtype=F64, device=world.device)).backward()
+    engine.backward(model, model(torch.tensor([1.0, 2.0**-30], dtype=F64, device=world.device)))
     assert engine.clip_grad_norm_(model, 1e4, 1.0).item() == 1 + 2.0**-30
 
 
 @pytest.mark.inside
 def test_clipping_sends_one_number_once(engine, shard, backward, collectives, strategy):
     model = shard(KnownGradients(3), strategy)
-    backward(model, 2.0)
+    backward(engine, model, 2.0)
     before = len(collectives)
     engine.clip_grad_norm_(model, 1.0)
     expected = [] if strategy == "NO_SHARD" else [("all_reduce", ((),))]
@@ -167,7 +167,8 @@ def test_without_any_gradient_the_norm_is_zero(engine, shard, strategy, norm_typ
 def test_all_ranks_see_a_nonfinite_gradient_in_one_shard(world, front, run_subtests):
     def check(norm_type, bad):
         model = front.shard(KnownGradient(3))
-        model(torch.tensor([1.0, 1.0, bad if world.rank else 1.0], device=world.device)).backward()
+        gradient = torch.tensor([1.0, 1.0, bad if world.rank else 1.0], device=world.device)
+        front.backward(model, model(gradient))
         norm = front.clip_grad_norm_(model, 1.0, norm_type).item()
         assert world.gather(repr(norm)) == [repr(bad)] * 2
 
@@ -178,7 +179,7 @@ def test_unreduced_gradients_are_refused(engine, shard, backward, strategy):
     model = shard(KnownGradients(3), strategy)
     require(engine, Capability.UNSYNCED_GRADIENTS)
     with engine.no_sync(model):
-        backward(model, 1.0)
+        backward(engine, model, 1.0)
     with pytest.raises(RuntimeError, match="gradients from no_sync are not reduced yet"):
         engine.clip_grad_norm_(model, 1.0)
 

@@ -132,7 +132,7 @@ def test_a_step_gathers_and_reduces_by_strategy(
     """Tensors are cast before they are sent, not after (pytorch#154975)."""
     model = front.shard(NestedWrappedModule(), precision=precision, offload=offload)
     for _ in range(2):
-        model(batch()).float().sum().backward()
+        front.backward(model, model(batch()).float().sum())
     gathered, reduced = DTYPES[precision]
     check_gathers(model, gathered, steps=2)
     check_reductions(model, reduced, steps=2)
@@ -147,9 +147,9 @@ def test_no_sync_reduces_nothing_and_the_next_backward_all(
     model = front.shard(NestedWrappedModule(), precision=precision, offload=offload)
     with front.no_sync(model):
         for _ in range(2):
-            model(batch()).float().sum().backward()
+            front.backward(model, model(batch()).float().sum())
     assert reductions(front.engine, collectives) == []
-    model(batch()).float().sum().backward()
+    front.backward(model, model(batch()).float().sum())
     gathered, reduced = DTYPES[precision]
     check_gathers(model, gathered, steps=3)
     check_reductions(model, reduced)
@@ -162,8 +162,8 @@ def test_every_synced_backward_of_an_accumulation_reduces(
 ):
     model = front.shard(NestedWrappedModule())
     loss = model(batch()).float().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
+    front.backward(model, loss, retain_graph=True)
+    front.backward(model, loss)
     check_reductions(model, F32, steps=2)
     # What was kept for the first backward is freed by it.
     again = {"FULL_SHARD": BACKWARD * 2, "SHARD_GRAD_OP": BACKWARD, "NO_SHARD": ()}[kind(front)]
@@ -195,7 +195,7 @@ def test_a_forward_without_backward_is_forgotten_by_the_next(
 ):
     model = front.shard(NestedWrappedModule())
     model(batch()).float().sum()
-    model(batch()).float().sum().backward()
+    front.backward(model, model(batch()).float().sum())
     first, second = GATHERED[kind(front)]
     assert gathers(engine, collectives, in_backward=False) == shard_bytes(world, front, model, F32, first) * 2
     assert gathers(engine, collectives, in_backward=True) == shard_bytes(world, front, model, F32, second)
@@ -211,7 +211,7 @@ def test_a_frozen_group_is_gathered_in_backward_but_not_reduced(
     bare.module[2].requires_grad_(not frozen_first)
     model = front.shard(bare)
     bare.module[2].requires_grad_(False)
-    model(batch()).float().sum().backward()
+    front.backward(model, model(batch()).float().sum())
     check_gathers(model, F32)
     check_reductions(model, F32, names=REDUCED[1:])
 
@@ -220,7 +220,7 @@ def test_a_frozen_group_is_gathered_in_backward_but_not_reduced(
 def test_a_frozen_group_out_of_backward_is_gathered_once(world, engine, shard, collectives, strategy):
     bare = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
     model = shard(bare, strategy, units=(nn.Linear,))
-    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    engine.backward(model, model(torch.ones(2, 4, device=world.device)).sum())
     num = {"FULL_SHARD": (2, 1), "SHARD_GRAD_OP": (2, 0), "NO_SHARD": (0, 0)}[strategy]
     found = [len(gathers(engine, collectives, in_backward=where)) for where in (False, True)]
     assert (tuple(found), len(reductions(engine, collectives))) == (num, 1)
@@ -240,7 +240,7 @@ def test_a_module_used_twice_in_one_forward_is_reduced_once(world, engine, shard
             return self.inner(x) + self.inner(10 * x)
 
     model = shard(Twice(), strategy, units=("inner",))
-    model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
+    engine.backward(model, model(torch.tensor(2.0 * world.rank, device=world.device)))
     assert engine.full_gradients(model)["inner.weight"].tolist() == [11.0 * (world.size - 1)] * 3
     if offers(engine, Capability.TRAFFIC):
         assert len(reductions(engine, collectives)) == 1
@@ -258,7 +258,7 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, shard, collec
             return self.used(x)
 
     model = shard(Skipping(), strategy, units=(KnownGradient,))
-    model(torch.ones((), device=world.device)).backward()
+    engine.backward(model, model(torch.ones((), device=world.device)))
     assert reductions(engine, collectives) == [(F32, 8)]
     assert {nbytes for _, nbytes in gathers(engine, collectives, in_backward=False)} <= {4}
 
@@ -269,7 +269,7 @@ def test_a_module_that_all_ranks_skip_sends_nothing(world, engine, shard, collec
 @pytest.mark.inside
 def test_one_rank_communicates_nothing(front, batch, collectives, precision):
     model = front.shard(NestedWrappedModule(), precision=precision)
-    model(batch()).float().sum().backward()
+    front.backward(model, model(batch()).float().sum())
     assert all(gradient.any() for gradient in front.full_gradients(model).values())
     front.clip_grad_norm_(model, 1.0)
     assert list(collectives) == []

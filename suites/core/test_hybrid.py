@@ -152,7 +152,7 @@ def test_a_mean_within_the_range_of_its_dtype_is_exact(world, shard, hybrid_fron
     model = shard(KnownGradient(3), replicas, precision=Precision(reduce_dtype=dtype))
     # Any two of them add up to more than 65,504, the largest fp16 number; their mean is below it.
     own = 49152.0 + 4096 * world.rank
-    model(torch.tensor(own, device=world.device)).backward()
+    hybrid_front.backward(model, model(torch.tensor(own, device=world.device)))
     assert values(hybrid_front, model) == [[49152.0 + 2048 * (world.size - 1)] * 3]
 
 
@@ -160,7 +160,7 @@ def test_reduce_dtype_holds_inside_a_replica_and_across(world, shard, hybrid_fro
     model = shard(KnownGradients(3), precision=Precision(F16, F32, cast_root_forward_inputs=False))
     # One of four ranks adds the last bit that 1 has in fp16; the mean needs two bits more.
     witness = torch.tensor(1 + (world.rank == 3) * 2**-10, device=world.device, dtype=F16)
-    model(witness).backward()
+    hybrid_front.backward(model, model(witness))
     assert values(hybrid_front, model) == [[1 + 2**-12] * 3] * 4
 
 

@@ -179,7 +179,8 @@ class TestParityWithDDP:
         model = NestedWrappedModuleWithDelay(delay_after_loss_ms=late_on_rank_0(world))
 
         def late_backward(sharded, loss):
-            model.backward(loss)
+            engine.backward(sharded, loss)
+            model.after_backward(loss)
             # A gather for the next forward would have begun.
             if not offers(engine, Capability.GROUPS):
                 return

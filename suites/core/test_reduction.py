@@ -1,5 +1,7 @@
 """Reduction of gradients: the exact mean over ranks, in the configured dtype."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ def test_gradients_are_the_mean_over_ranks(world, front, run_subtests):
 
     def check(shape, precision):
         model = front.shard(KnownGradient(*shape), precision=precision)
-        model(torch.tensor(6.0 * (1 + world.rank), device=world.device)).backward()
+        front.backward(model, model(torch.tensor(6.0 * (1 + world.rank), device=world.device)))
         gradient = front.full_gradients(model)["weight"].flatten()
         assert gradient.tolist() == [3.0 * (world.size + 1)] * torch.Size(shape).numel()
 
@@ -41,7 +43,7 @@ def test_small_parameters_in_a_group_have_their_gradients(world, front):
     if not front.is_composable:  # it has no place for parameters without dimensions
         shapes += [(), (0,)]
     model = front.shard(Uneven(KnownGradient(*shape) for shape in shapes))
-    model(torch.tensor(2.0 * world.rank, device=world.device)).backward()
+    front.backward(model, model(torch.tensor(2.0 * world.rank, device=world.device)))
     # One without elements lies on no rank, and has no gradient to show.
     found = {name: g for name, g in front.full_gradients(model).items() if name != "5.weight"}
     assert [g.flatten().tolist() for g in found.values()] == [
@@ -51,7 +53,7 @@ def test_small_parameters_in_a_group_have_their_gradients(world, front):
 
 def test_fp64_gradients_are_summed_in_fp64(world, front):
     model = front.shard(KnownGradients(3).double())
-    model(torch.tensor(1 + world.rank * 2**-40, device=world.device, dtype=F64)).backward()
+    front.backward(model, model(torch.tensor(1 + world.rank * 2**-40, device=world.device, dtype=F64)))
     assert [g.tolist() for g in front.full_gradients(model).values()] == [[1 + 2**-41] * 3] * 4
 
 
@@ -62,9 +64,8 @@ def test_replicas_are_bit_equal_and_runs_repeat_to_the_bit(world, engine, shard,
     runs = []
     for _ in range(2):
         model = shard(KnownGradient(50).to(dtype), strategy)
-        model(gradient).backward()
-        for parameter in model.parameters():
-            parameter.data.sub_(parameter.grad)
+        engine.backward(model, model(gradient))
+        engine.optimizer(model, partial(torch.optim.SGD, lr=1.0)).step()
         runs.append(engine.full_parameters(model)["weight"])
     assert_same_across_ranks({"weight": runs[0]})
     assert torch.equal(*runs)
@@ -74,5 +75,5 @@ def test_replicas_are_bit_equal_and_runs_repeat_to_the_bit(world, engine, shard,
 def test_sparse_gradients_are_reduced_like_dense_ones(world, engine, shard, strategy):
     bare = nn.Embedding(3, 1, sparse=True)
     model = shard(bare, strategy, use_orig_params=True)
-    model(torch.tensor([0, 1 + world.rank], device=world.device)).sum().backward()
+    engine.backward(model, model(torch.tensor([0, 1 + world.rank], device=world.device)).sum())
     assert engine.full_gradients(model)["weight"].flatten().tolist() == [1.0, 0.5, 0.5]

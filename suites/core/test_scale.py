@@ -114,8 +114,8 @@ def shards_of(world, front, num=None):
     return Shards(front, 1 if is_whole else num or world.size)
 
 
-def step(world, model):
-    model(torch.randn(4, 8, device=world.device)).float().sum().backward()
+def step(world, front, model):
+    front.backward(model, model(torch.randn(4, 8, device=world.device)).float().sum())
 
 
 # Shards
@@ -175,7 +175,7 @@ def test_a_shard_has_the_bytes_of_its_elements_and_padding(world, front):
 def test_a_step_sends_what_the_formula_says(world, front, collectives, precision):
     model = front.shard(Blocks(), precision=precision)
     shards, dtype = shards_of(world, front), precision.param_dtype or F32
-    step(world, model)
+    step(world, front, model)
     traffic = front.engine.traffic(collectives)
     found = [
         [(e.dtype, e.nbytes, e.group_size) for e in traffic.gathers if e.in_backward == where]
@@ -201,7 +201,7 @@ def test_a_replica_gathers_inside_and_reduces_inside_and_across(world, hybrid_fr
     assert mesh.get_coordinate() == (world.rank // num_shards, world.rank % num_shards)
     shards = Shards(hybrid_front, num_shards)
     check_shards(world, model, shards)
-    step(world, model)
+    step(world, hybrid_front, model)
     traffic = hybrid_front.engine.traffic(collectives)
     nbytes = {name: shards.numel(name) * F32.itemsize for name in GROUPS}
     found = [

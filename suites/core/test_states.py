@@ -94,10 +94,10 @@ def test_backward_frees_a_group_when_it_has_its_gradients(
     loss = model(batch()).sum()
     seen.clear()
     if sync:
-        loss.backward()
+        engine.backward(model, loss)
     else:
         with engine.no_sync(model):
-            loss.backward()
+            engine.backward(model, loss)
     before = all_in(AFTER_FORWARD[strategy])
     assert seen == {
         "backward module.3": gathered(before, ROOT),
@@ -124,7 +124,7 @@ def test_a_cast_shard_exists_only_while_its_gather_is_under_way(
         return {(g.state.name, g.low_precision_bytes / g.local_numel) for g in engine.groups(model)}
 
     bare.look = cast
-    model(batch()).float().sum().backward()
+    engine.backward(model, model(batch()).float().sum())
     under_way = {("SHARDED", 0), ("PREFETCHED", itemsize), ("UNSHARDED", 0)}
     assert bare.seen["backward module.2"] == bare.seen["backward module.1.1"] == under_way
     for moment in ("backward module.0", "forward module.2"):
@@ -159,7 +159,7 @@ def test_groups_show_dtypes_and_bytes_at_every_moment(
     check(set(), None)
     loss = model(batch()).float().sum()
     check(kept, None)
-    loss.backward()
+    engine.backward(model, loss)
     check(set(), F32)
     model.zero_grad()
     check(set(), None)
@@ -183,19 +183,21 @@ def test_full_parameters_give_their_memory_back(
     if not offers(engine, Capability.PLAIN_PARAMETERS):  # each parameter may have memory of its own
         numels.add(bare.module[0].weight.numel())
     assert memory.nbytes() in {after_forward * numel * dtype.itemsize for numel in numels}
-    loss.backward()
+    engine.backward(model, loss)
     assert memory.nbytes() == 0
 
 
 @pytest.mark.inside
-def test_visible_parameters_are_sharded_outside_forward(world, batch, watch, strategy, use_orig_params):
+def test_visible_parameters_are_sharded_outside_forward(
+    world, engine, batch, watch, strategy, use_orig_params
+):
     model, _ = watch(strategy, use_orig_params=use_orig_params)
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
     local = sum(NUMEL.values()) // (1 if strategy == "NO_SHARD" else world.size)
     assert sum(local_part(p).numel() for p in model.parameters()) == local
     loss = model(batch()).sum()
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
-    loss.backward()
+    engine.backward(model, loss)
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
 
 
@@ -268,7 +270,7 @@ def test_units_skipped_or_left_out_of_the_loss_have_no_gradient(
             return self.used(x), self.unused(x)
 
     model = shard(Branches(), strategy, units=(nn.Linear,), use_orig_params=use_orig_params)
-    model(batch())[0].sum().backward()
+    engine.backward(model, model(batch())[0].sum())
     gradients = {name: g is not None and bool(g.any()) for name, g in engine.full_gradients(model).items()}
     assert gradients == {f"{layer}.{p}": layer == "used" for layer in LAYERS for p in ("weight", "bias")}
     if offers(engine, Capability.GROUPS):
@@ -281,15 +283,13 @@ def test_units_skipped_or_left_out_of_the_loss_have_no_gradient(
 def test_a_step_after_save_and_load_has_the_same_bits(engine, shard, batch, strategy, use_orig_params):
     spec = {"use_orig_params": use_orig_params}
     saved, loaded = (shard(NestedWrappedModule(), strategy, **spec) for _ in range(2))
-    saved(batch()).square().sum().backward()
-    for parameter in saved.parameters():
-        if parameter.grad is not None:
-            parameter.data.sub_(0.1 * parameter.grad)
+    engine.backward(saved, saved(batch()).square().sum())
+    engine.optimizer(saved, partial(torch.optim.SGD, lr=0.1)).step()
     loaded.load_state_dict(saved.state_dict())
     saved.zero_grad()
     x = batch()
     for model in (saved, loaded):
-        model(x).square().sum().backward()
+        engine.backward(model, model(x).square().sum())
     expected = engine.full_gradients(saved)
     for name, gradient in engine.full_gradients(loaded).items():
         assert torch.equal(gradient, expected[name]), name

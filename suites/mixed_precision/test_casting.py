@@ -48,7 +48,7 @@ class Layers(nn.Sequential):
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.basic(6)
 def test_every_module_computes_in_the_configured_dtypes(
-    shard, batch, run_subtests, strategy, use_orig_params, train
+    engine, shard, batch, run_subtests, strategy, use_orig_params, train
 ):
     """pytorch#143900: buffer_dtype had no effect."""
 
@@ -62,7 +62,7 @@ def test_every_module_computes_in_the_configured_dtypes(
         bare[1].register_forward_hook(watch)
         model = shard(bare, strategy, precision=precision, use_orig_params=use_orig_params)
         with log:
-            model.train(train)(batch()).sum().backward()
+            engine.backward(model, model.train(train)(batch()).sum())
         assert gradients == [BF16]
         for layer in ("0", "1", "2"):
             assert (log.inputs(layer), log.parameters(layer)) == ({BF16}, {BF16})
@@ -125,7 +125,9 @@ NESTED = {
 
 @pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
 @pytest.mark.parametrize("outer", NESTED)
-def test_floating_point_arguments_are_cast_wherever_they_lie(world, shard, batch, run_subtests, units, outer):
+def test_floating_point_arguments_are_cast_wherever_they_lie(
+    world, engine, shard, batch, run_subtests, units, outer
+):
     def check(inner):
         bare = Passing(Reading())
         log = ForwardDtypes(bare)
@@ -133,7 +135,7 @@ def test_floating_point_arguments_are_cast_wherever_they_lie(world, shard, batch
         model = shard(bare, units=units, precision=precision)
         deep = NESTED[outer]([NESTED[inner](batch()), torch.arange(2, device=world.device)])
         with log:
-            model(deep, mask=(batch().double(),)).sum().backward()
+            engine.backward(model, model(deep, mask=(batch().double(),)).sum())
         (call,) = log.calls("below")
         assert list(call.inputs.values()) == [BF16, torch.int64, BF16]
         assert type(bare.below.args[0]) is type(deep)
@@ -171,7 +173,7 @@ def test_the_root_and_units_below_it_cast_as_configured(shard, batch, root, belo
     assert log.inputs("below") == log.inputs("below.below") == {BF16 if root or below else F32}
 
 
-def test_without_param_dtype_no_argument_is_cast(shard, batch, strategy):
+def test_without_param_dtype_no_argument_is_cast(engine, shard, batch, strategy):
     bare = Layers()
     log = ForwardDtypes(bare)
     precision = Precision(None, BF16, F16, cast_forward_inputs=True)
@@ -180,7 +182,7 @@ def test_without_param_dtype_no_argument_is_cast(shard, batch, strategy):
         model(batch().double())
     assert log.inputs("0") == {F64}
     with log:
-        model(batch()).sum().backward()
+        engine.backward(model, model(batch()).sum())
     assert log.inputs("2") == log.parameters("2") == {F32}
 
 
@@ -218,7 +220,7 @@ def test_ignored_modules_keep_parameters_and_buffers_as_they_are(
     run_subtests({**PRECISIONS, "sync_module_states": [True, False]}, check)
 
 
-def test_what_an_ignored_module_is_given_is_not_cast(world, shard, batch, run_subtests, strategy):
+def test_what_an_ignored_module_is_given_is_not_cast(world, engine, shard, batch, run_subtests, strategy):
     class Root(Passing):
         def forward(self, x):
             return self.below(x) + self.alone(x.new_ones(8, dtype=F64))
@@ -232,7 +234,7 @@ def test_what_an_ignored_module_is_given_is_not_cast(world, shard, batch, run_su
         bare.alone.register_forward_hook(lambda *call: outputs.append(call[-1]))
         model = shard(bare, strategy, ignored=("alone",), units=("below",), precision=precision)
         with log:
-            model(batch()).sum().backward()
+            engine.backward(model, model(batch()).sum())
         assert log.inputs("alone") == log.parameters("alone") == log.buffers("alone") == {F64}
         assert torch.equal(outputs[0], alone(torch.ones(8, dtype=F64, device=world.device)))
         assert (log.inputs("below"), bare.alone.weight.grad.dtype) == ({BF16}, F64)
@@ -249,7 +251,7 @@ def test_saved_state_has_original_dtypes_and_every_parameter_bit(
         bare = Layers()
         expected = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
         model = shard(bare, strategy, precision=precision, use_orig_params=use_orig_params, offload=offload)
-        model(batch()).sum().backward()
+        engine.backward(model, model(batch()).sum())
         saved = engine.full_state(model)
         assert {n: t.dtype for n, t in saved.items()} == {n: t.dtype for n, t in expected.items()}
         for name in expected:

@@ -65,7 +65,7 @@ class TestFSDPMixedPrecisionSharded:
         log = ForwardDtypes(bare)
         model = shard(bare, precision=Precision(F16, F16, F16), full_precision_in_eval=setting(full)).eval()
         with log:
-            model(torch.ones(4, 8, device=world.device)).sum().backward()
+            engine.backward(model, model(torch.ones(4, 8, device=world.device)).sum())
         assert [group.name for group in engine.groups(model)] == ["below"]
         expected = {F32} if full else {F16}
         assert log.inputs("") == log.inputs("below") == log.parameters("below") == expected
@@ -73,13 +73,13 @@ class TestFSDPMixedPrecisionSharded:
     @batch_norm_warns
     @pytest.mark.parametrize("full", [True, False])
     @pytest.mark.parametrize("cast_forward_inputs", [True, False])
-    def test_full_precision_in_eval(self, shard, setting, ids, full, cast_forward_inputs):
+    def test_full_precision_in_eval(self, engine, shard, setting, ids, full, cast_forward_inputs):
         bare = TransformerWithSharedParams()
         log = ForwardDtypes(bare)
         precision = Precision(F16, F16, F16, cast_forward_inputs=cast_forward_inputs)
         model = shard(bare, precision=precision, full_precision_in_eval=setting(full))
         trained = loss_of(model, ids())
-        trained.backward()
+        engine.backward(model, trained)
         assert trained.dtype == F16
         assert_gradient_dtypes(model, F32)
         with log:
@@ -121,5 +121,5 @@ class TestFSDPMixedPrecisionSharded:
         low, high = Counter({F16: 3, F32: 1}), Counter({F32: 4})
         for train, expected in ((True, low), (False, high if full else low), (True, low)):
             with CollectivesLog() as log:
-                loss_of(model.train(train), ids()).backward()
+                engine.backward(model, loss_of(model.train(train), ids()))
             assert Counter(entry.dtype for entry in engine.traffic(log).reductions) == expected

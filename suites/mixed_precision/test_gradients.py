@@ -37,7 +37,7 @@ def check_kept_gradients(world, engine, **settings):
     model = engine.shard(bare, spec)
     expected = {name: torch.zeros_like(p, dtype=F16) for name, p in unsharded.named_parameters()}
     for step in range(6):
-        model(own_batch(world, step)).sum().backward()
+        engine.backward(model, model(own_batch(world, step)).sum())
         assert_gradient_dtypes(model, F16)
         assert_parameter_dtypes(model, F32)
         unsharded.zero_grad()
@@ -53,7 +53,7 @@ def check_input_gradient(world, engine, strategy, use_orig_params):
     spec = ShardSpec(strategy, Precision(F16, F32), use_orig_params=use_orig_params, device=world.device)
     model = engine.shard(bare, spec)
     x = own_batch(world).requires_grad_()
-    model(x).square().sum().backward()
+    engine.backward(model, model(x).square().sum())
     reference = own_batch(world).requires_grad_()
     nn.functional.linear(reference.half(), weight).square().sum().backward()
     assert x.grad.dtype == F32

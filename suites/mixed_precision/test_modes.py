@@ -120,7 +120,7 @@ def test_nothing_is_cast_in_eval_and_outputs_have_every_bit(
     reference, log = copy.deepcopy(bare), ForwardDtypes(bare)
     model = shard(bare, strategy, sync_module_states=True, **settings)
     reference.load_state_dict(engine.full_parameters(model), strict=False)
-    loss(model(batch())).backward()  # now buffers are cast
+    engine.backward(model, loss(model(batch())))  # now buffers are cast
     with log, CollectivesLog() as sent:
         output = model.eval()(batch(1))
     for name in ("0", "1", "2"):
@@ -140,10 +140,10 @@ def test_backwards_of_both_modes_find_what_their_forwards_used(
     for step, train in enumerate([first == "train", first == "eval"]):
         losses[train] = loss(model.train(train)(batch(step)))
     if in_one:
-        sum(losses.values()).backward()
+        engine.backward(model, sum(losses.values()))
     else:
-        losses[True].backward()
-        losses[False].backward()
+        engine.backward(model, losses[True])
+        engine.backward(model, losses[False])
     steps = (0, 1) if first == "train" else (1, 0)
     low = expected_gradients(world, bare, batch(steps[0]), BF16)
     full = expected_gradients(world, bare, batch(steps[1]), F32)
@@ -163,7 +163,7 @@ def test_an_evaluation_between_a_forward_and_its_backward(
         evaluated = model.eval()(batch(1))
         assert torch.equal(evaluated, bare(batch(1)))
     with CollectivesLog() as log:
-        trained.backward()  # in eval still
+        engine.backward(model, trained)  # in eval still
     traffic = engine.traffic(log)
     assert {entry.dtype for entry in (*traffic.gathers, *traffic.reductions)} == {BF16}
     assert len(traffic.gathers) == (0 if strategy == "NO_SHARD" else 3)
@@ -175,11 +175,11 @@ def test_an_evaluation_between_a_forward_and_its_backward(
 @pytest.mark.inside
 def test_prefetch_gathers_in_the_dtype_of_the_mode(engine, batch, layers, backward_prefetch):
     model, _ = layers(forward_prefetch=True, backward_prefetch=backward_prefetch)
-    loss(model(batch())).backward()
+    engine.backward(model, loss(model(batch())))
     trained = loss(model(batch()))
     with CollectivesLog() as log:
         model.eval()
-        trained.backward()
+        engine.backward(model, trained)
         model(batch())
     assert [entry.dtype for entry in engine.traffic(log).gathers] == [BF16] * 3 + [F32] * 3
 
@@ -192,7 +192,7 @@ def test_training_continues_with_the_same_values_after_eval(
     for _ in range(2):
         output = model.train()(batch())
         assert torch.equal(output, run(bare, batch(), BF16))
-        loss(output).backward()
+        engine.backward(model, loss(output))
         expected = expected_gradients(world, bare, batch(), BF16)
         assert_named_close(engine.full_gradients(model), expected, EXACT)
         assert_buffer_dtypes(model, BF16)
@@ -235,7 +235,7 @@ def test_evaluation_without_autograd_leaves_a_model_that_trains(world, engine, b
     for layer in engine.unwrapped(model):
         layer.shift.mul_(1)  # as the running statistics of a batch norm are
     for train, dtype in ((False, F32), (True, BF16)):
-        loss(model.train(train)(batch())).backward()
+        engine.backward(model, loss(model.train(train)(batch())))
         assert_named_close(
             engine.full_gradients(model), expected_gradients(world, bare, batch(), dtype), EXACT
         )
@@ -256,7 +256,7 @@ def test_recomputation_in_eval_is_in_full_precision(world, engine, batch, recomp
     model, log, reference = recomputed
     model(batch())
     with log:
-        loss(model.eval()(batch(1))).backward()
+        engine.backward(model, loss(model.eval()(batch(1))))
     for name in ("inner.0", "inner.1", "inner.2"):
         assert [call.in_backward for call in log.calls(name)] == [False, True]
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {F32}
@@ -270,7 +270,7 @@ def test_recomputation_after_an_evaluation_is_in_low_precision(world, engine, ba
     model.eval()(batch(1))
     model.train()
     with log:
-        trained.backward()
+        engine.backward(model, trained)
     for name in ("inner.0", "inner.1", "inner.2"):
         assert log.inputs(name) == log.parameters(name) == log.buffers(name) == {BF16}
     expected = expected_gradients(world, reference, batch(), BF16)
@@ -287,7 +287,7 @@ def test_a_child_in_eval_has_full_precision_in_a_training_model(
     assert dtypes == [(BF16, BF16), (BF16, BF16), (F32, F32)]
     with ForwardDtypes(engine.unwrapped(model)) as log, CollectivesLog() as sent:
         output = model(batch())
-        loss(output).backward()
+        engine.backward(model, loss(output))
     half = run(bare[1], run(bare[0], batch(), BF16), BF16)
     reference = bare[2](half.float()).to(BF16)
     assert torch.equal(output, reference)
@@ -307,7 +307,7 @@ def test_gradients_are_kept_in_the_dtype_of_their_forwards_mode(engine, batch, l
     for train, dtype in ((True, F16), (False, F32)):
         output = model.train(train)(batch())
         model.train(not train)
-        loss(output).backward()
+        engine.backward(model, loss(output))
         assert {group.gradient_dtype for group in engine.groups(model)} == {dtype}
         model.zero_grad()
 
@@ -316,8 +316,8 @@ def test_gradients_are_kept_in_the_dtype_of_their_forwards_mode(engine, batch, l
 def test_gradients_of_both_modes_add_up_over_no_sync(world, engine, batch, layers, strategy, last):
     model, bare = layers(strategy, Precision(BF16, F32, BF16))
     with engine.no_sync(model):
-        loss(model.train(last == "eval")(batch())).backward()
-    loss(model.train(last == "train")(batch())).backward()
+        engine.backward(model, loss(model.train(last == "eval")(batch())))
+    engine.backward(model, loss(model.train(last == "train")(batch())))
     low, full = (mean_gradients(world, bare, run(bare, batch(), dtype), F32) for dtype in (BF16, F32))
     expected = {name: low[name] + full[name] for name in low}
     assert_named_close(engine.full_gradients(model), expected)  # here the sum is made before the mean

@@ -73,7 +73,7 @@ def check_bits(world, run_subtests):
         axes = {"replicate": replicas, "shard": world.size // replicas}
         mesh = world.mesh(*axes.values(), names=tuple(axes)) if replicas > 1 else None
         model = front.shard(bare, precision=precision, mesh=mesh, **settings)
-        model(gradients[world.rank].to(world.device)).backward()
+        front.backward(model, model(gradients[world.rank].to(world.device)))
         is_low = precision == Precision() or precision.keep_low_precision_grads
         seen = {p.grad.dtype for p in model.parameters() if p.grad is not None}
         assert seen == {dtype if is_low else F32}
@@ -109,7 +109,7 @@ def test_small_terms_count_together(world, engine, shard, strategy, dtype):
     """The same in numbers: added one by one in low precision, three quarters of a bit leave 1 as it is."""
     eps = torch.finfo(dtype).eps
     model = shard(KnownGradient(3), strategy, precision=Precision(dtype))
-    model(torch.tensor(1.0 if world.rank == 0 else eps / 4, device=world.device)).backward()
+    engine.backward(model, model(torch.tensor(1.0 if world.rank == 0 else eps / 4, device=world.device)))
     expected = {2: 1 / 2, 4: (1 + eps) / 4}[world.size]
     assert full_gradients(engine, model) == [[expected] * 3]
 
@@ -117,7 +117,7 @@ def test_small_terms_count_together(world, engine, shard, strategy, dtype):
 @pytest.mark.parametrize("precision", [Precision(F16), Precision(reduce_dtype=F16)], ids=["param", "reduce"])
 def test_the_mean_of_fp16_gradients_is_exact_if_sums_overflow(world, front, precision):
     model = front.shard(KnownGradient(3), precision=precision)
-    model(torch.tensor(60000.0 + 64 * world.rank, device=world.device)).backward()
+    front.backward(model, model(torch.tensor(60000.0 + 64 * world.rank, device=world.device)))
     assert full_gradients(front, model) == [[60000.0 + 32 * (world.size - 1)] * 3]
 
 
@@ -135,7 +135,7 @@ def test_reduce_dtype_holds_for_every_bit_of_every_gradient(world, front, run_su
         model = front.shard(KnownGradients(4), precision=precision, **settings)
         # The last rank has one bit more than 1, the last of the dtype; the mean needs more.
         witness = 1 + eps * (world.rank == world.size - 1)
-        model(torch.tensor(witness, device=world.device)).backward()
+        front.backward(model, model(torch.tensor(witness, device=world.device)))
         assert full_gradients(front, model) == [[1 + eps / world.size] * 4] * 4
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
 
@@ -149,7 +149,7 @@ def test_low_precision_models_round_gradients_after_the_sum(world, engine, shard
     model = shard(KnownGradient(4).to(dtype), strategy, precision=Precision(F32))
     # Rounded before they are summed, they would be 1 and 1 + eps, and their mean would be rounded to 1.
     witness = 1 + eps * (0.4, 0.8)[world.rank % 2]
-    model(torch.tensor(witness, device=world.device)).backward()
+    engine.backward(model, model(torch.tensor(witness, device=world.device)))
     assert full_gradients(engine, model) == [[1 + eps] * 4]
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
 
@@ -162,9 +162,9 @@ def test_unsynced_gradients_add_up_in_the_reduce_dtype(world, front, run_subtest
         model = front.shard(KnownGradients(3), precision=Precision(dtype, F32), **settings)
         large, small = (torch.tensor(value, device=world.device) for value in (1.0, eps / 4))
         with front.no_sync(model):
-            model(large).backward()
-            model(small).backward()
-        model(small).backward()
+            front.backward(model, model(large))
+            front.backward(model, model(small))
+        front.backward(model, model(small))
         assert full_gradients(front, model) == [[1 + eps / 2] * 3] * 4
 
     run_subtests(offloads(world, front), check)

@@ -70,22 +70,22 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, *arguments, use_reentrant=self.use_reentrant)
 
 
-def backward(world, model, autocast=False):
+def loss_of(world, model, autocast=False):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
     with torch.autocast(world.device.type, BF16, enabled=autocast):
         output = model(x)
-    output.float().square().sum().backward()
+    return output.float().square().sum()
 
 
 @pytest.fixture
-def passes(world, shard):
+def passes(world, engine, shard):
     """Return the calls of modules in forward and those in backward, by name."""
 
     def passes(bare, autocast=False, **spec):
         log = ForwardDtypes(bare)
         model = shard(bare, **spec)
         with log:
-            backward(world, model, autocast)
+            engine.backward(model, loss_of(world, model, autocast))
         return [{c.module: c for c in log if c.in_backward == again} for again in (False, True)]
 
     return passes
@@ -152,7 +152,11 @@ def expected_gradients(world, bare, precision, autocast):
     """Return the mean over ranks of what an unsharded model with the same casts gives, in fp32."""
     cast = {name: p.to(precision.param_dtype or F32) for name, p in bare.named_parameters()}
     cast |= {name: b.to(precision.buffer_dtype or F32) for name, b in bare.named_buffers()}
-    backward(world, lambda x: functional_call(bare, cast, x.to(precision.param_dtype or F32)), autocast)
+
+    def reference(x):
+        return functional_call(bare, cast, x.to(precision.param_dtype or F32))
+
+    loss_of(world, reference, autocast).backward()
     of_ranks = world.gather(named_gradients(bare))
     return {name: sum(gradients[name] for gradients in of_ranks) / len(of_ranks) for name in of_ranks[0]}
 
@@ -169,7 +173,7 @@ def test_recomputation_changes_no_bit_of_a_gradient(world, engine, shard, run_su
         for use_reentrant in (None, False, True):
             bare.use_reentrant = use_reentrant
             model = shard(copy.deepcopy(bare), strategy, precision=precision, **settings)
-            backward(world, model, casts == "autocast")
+            engine.backward(model, loss_of(world, model, casts == "autocast"))
             found.append(engine.full_gradients(model))
         assert_named_close(found[0], expected, BF16)
         assert_named_close(found[1], found[0], EXACT)

@@ -74,7 +74,7 @@ class Run:
     def step(self):
         with self.log:
             self.output = self.model(self.x)
-            self.output.float().square().sum().backward()
+            self.engine.backward(self.model, self.output.float().square().sum())
 
     def received(self):
         return {call.module: call.inputs["0"] for call in self.log}
@@ -83,9 +83,9 @@ class Run:
         """Hold output and gradients to an unsharded model's with casts at each layer, to fp16 at `half`."""
         for name, layer in self.reference.named_children():
             layer.to(F16 if name in half else F32).casts = True
-        output = self.reference(self.x)
-        assert torch.equal(self.output, output)
-        output.float().square().sum().backward()
+        computed = self.reference(self.x)
+        assert torch.equal(self.output, computed)
+        computed.float().square().sum().backward()
         of_ranks = self.world.gather({n: g.float() for n, g in named_gradients(self.reference).items()})
         means = {name: sum(of_rank[name] for of_rank in of_ranks) / len(of_ranks) for name in of_ranks[0]}
         assert_named_close(self.engine.full_gradients(self.model), means, F16)

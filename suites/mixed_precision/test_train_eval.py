@@ -56,7 +56,8 @@ class Unsharded:
         return functional_call(self.bare, halves, tuple(tensor.half() for tensor in batch))
 
     def train(self, batch):
-        self(batch).sum().backward()
+        computed = self(batch)
+        computed.sum().backward()
         for parameter in self.bare.module.parameters():
             of_ranks = self.world.gather(parameter.grad.half().float())
             parameter.grad = (sum(of_ranks) / len(of_ranks)).half().float()

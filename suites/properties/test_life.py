@@ -88,13 +88,13 @@ class Life(RuleBasedStateMachine):
         for retain_graph in (True, False) if twice else (False,):
             self.of_bare_alone(of_bare, retain_graph, sync)
             with nullcontext() if sync else self.engine.no_sync(self.model):
-                of_model.backward(retain_graph=retain_graph)
+                self.engine.backward(self.model, of_model, retain_graph=retain_graph)
         self.is_synced = sync
 
-    def of_bare_alone(self, loss, retain_graph, sync):
+    def of_bare_alone(self, of_bare, retain_graph, sync):
         synced = {name: p.grad for name, p in self.bare.named_parameters()}
         self.bare.zero_grad()
-        loss.backward(retain_graph=retain_graph)
+        of_bare.backward(retain_graph=retain_graph)
         for name, p in self.bare.named_parameters():
             if p.grad is not None:
                 self.unsynced[name] = p.grad + self.unsynced.get(name, 0)
@@ -167,7 +167,7 @@ class Life(RuleBasedStateMachine):
         with self.engine.summon(self.model), refused:
             if self.pending:
                 self.is_clean = False
-                self.pending.pop()[1].backward()
+                self.engine.backward(self.model, self.pending.pop()[1])
             else:
                 self.model(self.batch(), self.number)
 

@@ -77,7 +77,7 @@ def run(world, engine, tree, strategy, precision, no_sync):
         for number, unsynced in enumerate(no_sync):
             x = tree.batch(torch.Generator().manual_seed(number)).to(world.device)
             with engine.no_sync(model) if unsynced else nullcontext():
-                tree.loss(model(x, number)).backward()
+                engine.backward(model, tree.loss(model(x, number)))
     return log, {group.name: group.full_numel for group in engine.groups(model)}
 
 

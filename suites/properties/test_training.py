@@ -53,8 +53,8 @@ class Reference:
             buffer.data = buffer.data.to(self.precision.buffer_dtype or F32)
         return self.computed(x.to(low), number)
 
-    def backward(self, loss, sync):
-        loss.backward()
+    def backward(self, of_computed, sync):
+        of_computed.backward()
         for name, leaf in self.computed.named_parameters():
             if leaf.grad is not None:
                 fresh = leaf.grad.to(self.wire)

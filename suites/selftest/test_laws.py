@@ -178,6 +178,26 @@ def test_suites_make_optimizers_by_the_engine_only() -> None:
     assert called == set()
 
 
+# In what stands before `.backward()` where a claim runs that of a model that is not sharded.
+UNSHARDED = re.compile(r"(?<![a-z])(bare|reference|computed)(?![a-z])")
+
+
+def test_suites_go_backward_by_the_engine_only() -> None:
+    """An engine may reduce gradients in a `backward` of its own: `loss.backward()` is for references."""
+    called = {
+        f"{path.relative_to(PROJECT)}:{node.lineno}"
+        for path in suite_files()
+        if path.parent.name not in COMPOSABLE_ROOMS
+        and path != PROJECT / "suites" / "conftest.py"  # of a composable front
+        for node in ast.walk(ast.parse(path.read_text()))
+        # With arguments it is the method of an engine, or of something that trains.
+        if isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "backward" and ast.unparse(node.func.value) != "self"
+        if not UNSHARDED.search(ast.unparse(node.func.value))
+    }
+    assert called == set()
+
+
 def test_public_names_are_what_the_package_says() -> None:
     assert sorted(harness.__all__) == harness.__all__
     for name in harness.__all__:

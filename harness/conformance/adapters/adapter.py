@@ -54,8 +54,8 @@ class Adapter(ABC):
         saved = {name: tensor for name, tensor in bare.state_dict().items() if name in buffers}
         return {**self.full_parameters(model), **saved}
 
-    def backward(self, model: nn.Module, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, model: nn.Module, loss: Tensor, retain_graph: bool = False) -> None:
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def optimizer(self, model: nn.Module, make: MakeOptimizer) -> Optimizer:
         return make(model.parameters())

@@ -74,7 +74,7 @@ _CYCLES_PER_MS = 2_000_000  # clocks of CUDA devices lie between 1 and 2 GHz
 class NestedWrappedModuleWithDelay(NestedWrappedModule):
     """`NestedWrappedModule` on a rank that is late: the one that gets milliseconds above 0.
 
-    `delay_after_loss_ms`: in `backward`, when all gradients are there: this rank's optimizer steps late.
+    `delay_after_loss_ms`: in `after_backward`, when all gradients are there: the optimizer steps late.
     `delay_before_reduction_ms`: before the gradients of each of the four layers, so that every reduction
     starts late. Forward registers the delay; it needs no help of the code that runs backward.
     """
@@ -92,9 +92,8 @@ class NestedWrappedModuleWithDelay(NestedWrappedModule):
                 x.register_hook(lambda gradient: pause(gradient.device, self.delay_before_reduction_ms))  # type: ignore[no-untyped-call]
         return x
 
-    def backward(self, loss: Tensor) -> None:
-        """Run backward of `loss`, and be late after it."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def after_backward(self, loss: Tensor) -> None:
+        """Be late, on the device of `loss`, whose backward was run."""
         pause(loss.device, self.delay_after_loss_ms)
 
 

@@ -77,7 +77,9 @@ def test_a_late_rank_pauses_before_gradients_and_after_backward(monkeypatch):
     model = NestedWrappedModuleWithDelay(delay_after_loss_ms=5, delay_before_reduction_ms=2)
     loss = model.loss(model(model.batch(torch.Generator())))
     assert pauses == []
-    model.backward(loss)
+    loss.backward()
+    assert pauses == [2, 2, 2, 2]
+    model.after_backward(loss)
     assert pauses == [2, 2, 2, 2, 5]
 
 

@@ -24,9 +24,12 @@ class ShardedOptimizer:
         size, rank = dist.get_world_size(), dist.get_rank()
         return tensor.view(-1).tensor_split(size)[rank]
 
-    def zero_grad(self):
+    def zero_grad(self, set_to_none=True):
         for parameter in self.whole:
-            parameter.grad = None
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def step(self):
         for parameter, part in zip(self.whole, self.parts, strict=True):
