@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
     from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog, ForwardDtypes
+    from harness.stages import stage
     from harness.subtests import RunSubtests
 
 _NAMES = {
     "harness.exceptions": ("PeerFailed", "RankLeakWarning", "RankStateWarning"),
     "harness.rank.world_fixture": ("RankWorld",),
     "harness.recorders": ("CollectivesLog", "ForwardDtypes"),
+    "harness.stages": ("stage",),
     "harness.subtests": ("RunSubtests",),
 }
 
@@ -33,6 +35,7 @@ __all__ = [
     "RankStateWarning",
     "RankWorld",
     "RunSubtests",
+    "stage",
 ]
 
 __getattr__ = lazy_exports(__name__, _NAMES)

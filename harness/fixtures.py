@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["collectives", "run_subtests", "world"]
 
 
-def _session(request: pytest.FixtureRequest) -> RankSession:
+def session_of(request: pytest.FixtureRequest) -> RankSession:
+    """Return the session of the rank that sets up one of our fixtures; fail the test off ranks."""
     session: RankSession | None = request.config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is None:
         pytest.fail(
@@ -38,7 +39,7 @@ def _session(request: pytest.FixtureRequest) -> RankSession:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> RankWorld:
     """The world this rank belongs to: rank, size, device, mesh, gather and more."""
-    return _session(request).world
+    return session_of(request).world
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
 
     selection = parse_selection(request.config.getoption("subtest"))
     expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
-    return RunSubtests(_session(request).rank, subtests, selection, expected)
+    return RunSubtests(session_of(request).rank, subtests, selection, expected)
 
 
 @pytest.fixture

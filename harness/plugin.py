@@ -8,6 +8,7 @@ PYTEST_DONT_REWRITE: in a rank the server has imported it before pytest could re
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -114,12 +115,18 @@ def _is_marked_later(metafunc: pytest.Metafunc) -> bool:
 
 
 def _name_of_world(metafunc: pytest.Metafunc) -> str | None:
-    """Return the name under which a test uses our fixture `world`; one of the project's own is not ours."""
+    """Return the name under which a test uses our fixture `world`, or a stage; a project may have its own."""
     from harness.controller.pytest_internals import fixture_function
 
     for name in metafunc.fixturenames:
         function = fixture_function(metafunc, name)
         module, function_name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-        if (module, function_name) == (fixtures.__name__, "world"):
+        if (module, function_name) == (fixtures.__name__, "world") or _is_stage(function):
             return name
     return None
+
+
+def _is_stage(function: object) -> bool:
+    """Return whether it is the function of a fixture that `stage` has made."""
+    stages = sys.modules.get(f"{__package__}.stages")  # else there is none
+    return stages is not None and stages.find_stage(function) is not None

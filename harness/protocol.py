@@ -169,6 +169,19 @@ class RunItem:
     """The rank to run it as, in a fake world."""
     follows: bool = False
     """Whether to run it only if all ranks go on from the item before, as soon as they have ended that."""
+    stage: str = ""
+    """Name of the stage to run in the place of the item."""
+    stages: tuple[tuple[str, str], ...] = ()
+    """Name and directory of each stage that has run for the item."""
+
+    @property
+    def label(self) -> str:
+        """The node id of what runs: of the item, or of its stage."""
+        if not self.stage:
+            return self.nodeid
+        file, _, names = self.nodeid.partition("::")
+        name, bracket, parameters = names.partition("[")
+        return f"{file}::{name}::{self.stage}{bracket}{parameters}"
 
 
 @dataclass(frozen=True, slots=True)

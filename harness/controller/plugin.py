@@ -11,9 +11,8 @@ import itertools
 import re
 import secrets
 import sys
-import warnings
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,17 +23,18 @@ from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers, debugged_rank
 from harness.controller.live import LiveOutput, shows_live
 from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
-from harness.controller.requests import Refusal, Request, default_backend, request_of
+from harness.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
 from harness.controller.rerun import rerun_line
 from harness.controller.rerunfailures_internals import run_again_on_failure
+from harness.controller.stages import Paths, StageRun, Stages, Stopped
 from harness.controller.termination import Termination
 from harness.controller.unsupported import note_on_snapshots
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
-from harness.protocol import RunItem, Search, Warned, WorldKey
-from harness.reporting.differences import merge_warnings
+from harness.protocol import RunItem, Search, WorldKey
+from harness.reporting.differences import merge_warnings, to_message
 from harness.reporting.merge import merge
 from harness.world.item_run import ItemRun
 from harness.world.outcome import ItemOutcome
@@ -81,6 +81,7 @@ class Controller:
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: ProcessLauncher | None = None
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
+        self._stages = Stages(self._run_stage)
         self._termination = Termination()
         self._live = LiveOutput(config)
         self._interrupted: Interrupted | None = None
@@ -190,10 +191,15 @@ class Controller:
             _add_failed_tear_down(item, torn_down, reports)
         return reports
 
-    def _run(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Outcomes | Refusal:
+    def _run(
+        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
+    ) -> Outcomes | Refusal | Stopped:
+        paths = self._stages.prepare(item, request.stages) if request.stages else ()
+        if isinstance(paths, Stopped):
+            return paths
         try:
             begun, self._begun = self._begun, None
-            begun = begun or self._begin(self._demand(item, request, nextitem))
+            begun = begun or self._begin(self._demand(item, request, nextitem, paths))
             self._coming = self._look_ahead(nextitem)  # while the ranks run
             if self._coming is not None and self._goes_on(begun, self._coming):
                 begun.world.begin_next(self._coming.run)
@@ -207,6 +213,12 @@ class Controller:
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
         return Outcomes(reported, last, was_clean and last.has_passed())
+
+    def _run_stage(self, item: pytest.Item, stage: StageRun) -> tuple[str, list[pytest.TestReport]]:
+        order = replace(self._order(item, stage.request, item, stage.before), stage=stage.name)
+        run = ItemRun(order, stage.request.timeout, self._live.show)
+        outcome = self._finish(self._begin(Demand(item, stage.request, run)))
+        return order.shared_tmp_path, self._report(item, Outcomes(outcome, outcome, passed=False))
 
     def _begin(self, demand: Demand) -> Begun:
         request = demand.request
@@ -243,9 +255,11 @@ class Controller:
             self._worlds.give_back(world, keep=outcome.is_clean() and not begun.demand.request.fresh)
         return outcome
 
-    def _report(self, item: pytest.Item, outcomes: Outcomes | Refusal) -> list[pytest.TestReport]:
+    def _report(self, item: pytest.Item, outcomes: Outcomes | Refusal | Stopped) -> list[pytest.TestReport]:
+        if isinstance(outcomes, Stopped):
+            return outcomes.reports(item)
         if isinstance(outcomes, Refusal):
-            return _refuse(item, outcomes)
+            return report_refusal(item, outcomes)
         self._pass_on_warnings(item, outcomes.last)
         seed = self._config.getoption("world_seed")
         return merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
@@ -261,7 +275,7 @@ class Controller:
         if item is None or not self._looks_ahead:
             return None
         request = item.stash.get(_request_key, None)
-        if not isinstance(request, Request) or request.fresh:
+        if not isinstance(request, Request) or request.fresh or request.stages:
             return None
         return self._demand(item, request, self._after(item))
 
@@ -283,11 +297,15 @@ class Controller:
             with contextlib.suppress(WorldError, pytest.fail.Exception):
                 self._begun = self._begin_in(world, demand)
 
-    def _demand(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> Demand:
-        run = ItemRun(self._order(item, request, nextitem), request.timeout, self._live.show)
+    def _demand(
+        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None, stages: Paths = ()
+    ) -> Demand:
+        run = ItemRun(self._order(item, request, nextitem, stages), request.timeout, self._live.show)
         return Demand(item, request, run)
 
-    def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
+    def _order(
+        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None, stages: Paths
+    ) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
         self._shared_tmp_path = self._shared_tmp_path or str(basetemp_of(self._config) / "shared")
         name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
@@ -299,6 +317,7 @@ class Controller:
             search=Search(secrets.randbits(128)),
             location=item.location,
             fake=request.fake,
+            stages=stages,
         )
 
     def _next_of_world(self, request: Request, nextitem: pytest.Item | None) -> pytest.Item | None:
@@ -333,7 +352,7 @@ class Controller:
         for warned in merge_warnings(outcome):
             self._config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
-                    "warning_message": _to_message(warned),
+                    "warning_message": to_message(warned),
                     "when": "runtest",
                     "nodeid": str(item.nodeid),
                     "location": None,
@@ -432,19 +451,3 @@ def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:
     """Return the item's request if a world of that kind that is warm serves it."""
     request = item.stash.get(_request_key, None)
     return request if isinstance(request, Request) and request.key == key and not request.fresh else None
-
-
-def _refuse(item: pytest.Item, refusal: Refusal) -> list[pytest.TestReport]:
-    longrepr: object = refusal.why
-    if refusal.outcome == "skipped":
-        longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {refusal.why}")
-    return [make_report(item, "setup", refusal.outcome, longrepr), make_report(item, "teardown", "passed")]
-
-
-def _to_message(warned: Warned) -> warnings.WarningMessage:
-    """Rebuild a warning; one whose class is unknown here keeps its name in the text."""
-    category = getattr(sys.modules.get(warned.module), warned.category, None)
-    text = warned.text
-    if not (isinstance(category, type) and issubclass(category, Warning)):
-        category, text = UserWarning, f"{warned.category}: {text}"
-    return warnings.WarningMessage(text, category, warned.filename, warned.lineno)

@@ -14,12 +14,15 @@ import pytest
 
 from harness.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
 from harness.controller import debugging
+from harness.controller.pytest_internals import fixture_of, make_report
 from harness.controller.timeout_internals import limits_of
 from harness.controller.unsupported import refuse_fixtures
 from harness.fake_ranks import PLACE, FakeRank, places
 from harness.marker import MarkError, RanksMark, read_mark
 from harness.options import CHOICES, DEFAULTS, adopted_kinds, default_backend
 from harness.protocol import WorldKey
+from harness.pytest_internals import fixtures_below
+from harness.stages import find_stage
 from harness.subtests import parse_selection
 
 
@@ -32,6 +35,8 @@ class Request:
     timeout: float
     fake: FakeRank | None = None
     """The rank that the one process of a fake world stands for."""
+    stages: tuple[str, ...] = ()
+    """Names of the stages that run before the item, each behind those that it requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +47,26 @@ class Refusal:
     why: str
 
 
-def request_of(item: pytest.Item) -> Request | Refusal | None:
-    """Return the world that an item requests; None if it runs in the controller, as in any project."""
+def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal | None:
+    """Return the world that an item requests; None if it runs in the controller, as in any project.
+
+    Args:
+        size: of the world, in the place of the one in its mark: for a stage.
+    """
     if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and cannot use the world
         return None
     try:
         mark = read_mark(item)
         if mark is not None and (why := refuse_fixtures(item)):
             return Refusal("failed", why)
-        return None if mark is None else _resolve(item, mark)
+        return None if mark is None else _resolve(item, mark, size)
     except MarkError as error:
         # Functions were checked when collected; methods of unittest, and marks that hooks add, were not.
         return Refusal("failed", str(error))
 
 
-def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
-    config = item.config
+def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | Refusal:
+    config, stages = item.config, stages_of(item)
     backend = mark.backend or default_backend(config)
     lacks = {word for name in backends_of(backend).values() for word in BACKENDS[name].lacks}
     lacking = sorted(lacks.intersection(mark.needs))
@@ -65,8 +74,11 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
     if backend == "fake" and not mark.group:
         return Refusal("skipped", "the test makes its own group (group=False), and a fake world has one")
+    if backend == "fake" and stages:
+        why = f"the test has a stage (`{stages[0]}`), and a fake world is one process that receives nothing"
+        return Refusal("skipped" if mark.backend is None else "failed", why)
     fake = _fake_rank(item, mark) if backend == "fake" else None
-    size = _size_of(item, mark) if fake is None else 1
+    size = size or (_size_of(item, mark) if fake is None else 1)
     device = config.getoption("ranks_device") or devices_of(backend)[0]
     key = WorldKey(size, backend, device, mark.group)
     if device not in devices_of(backend):
@@ -85,7 +97,24 @@ def _resolve(item: pytest.Item, mark: RanksMark) -> Request | Refusal:
         world = f"a world of {size} rank{'s' if size > 1 else ''}"
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
     timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark)
-    return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake)
+    return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake, stages)
+
+
+def stages_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names of the stages that an item requests, each behind those that it requests itself."""
+    names = getattr(item, "fixturenames", ())
+    if not any(find_stage(fixture_of(item, name)) for name in names):
+        return ()
+    below = fixtures_below(item, names)
+    return tuple(name for name in below if name in names and find_stage(fixture_of(item, name)))
+
+
+def report_refusal(item: pytest.Item, refusal: Refusal) -> list[pytest.TestReport]:
+    """Return the reports of an item that cannot run."""
+    longrepr: object = refusal.why
+    if refusal.outcome == "skipped":
+        longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {refusal.why}")
+    return [make_report(item, "setup", refusal.outcome, longrepr), make_report(item, "teardown", "passed")]
 
 
 def _deadline(item: pytest.Item, mark: RanksMark) -> float:

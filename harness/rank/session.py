@@ -34,7 +34,7 @@ from harness.rank import debugger
 from harness.rank.item import ItemGuards
 from harness.rank.live import show_live, wants_log_file
 from harness.rank.plugins import LeftOut, worker_input
-from harness.rank.pytest_internals import set_location, waiting_conftests
+from harness.rank.pytest_internals import make_stage, set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState
 from harness.rank.torch_internals import count_collectives, count_groups
@@ -75,6 +75,7 @@ class RankSession:
         rank: the rank whose session this is.
         world: the value of the fixture `world`.
         started: Whether the session has come to its first item.
+        stages: Name and directory of each stage that has run for the current item.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -83,6 +84,7 @@ class RankSession:
         self._spec = rank.spec
         self.world = rank.world
         self.started = False
+        self.stages: dict[str, str] = {}
         self._collection = RankCollection()
         self._guards = ItemGuards(rank)
         self._state = self._guards.state
@@ -175,6 +177,9 @@ class RankSession:
         else:
             self.world.enter_test(order.shared_tmp_path)
             self.rank.exchanges.see_shm()
+            self.stages = dict(order.stages)
+            if order.stage:
+                item = make_stage(item, order.stage)
             if order.location is not None:
                 set_location(item, order.location)
             self._reporter.begin(item)

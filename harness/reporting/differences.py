@@ -6,6 +6,8 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -47,6 +49,15 @@ def merge_warnings(outcome: ItemOutcome) -> list[Warned]:
                 of_ranks.setdefault(key, {}).setdefault(rank.rank, warned)
     everywhere = 0 if outcome.fake is not None else len(outcome.ranks)
     return [*merged, *(_merge_one(each, everywhere) for each in of_ranks.values())]
+
+
+def to_message(warned: Warned) -> warnings.WarningMessage:
+    """Rebuild a warning; one whose class is unknown here keeps its name in the text."""
+    category = getattr(sys.modules.get(warned.module), warned.category, None)
+    text = warned.text
+    if not (isinstance(category, type) and issubclass(category, Warning)):
+        category, text = UserWarning, f"{warned.category}: {text}"
+    return warnings.WarningMessage(text, category, warned.filename, warned.lineno)
 
 
 def _merge_one(by_rank: dict[int, Warned], everywhere: int) -> Warned:

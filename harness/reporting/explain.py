@@ -24,7 +24,7 @@ from harness.reporting.pytest_internals import (
     messages,
 )
 from harness.reporting.rank_reports import Context, RankReports
-from harness.world.outcome import ItemOutcome, Stuck
+from harness.world.outcome import ItemOutcome, Stuck, in_stage
 
 
 def explain(
@@ -36,7 +36,9 @@ def explain(
         groups.setdefault(cause.key(), []).append(cause)
     first, *others = groups.values()
     sentence = _diagnosis(context, first[0], ranks)
-    head = [sentence] if sentence else []
+    stage = context.outcome.stage
+    head = [in_stage(stage, len(ranks))] if stage else []
+    head += [sentence] if sentence else []
     head += _head(first, context.outcome, others)
     if cases := {rank.case() for rank in ranks} - {""}:
         head.append(f"subtests after [{max(cases)}] did not run")
@@ -46,7 +48,9 @@ def explain(
         if rank.rank not in to_blame:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
     head += _left_build_locks(ranks)
-    longrepr = ExceptionChainRepr([(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence)])
+    longrepr = ExceptionChainRepr(
+        [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, stage)]
+    )
     for group in others:
         longrepr.addsection(f"{_names(group)} {group[0].title}", group[0].details(), "-")
     if context.example:
@@ -118,8 +122,12 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str
     return f"failed at {lines(report)[0]} ({message.splitlines()[0]})"
 
 
-def _chain(problem: Problem, sentence: str) -> list[Link]:
-    """Return the exceptions of a problem, the last of which points to `sentence` or to its own message."""
+def _chain(problem: Problem, sentence: str, stage: str) -> list[Link]:
+    """Return the exceptions of a problem, the last of which points to `sentence` or to its own message.
+
+    Args:
+        stage: name of the stage that it came up in, or "".
+    """
     report = problem.report
     if report is None:
         chain: list[Link] = [(as_traceback(problem.details()), problem.crash, None)]
@@ -132,5 +140,6 @@ def _chain(problem: Problem, sentence: str) -> list[Link]:
         crash = location_of(report, messages(report)[-1])
     if crash is not None:
         message = sentence or f"rank {problem.rank}: {crash.message}"
-        crash = ReprFileLocation(crash.path, crash.lineno, message)
+        where = f"stage `{stage}`: " if stage else ""
+        crash = ReprFileLocation(crash.path, crash.lineno, where + message)
     return [*chain[:-1], (entry, crash, description)]

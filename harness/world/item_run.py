@@ -127,7 +127,16 @@ class ItemRun:
         if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
-        outcome = ItemOutcome(outcomes, self._timeout, timed_out, seconds, diagnosis, self._diagnoses, fake)
+        outcome = ItemOutcome(
+            outcomes,
+            self._timeout,
+            timed_out,
+            seconds,
+            diagnosis,
+            self._diagnoses,
+            fake,
+            self.order.stage,
+        )
         if self._next is not None and outcome.goes_on():
             self.following = self._next
             self.following._begun = now

@@ -112,6 +112,8 @@ class ItemOutcome:
     """The same of single cases of `run_subtests`, by name."""
     fake: FakeRank | None = None
     """The rank of a fake world that the one process stood for."""
+    stage: str = ""
+    """Name of the item's stage that ran; "" if the item itself did."""
 
     @property
     def world(self) -> str:
@@ -154,6 +156,11 @@ class ItemOutcome:
     def finished(self) -> list[Finished]:
         """Return the messages of the ranks that reached the end of the item, in rank order."""
         return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
+
+
+def in_stage(name: str, ranks: int) -> str:
+    """Return the words before what is said of a stage."""
+    return f"in the stage `{name}`, on {ranks} rank{'s' if ranks > 1 else ''} before the test:"
 
 
 @dataclass(frozen=True, slots=True)

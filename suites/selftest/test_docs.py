@@ -55,6 +55,7 @@ def test_there_is_a_page():
         "port",
         "properties",
         "shm",
+        "stages",
         "your_engine",
         "your_project",
     ]

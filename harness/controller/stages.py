@@ -1,0 +1,114 @@
+"""Stages in the controller: their runs before a test, and what they have left.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from harness.controller.pytest_internals import fixture_of, make_report
+from harness.controller.requests import Request, report_refusal, request_of
+from harness.exceptions import WorldError
+from harness.protocol import RAISED
+from harness.pytest_internals import fixtures_below
+from harness.stages import Stage, find_stage
+from harness.world.outcome import in_stage
+
+Paths = tuple[tuple[str, str], ...]
+"""Names of stages, with the directory that each has left."""
+_KEPT = ("sections", "user_properties", "duration", "start", "stop", "wasxfail", RAISED)
+"""Of the report of a stage in that of the test's set-up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """A stage that is to run for a test, in what world, and after which others."""
+
+    name: str
+    request: Request
+    before: Paths
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A stage that did not pass, so that its test does not run."""
+
+    outcome: str
+    longrepr: object
+    merged: pytest.TestReport | None = None
+    """The report of the stage's phase, if it came to run."""
+
+    def reports(self, item: pytest.Item) -> list[pytest.TestReport]:
+        """Return the reports of a test that requests the stage: it could not be set up."""
+        setup = make_report(item, "setup", self.outcome, self.longrepr)
+        if self.merged is not None:
+            of_stage = vars(self.merged)
+            vars(setup).update({name: of_stage[name] for name in _KEPT if name in of_stage})
+        return [setup, make_report(item, "teardown", "passed")]
+
+
+class Stages:
+    """Runs stages of tests, and keeps what they left, or how they failed, by scope and parameters.
+
+    Args:
+        run: runs a stage for a test; returns its directory, and the reports of the stage.
+    """
+
+    def __init__(self, run: Callable[[pytest.Item, StageRun], tuple[str, list[pytest.TestReport]]]) -> None:
+        self._run = run
+        self._kept: dict[tuple[object, ...], str | Stopped] = {}
+
+    def prepare(self, item: pytest.Item, names: Sequence[str]) -> Paths | Stopped:
+        """Run those stages of a test that have not run for it; return the directories of all."""
+        paths: Paths = ()
+        for name in names:
+            found = self._find(item, name, paths)
+            if isinstance(found, Stopped):
+                return found
+            paths = (*paths, (name, found))
+        return paths
+
+    def _find(self, item: pytest.Item, name: str, before: Paths) -> str | Stopped:
+        stage = find_stage(fixture_of(item, name))
+        assert stage is not None, f"{name} is no stage"
+        request = request_of(item, stage.ranks)
+        if not isinstance(request, Request):
+            assert request is not None, "a test without the mark"
+            why = f"{in_stage(name, stage.ranks)} {request.why}"
+            setup, _ = report_refusal(item, replace(request, why=why))
+            return Stopped(setup.outcome, setup.longrepr)
+        key = _key(item, name, stage), request.key, before
+        kept = self._kept.get(key)
+        is_repeated = getattr(item, "execution_count", 1) > 1  # by pytest-rerunfailures, after a failure
+        if kept is None or (is_repeated and isinstance(kept, Stopped)):
+            kept = self._run_now(item, StageRun(name, request, before))
+            if stage.scope != "function":
+                self._kept[key] = kept
+        return kept
+
+    def _run_now(self, item: pytest.Item, run: StageRun) -> str | Stopped:
+        try:
+            directory, reports = self._run(item, run)
+        except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
+            return Stopped("failed", f"{in_stage(run.name, run.request.key.size)} {error}")
+        bad = next((report for report in reports if not report.passed), None)
+        return directory if bad is None else Stopped(bad.outcome, bad.longrepr, bad)
+
+
+def _key(item: pytest.Item, name: str, stage: Stage) -> tuple[object, ...]:
+    """Return what tests have in common that share one run of a stage.
+
+    Parameters are compared by identity: `==` of tensors is no bool. A stage runs once more at worst.
+    """
+    kinds: dict[str, Any] = {"class": pytest.Class, "module": pytest.Module, "package": pytest.Package}
+    node = item.getparent(kinds[stage.scope]) if stage.scope in kinds else None
+    if node is None and stage.scope == "class":
+        node = item.getparent(pytest.Module)
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    used = tuple((each, id(params[each])) for each in fixtures_below(item, [name]) if each in params)
+    return stage, node or item.session, used
