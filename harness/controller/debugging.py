@@ -21,8 +21,6 @@ from harness.launch.terminal import Terminal
 from harness.protocol import WorldKey
 from harness.world.world import World
 
-_port_key = pytest.StashKey[int]()
-
 
 class Debugging:
     """The debugger of a run with `--rank-pdb`.
@@ -74,20 +72,20 @@ def debugged_rank(config: pytest.Config) -> int | None:
 
 
 def debugpy_port(config: pytest.Config) -> int:
-    """Return the port of `--rank-debugpy`, a free one where it names none; 0 without the option."""
+    """Return the port of `--rank-debugpy` for one world; 0 without the option.
+
+    Where it names none it is a free one, another for each world: a warm one still listens on its own.
+    """
     if config.getoption("rank_debugpy") is None:
         return 0
-    if _port_key not in config.stash:
-        given = config.getoption("rank_debugpy").partition(":")[2]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            config.stash[_port_key] = int(given or free.getsockname()[1])
-    return config.stash[_port_key]
+    given = config.getoption("rank_debugpy").partition(":")[2]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(given or free.getsockname()[1])
 
 
-def how_to_attach(config: pytest.Config) -> str:
-    """Return what the user does in an IDE to debug the rank of `--rank-debugpy`."""
-    rank, port = debugged_rank(config), debugpy_port(config)
+def how_to_attach(rank: int | None, port: int) -> str:
+    """Return what the user does in an IDE to debug the rank that listens on the port."""
     configuration = {
         "name": f"rank {rank}",
         "type": "debugpy",

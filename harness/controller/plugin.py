@@ -440,7 +440,8 @@ class Outcomes:
 def _add_failed_tear_down(
     item: pytest.Item, call: pytest.CallInfo[None], reports: list[pytest.TestReport]
 ) -> None:
-    failed = item.ihook.pytest_runtest_makereport(item=item, call=call)
+    # Not by the hook: plugins expect it for the other phases first, which ranks have made reports of.
+    failed = pytest.TestReport.from_item_and_call(item, call)
     if reports[-1].failed:  # what went wrong on ranks is reported too
         reports.append(failed)
     else:

@@ -77,8 +77,9 @@ class WorldStarter:
             if isinstance(error, OSError):
                 raise LaunchError(explain(error)) from error
             raise
-        if debugging.debugpy_port(self._config) and debugging.is_debugged(key, self._config):
-            _report_wait(self._config, debugging.how_to_attach(self._config))
+        if session.debugpy_port and debugging.is_debugged(key, self._config):
+            attach = debugging.how_to_attach(session.debugged_rank, session.debugpy_port)
+            _report_wait(self._config, attach)
         return world
 
     def _session_spec(self) -> SessionSpec:

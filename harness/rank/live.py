@@ -90,6 +90,13 @@ def prefix_streams(name: Callable[[], str]) -> None:
         setattr(sys, stream, PrefixedStream(getattr(sys, stream), name))
 
 
+def end_lines() -> None:
+    """End the lines that a test has left unfinished: the next test's output must not go on with them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, PrefixedStream):
+            stream.end_line()
+
+
 class PrefixedStream:
     """A text stream that writes whole lines, each with a prefix; all else is that of the stream below."""
 
@@ -112,6 +119,11 @@ class PrefixedStream:
         """Write what there is of a line, a progress bar for example."""
         begun, self._begun = self._begun, ""
         self._put(begun)
+
+    def end_line(self) -> None:
+        self.flush()
+        if self._is_in_line:
+            self._put("\n")
 
     def _put(self, text: str) -> None:
         if not text:

@@ -32,7 +32,7 @@ from harness.protocol import (
 )
 from harness.rank import debugger
 from harness.rank.item import ItemGuards
-from harness.rank.live import show_live, wants_log_file
+from harness.rank.live import end_lines, show_live, wants_log_file
 from harness.rank.plugins import LeftOut, worker_input
 from harness.rank.pytest_internals import make_stage, set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
@@ -186,6 +186,7 @@ class RankSession:
             self.rank.reseed()
             with self._properties_in_step(order.search), self._values(order.fake):
                 self._run_protocol(item, next_item)
+        end_lines()
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = self.rank.group.stands() and self._state.is_restored

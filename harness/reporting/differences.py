@@ -29,8 +29,12 @@ def without_addresses(text: str) -> str:
 def without_own_number(text: str, rank: int) -> str:
     """Return a text without the number of the rank that it is from: as a word, or behind "rank".
 
-    Numbers in shapes and of collectives (`#1`) stay.
+    Numbers in shapes and of collectives (`#1`) stay; so does a text that names other ranks too, which says
+    the same on all of them.
     """
+    named = re.findall(r"\brank[ _=-]?(\d+)", text)
+    if any(int(number) != rank for number in named):
+        return text
     return re.sub(rf"(?:(?<![\w.+#[-])|(?<=rank)|(?<=rank[_=-])){rank}(?!\w|\.\d)", "<its rank>", text)
 
 

@@ -17,7 +17,7 @@ from harness.rank.status import Activity, StatusReader
 
 def test_connections_that_are_already_closed_are_skipped(monkeypatch: Any) -> None:
     group: Any = DefaultGroup.__new__(DefaultGroup)
-    group._spec = type("Spec", (), {"key": type("Key", (), {"backend": "gloo"})})
+    group._spec = type("Spec", (), {"key": type("Key", (), {"backend": "gloo", "has_group": True})})
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket() as unconnected:
         closed = os.dup(unconnected.fileno())

@@ -101,6 +101,24 @@ def test_an_ide_stops_one_rank_and_the_others_wait(project: Project) -> None:
     project.assert_nothing_is_left()
 
 
+def test_each_world_waits_on_a_port_of_its_own(project: Project) -> None:
+    project.write("@pytest.mark.ranks(2, 3)\ndef test_size(world):\n    assert world.size in (2, 3)\n")
+    process = project.start("--rank-debugpy=1", "-v")
+    assert process.stdout is not None
+    head, ides = "", []
+    while len(ides) < 2:
+        line = process.stdout.readline()
+        assert line, head
+        head += line
+        if found := re.search(r"rank 1 waits for a debugger on 127\.0\.0\.1:(\d+)", line):
+            ides.append(Ide(int(found[1])))
+            ides[-1].attach()
+    output = process.communicate(timeout=60)[0]
+    for ide in ides:
+        ide.close()
+    assert "2 passed" in output, head + output
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

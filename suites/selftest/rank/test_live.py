@@ -86,3 +86,12 @@ def test_a_line_that_is_flushed_in_parts_has_one_prefix() -> None:
     stream.write(" and half\n\nwhole\n")
     stream.flush()
     assert below.getvalue() == "rank 3: half and half\nrank 3: \nrank 3: whole\n"
+
+
+def test_a_line_that_a_test_leaves_unfinished_ends_with_it() -> None:
+    below = io.StringIO()
+    stream = PrefixedStream(below, lambda: "rank 3")
+    for text in ("no end", "", "next\n"):
+        stream.write(text)
+        stream.end_line()
+    assert below.getvalue() == "rank 3: no end\nrank 3: next\n"
