@@ -25,6 +25,7 @@ _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
 LOOK_EVERY = 0.05
 """Seconds that a wait lasts at most: a signal for Python may have come just before it began."""
 LOOK_EVERY_WITHOUT_FUTEX = 0.0005
+"""Seconds between looks on a processor whose number of the system call is not known here."""
 
 
 def create_standing(directory: str, size: int) -> None:
@@ -112,7 +113,10 @@ class Standing:
 
 
 def _make_futex(memory: mmap.mmap) -> tuple[Callable[[int, int], object], Callable[[int], object]]:
-    """Return functions that wait for a word of the memory to change from a value, and that wake who waits."""
+    """Return functions that wait for a word of the memory to change from a value, and that wake who waits.
+
+    Not those of harness.shm.futex: to import that package registers its backend with torch.distributed.
+    """
     if _SYS_FUTEX is None:
         return lambda index, value: time.sleep(LOOK_EVERY_WITHOUT_FUTEX), lambda index: None
     import ctypes  # not in the controller

@@ -349,6 +349,8 @@ class Controller:
 
     def _pass_on_warnings(self, item: pytest.Item, outcome: ItemOutcome) -> None:
         """Pass each warning on to pytest once, however many ranks raised it."""
+        if not any(rank.warnings for rank in outcome.ranks):
+            return
         for warned in merge_warnings(outcome):
             self._config.hook.pytest_warning_recorded.call_historic(
                 kwargs={

@@ -37,10 +37,13 @@ class LeftOut:
     """Leaves installed plugins out that fail as the session starts: the tests of ranks run without them.
 
     Conftests and plugins of the project itself are not left out: what they raise is its own fault.
+
+    Attributes:
+        warnings: One for each plugin that was left out, until they are sent.
     """
 
     def __init__(self) -> None:
-        self._warnings: list[Warned] = []
+        self.warnings: list[Warned] = []
 
     def guard(self, config: pytest.Config, hook: str) -> None:
         """Catch what installed plugins, and what they have registered, raise in the coming call of a hook."""
@@ -57,18 +60,13 @@ class LeftOut:
                 failed = partial(self._leave_out, manager, plugin, text)
                 implementation.function = _guarded(implementation.function, failed)
 
-    def take(self) -> list[Warned]:
-        """Return what was not sent yet."""
-        taken, self._warnings = self._warnings, []
-        return taken
-
     def _leave_out(
         self, manager: pytest.PytestPluginManager, plugin: object, text: str, error: Exception
     ) -> None:
         manager.unregister(plugin)
         file = getattr(sys.modules.get(_module_of(plugin)), "__file__", None) or __file__
         text = text.format(f"{type(error).__name__}: {error}")
-        self._warnings.append(Warned("pytest", "PytestWarning", text, file, 1))
+        self.warnings.append(Warned("pytest", "PytestWarning", text, file, 1))
 
 
 def _module_of(plugin: object) -> str:

@@ -140,10 +140,8 @@ class DefaultGroup:
         key = self._spec.key
         if uses(key.backend, "nccl") and (key.has_group or "nccl" in dist.get_backend()):
             abort_nccl_groups()
-        if key.has_group and key.backend in (
-            "nccl",
-            "fake",
-        ):  # all connections are the test's
+        # The connections that there are, are the test's.
+        if key.has_group and key.backend in ("nccl", "fake"):
             return
         if shm := loaded("shm"):
             shm.abort_all()

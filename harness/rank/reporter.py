@@ -137,7 +137,7 @@ def name_raised(error: BaseException | None) -> tuple[Raised, ...]:
         names = tuple((each.__module__, each.__qualname__) for each in classes)
         try:
             text = str(error)
-        except BaseException:
+        except BaseException:  # of the user's class
             text = ""
         named.append((names, truncate(text, MAX_MESSAGE), error.__cause__ is not None))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

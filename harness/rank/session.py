@@ -139,10 +139,8 @@ class RankSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        for hook in (
-            "pytest_sessionfinish",
-            "pytest_unconfigure",
-        ):  # of no test; the controller's part goes on
+        # What fails there is of no test; the plugin's part in the controller goes on.
+        for hook in ("pytest_sessionfinish", "pytest_unconfigure"):
             self._left_out.guard(session.config, hook)
 
     @pytest.hookimpl(tryfirst=True)
@@ -162,8 +160,8 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
-        for warned in self._left_out.take():
-            self.rank.post(warned)
+        while self._left_out.warnings:
+            self.rank.post(self._left_out.warnings.pop(0))
         self._state.end_groups()
         if order.fake is not None:
             before = RankState.capture()
@@ -186,7 +184,8 @@ class RankSession:
             self.rank.reseed()
             with self._properties_in_step(order.search), self._values(order.fake):
                 self._run_protocol(item, next_item)
-        end_lines()
+        if not self._spec.session.captures:
+            end_lines()
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = self.rank.group.stands() and self._state.is_restored
