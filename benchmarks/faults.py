@@ -1,6 +1,6 @@
 """Reports of faults in ranks, and the time they take: one session, a healthy test after each fault.
 
-    python benchmarks/faults.py [--repeats 3] [--json FILE]        the table of docs/faults.md
+    python benchmarks/faults.py [--repeats 3] [--json FILE]        the table of docs/reference/faults.md
     python benchmarks/faults.py --endurance 500                     so many tests, every tenth one a fault
 
 The table names for each fault the first line of the report, the seconds from the start of the test to its

@@ -110,7 +110,7 @@ def add_options(parser: pytest.Parser) -> None:
         "--ranks-adopt-cpu",
         action="store_true",
         help="run adopted tests that want accelerators on gloo and the CPU, as on a machine with four; "
-        "docs/adopt.md lists what is patched",
+        "docs/how_to/adopt.md lists what is patched",
     )
     group.addoption(
         "--ranks-adopt-report",

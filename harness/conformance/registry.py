@@ -158,7 +158,8 @@ def _check_interface(name: str, found: object) -> None:
     missing = [member for member in members if inspect.getattr_static(found, member, None) is None]
     if missing:
         raise EngineError(
-            name, f"it lacks {', '.join(missing)} of harness.conformance.Engine; see docs/your_engine.md"
+            name,
+            f"it lacks {', '.join(missing)} of harness.conformance.Engine; see docs/how_to/your_engine.md",
         )
 
 

@@ -3,6 +3,7 @@
 import ast
 import gc
 import re
+import tomllib
 from inspect import signature
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from harness.engine import FullyShardedDataParallel, MixedPrecision
 THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]
 OF_ENGINES = Path(__file__).parent / "conformance"
-PAGES = sorted((PROJECT / "docs").glob("*.md"))
+DOCS = PROJECT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"), key=str)
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_EXAMPLES = [page for page in PAGES if EXAMPLE.search(page.read_text())]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -39,26 +41,23 @@ def names_of_tests(path):
     return names
 
 
-def test_there_is_a_page():
-    assert [page.stem for page in PAGES] == [
-        "adopt",
-        "adopt_deepspeed",
-        "adopt_pytorch",
-        "architecture",
-        "claims",
-        "composable",
-        "conformance",
-        "fake",
-        "faults",
-        "mixed_precision",
-        "plugins",
-        "port",
-        "properties",
-        "shm",
-        "stages",
-        "your_engine",
-        "your_project",
-    ]
+def listed(entries):
+    """Yield the pages of a part of the site's navigation, in order."""
+    for entry in entries:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for part in entry.values():
+                yield from listed([part] if isinstance(part, str) else part)
+
+
+def test_the_site_lists_each_page_once():
+    nav = tomllib.loads((PROJECT / "zensical.toml").read_text())["project"]["nav"]
+    assert sorted(listed(nav)) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+def test_markdown_of_the_project_is_its_readme_and_pages():
+    assert [path.name for path in PROJECT.glob("*.md")] == ["README.md"]
 
 
 @EVERY_PAGE
@@ -70,7 +69,7 @@ def test_every_test_that_a_page_names_exists(page):
 
 
 def test_every_file_that_the_map_names_exists():
-    text = (PROJECT / "docs" / "architecture.md").read_text()
+    text = (DOCS / "architecture.md").read_text()
     named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
     roots = [PROJECT, PROJECT / "harness", PROJECT / "harness" / "engine", PROJECT / "harness" / "reporting"]
     roots += [PROJECT / "suites" / "selftest"]
@@ -80,13 +79,13 @@ def test_every_file_that_the_map_names_exists():
 
 def test_the_table_of_faults_has_those_of_its_benchmark():
     benchmark = (PROJECT / "benchmarks" / "faults.py").read_text()
-    rows = re.findall(r"^\| (.*?) +\|", (PROJECT / "docs" / "faults.md").read_text(), re.MULTILINE)[1:]
+    rows = re.findall(r"^\| (.*?) +\|", (DOCS / "reference" / "faults.md").read_text(), re.MULTILINE)[1:]
     names = [name.split(" (deadline")[0] for name in re.findall(r'Fault\(\s+f?"(.*)",', benchmark)]
     assert [row.split(" (deadline")[0] for row in rows] == names
 
 
 def test_the_engines_of_the_page_are_those_that_are_tested():
-    first, _, last = EXAMPLE.findall((PROJECT / "docs" / "your_engine.md").read_text())
+    first, _, last = EXAMPLE.findall((DOCS / "how_to" / "your_engine.md").read_text())
     assert first == (OF_ENGINES / "sample_engine.py").read_text()
     assert last == (OF_ENGINES / "zero1_engine.py").read_text()
 
@@ -110,13 +109,13 @@ def of_torchs_composable_fronts():
 
 def not_built():
     """Return which of those names a row of the page says to be not built."""
-    page = (PROJECT / "docs" / "composable.md").read_text()
+    page = (DOCS / "reference" / "composable.md").read_text()
     rows = [row.split("|")[1] for row in page.splitlines() if "| not built" in row]
     return set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
 def test_every_name_of_torchs_composable_fronts_has_its_row():
-    page = (PROJECT / "docs" / "composable.md").read_text()
+    page = (DOCS / "reference" / "composable.md").read_text()
     assert {name for name in of_torchs_composable_fronts() if f"`{name}`" not in page} == set()
 
 

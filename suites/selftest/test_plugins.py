@@ -132,7 +132,7 @@ def test_a_rank_is_a_worker_with_a_number_of_its_own(tmp_path: Path) -> None:
 )
 def test_verdicts_are_the_same_beside(tmp_path: Path, module: str, options: list[str]) -> None:
     if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed; docs/plugins.md has what was tried")
+        pytest.skip(f"{module} is not installed; docs/reference/plugins.md has what was tried")
     copy_project("beside_plugins", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
     done = run_pytest(tmp_path, "-p", "lockstep", *options, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")

@@ -8,7 +8,7 @@ from harness.adopt.cpu import PATCHES
 from suites.selftest.adopt.verdicts import verdicts_of
 from suites.selftest.project import Project
 
-DOCS = Path(__file__).parents[3] / "docs" / "adopt_pytorch.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "adopt_pytorch.md"
 
 
 def test_tests_for_gpus_run_as_if_there_were_four(project: Project) -> None:

@@ -70,7 +70,7 @@ def test_a_claim_that_deviates_as_a_whole_has_one_reason(claims: list[str]) -> N
 
 
 ROW = re.compile(r"^\| .*: `(?P<test>\S+)` \| (?P<marks>.*) \|$", re.MULTILINE)
-PAGE = SUITES.parent / "docs" / "conformance.md"
+PAGE = SUITES.parent / "docs" / "reference" / "conformance.md"
 
 
 def test_the_page_marks_as_deviating_what_the_tables_say(claims: list[str]) -> None:

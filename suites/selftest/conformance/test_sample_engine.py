@@ -1,4 +1,4 @@
-"""The engines of docs/your_engine.md under the suites, and with faults that they must see."""
+"""The engines of docs/how_to/your_engine.md under the suites, and with faults that they must see."""
 
 from __future__ import annotations
 
