@@ -6,14 +6,19 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from harness.conformance import ShardSpec
+from harness.conformance import Capability, ShardSpec, offers
 
 
 class Trained:
-    """A model with its scaler, whose scale is 8 at first, and an optimizer whose step subtracts gradients."""
+    """A model with its scaler, whose scale is 8 at first, and an optimizer whose step subtracts gradients.
+
+    It is sharded where no strategy is named and the engine shards, else replicated: `in_shards`.
+    """
 
     def __init__(self, world, engine, bare, scaling=MappingProxyType({}), **spec):
         self.world, self.engine = world, engine
+        spec = {"strategy": "FULL_SHARD" if offers(engine, Capability.SHARDING) else "NO_SHARD", **spec}
+        self.in_shards = spec["strategy"] != "NO_SHARD"
         self.model = engine.shard(bare.to(world.device), ShardSpec(device=world.device, **spec))
         self.scaler = engine.grad_scaler(self.model, **{"init_scale": 8.0, **scaling})
         self.optimizers = [self.optimizer_of(self.model)]

@@ -42,7 +42,7 @@ def test_a_bad_gradient_in_any_one_shard_stops_all_ranks(world, trained, run_sub
     def check(holder, unscale_first, **spec):
         run = trained(KnownGradient(2 * world.size), **spec)
         run.step(known(world, bad, holder), unscale_first=unscale_first)
-        assert run.finite() == [rank != holder for rank in range(world.size)]
+        assert run.finite() == [run.in_shards and rank != holder for rank in range(world.size)]
         assert (run.weights(), run.scales()) == ([[0.0] * 2 * world.size], [4.0] * world.size)
         run.step(known(world, 1.0, holder), unscale_first=unscale_first)
         assert (run.weights(), run.scales()) == ([[-1.0] * 2 * world.size], [4.0] * world.size)
@@ -52,6 +52,7 @@ def test_a_bad_gradient_in_any_one_shard_stops_all_ranks(world, trained, run_sub
 
 def test_torchs_scaler_lets_ranks_diverge_and_this_one_does_not(world, engine, trained):
     """Without agreement the rank whose shard has the inf stays behind, and its scale alone backs off."""
+    require(engine, Capability.SHARDING)
     require(engine, Capability.PLAIN_PARAMETERS)  # DTensors make any scaler agree
     apart, together = (trained(KnownGradient(2 * world.size)) for _ in range(2))
     apart.scaler = torch.amp.GradScaler(world.device.type, init_scale=8.0)
@@ -96,7 +97,7 @@ def test_a_bad_gradient_of_a_parameter_with_empty_shards(world, trained, bad, un
     if only_second:
         run.optimizers = [run.optimizer_of(run.engine.unwrapped(run.model)[1])]
     first = 0.0 if only_second else -1.0
-    if offers(run.engine, Capability.ONE_PADDING):
+    if run.in_shards and offers(run.engine, Capability.ONE_PADDING):
         held = world.gather(run.engine.unwrapped(run.model)[1].weight.numel())
         assert held == ([0, 3] if world.size == 2 else [0, 1, 2])
     for gradient, weights, scale in (
@@ -111,7 +112,8 @@ def test_a_bad_gradient_of_a_parameter_with_empty_shards(world, trained, bad, un
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("holder", [0, 1])
-def test_ranks_without_gradients_follow_the_one_that_has_some(world, trained, unscale_first, holder):
+def test_ranks_without_gradients_follow_the_one_that_has_some(world, engine, trained, unscale_first, holder):
+    require(engine, Capability.SHARDING)  # of replicas, one cannot step alone
     run = trained(KnownGradient(2 * world.size))
     stepped = [-1.0 if index // 2 == holder else 0.0 for index in range(2 * world.size)]
     for bad, scale in ((1.0, 8.0), (INF, 4.0)):
@@ -170,6 +172,7 @@ def test_an_inf_on_one_rank_of_a_hybrid_model_stops_all(world, trained, run_subt
 
 @pytest.mark.inside
 def test_ranks_send_one_number_for_each_optimizer(engine, trained, collectives, use_orig_params):
+    require(engine, Capability.SHARDING)
     run = trained(KnownGradient(1), use_orig_params=use_orig_params)
     before = len(collectives)
     run.step(1.0)
@@ -190,7 +193,9 @@ def test_a_fused_optimizer_gets_what_all_ranks_found(world, trained, use_orig_pa
     run.step(known(world, 4.0, holder=0), unscale_first=unscale_first)
     assert [state["step"].item() for state in adam.state.values()] == [1.0]
     moments = torch.cat([local_part(state["exp_avg"]) for state in adam.state.values()])
-    assert moments.tolist() == pytest.approx([0.4 if world.rank == 0 else 0.1, 0.1])
+    whole = [0.4] + [0.1] * (2 * world.size - 1)
+    own = whole[2 * world.rank :][:2] if run.in_shards else whole
+    assert moments.tolist() == pytest.approx(own)
     assert (run.weights(), run.scales()) == ([pytest.approx([-1.0] * 2 * world.size)], [2.0] * world.size)
 
 

@@ -11,6 +11,11 @@ KEPT = "unsharded parameters are retained after a forward without autograd, too,
 ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
 PINNED = "CPUOffloadPolicy pins memory by default, which raises on a host without accelerator"
 
+BACKS_OFF_TO_ZERO = Deviation(
+    claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
+    why="the scale backs off to zero",
+)
+
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with
 AMP_SCALER: tuple[Deviation, ...] = (
     Deviation(
@@ -21,6 +26,8 @@ AMP_SCALER: tuple[Deviation, ...] = (
         claims=(
             "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse[dtype0]",
             "grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_scaling_unscaling_sparse_finds_inf*",
+            "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
+            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_overflows_unscaled_stops_the_step*",
         ),
         why=FP16_REFUSED,
         issue=74739,
@@ -56,10 +63,7 @@ FSDPS: tuple[Deviation, ...] = (
         claims=("mixed_precision/test_casting.py::test_arguments_without_floating_point_stay_*",),
         why="containers are copied, whatever is in them",
     ),
-    Deviation(
-        claims=("grad_scaler/test_scale.py::test_it_never_backs_off_to_zero*",),
-        why="the scale backs off to zero",
-    ),
+    BACKS_OFF_TO_ZERO,
 )
 
 # Clipping, by FSDP1 and by DTensors whichever engine made them

@@ -5,7 +5,6 @@ from harness.conformance.deviations.deviation import Deviation, expand
 from harness.conformance.deviations.shared import (
     AMP_SCALER,
     DTENSOR_NORMS,
-    FP16_REFUSED,
     FSDPS,
     IN_LOW_PRECISION,
     KEPT,
@@ -195,14 +194,6 @@ SCALER: tuple[Deviation, ...] = (
     Deviation(
         claims=("grad_scaler/test_agreement.py::test_ranks_without_gradients_follow_the_one_that_has_some*",),
         why="a rank without a gradient is refused by the scaler",
-    ),
-    Deviation(
-        claims=(
-            "grad_scaler/test_gradients.py::test_gradients_of_every_dtype_are_unscaled[*-dtype0-*",
-            "grad_scaler/test_gradients.py::test_an_fp16_gradient_that_overflows_unscaled_stops_the_step*",
-        ),
-        why=FP16_REFUSED,
-        issue=74739,
     ),
     Deviation(
         claims=("grad_scaler/test_gradients.py::test_an_unsharded_sparse_gradient_unscales_*",),

@@ -21,6 +21,8 @@ NORM = "core/test_clipping.py::test_without_any_gradient_the_norm_is_zero[NO_SHA
 SAMPLES = {
     "sample_engine:HandDDP": ("held", "held", "held", "not offered", "held"),
     "zero1_engine:HandZero1": ("held", "held", "held", "not offered", "held"),
+    "speed_engine:HandSpeed": ("held", "held", "held", "not offered", "held"),
+    "wrong_engines:NeedsNoBackward": ("broken", "broken", "broken", "not offered", "held"),
     "wrong_engines:KeepsItsPart": ("broken", "held", "held", "not offered", "held"),
     "wrong_engines:ForgetsToAverage": ("broken", "broken", "broken", "not offered", "held"),
     # Clipping to a norm hides a factor.

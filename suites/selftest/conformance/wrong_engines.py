@@ -1,6 +1,7 @@
 """The sample engine with a fault in each: what the suites must not let pass."""
 
 from sample_engine import HandDDP
+from speed_engine import HandSpeed
 from zero1_engine import HandZero1, ShardedOptimizer
 
 from harness.conformance import Capability
@@ -33,6 +34,13 @@ class ForgetsToCast(HandDDP):
     """Says that it casts, and does not."""
 
     capabilities = HandDDP.capabilities | {Capability.MIXED_PRECISION}
+
+
+class NeedsNoBackward(HandSpeed):
+    """Its own `backward` is never called."""
+
+    def backward(self, model, loss, retain_graph=False):
+        loss.backward(retain_graph=retain_graph)
 
 
 class KeepsItsPart(HandZero1):
