@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py [--repeats 3] [--json FILE]        the table of docs/reference/faults.md
     python benchmarks/faults.py --endurance 500                     so many tests, every tenth one a fault
+    python benchmarks/faults.py --backend shm                       either of them, of ranks in shared memory
 
 The table names for each fault the first line of the report, the seconds from the start of the test to its
 verdict (median), and what PyTorch's two harnesses made of it: figures taken by hand on two cores, with their
@@ -63,6 +64,8 @@ class Fault:
     """What MultiProcessTestCase makes of it."""
     continuous: str = ""
     """What MultiProcContinuousTest makes of it."""
+    on_shm: str = ""
+    """What the report must contain on shm, where that is something else."""
 
 
 FAULTS = [
@@ -113,6 +116,7 @@ FAULTS = [
         "mismatch: rank 0 is in all_reduce #1 .* while rank 1 is in all_gather #1",
         "30 s, no word of a mismatch",
         "tear-down hangs",
+        on_shm="mismatch: rank 0 was in all_reduce #1 .* while rank 1 was in all_gather #1",
     ),
     Fault(
         "different shapes",
@@ -120,11 +124,13 @@ FAULTS = [
         "mismatch: rank 0 .* all_reduce #1 .float .3.. while rank 1 is in all_reduce #1 .float .4..",
         "as above",
         "as above",
+        on_shm="mismatch: rank 0 was in all_reduce #1 .float .3.. while rank 1 was in .* .float .4..",
     ),
     Fault(
         "different dtypes",
         "dist.all_reduce(torch.ones(3, dtype=(torch.float32, torch.float64)[world.rank]))",
         "died: SIGABRT",
+        on_shm="mismatch: rank 0 was in all_reduce #1 .float .3.. while rank 1 was in all_reduce #1 .double",
     ),
     Fault(
         "one rank leaves a collective out",
@@ -201,9 +207,10 @@ def write(path: Path, bodies: list[tuple[str, str]]) -> None:
     (path / "tmp").mkdir()
 
 
-def start(path: Path, mark: str) -> subprocess.Popen[bytes]:
+def start(path: Path, backend: str, mark: str = "") -> subprocess.Popen[bytes]:
     """Start pytest on what was written; its processes carry the mark in their environment."""
     command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "-p", "no:cacheprovider"]
+    command += ["--backend", backend]
     environ = {**os.environ, "BENCHMARK_LOG": str(path / "log"), "TMPDIR": str(path / "tmp"), "MARK": mark}
     with (path / "output").open("wb") as output:
         return subprocess.Popen(command, cwd=path, env=environ, stdout=output, stderr=subprocess.STDOUT)
@@ -223,11 +230,12 @@ def read(path: Path) -> dict[str, Verdict]:
     return found
 
 
-def is_right(fault: Fault, verdict: Verdict) -> bool:
-    return verdict.outcome != "passed" and re.search(fault.verdict, verdict.text) is not None
+def is_right(fault: Fault, verdict: Verdict, backend: str) -> bool:
+    said = (fault.on_shm if backend == "shm" else "") or fault.verdict
+    return verdict.outcome != "passed" and re.search(said, verdict.text) is not None
 
 
-def run_table(repeats: int) -> tuple[list[list[str]], bool]:
+def run_table(repeats: int, backend: str) -> tuple[list[list[str]], bool]:
     """Run all faults so often, a healthy test after each; return the rows, and whether all was right."""
     healthy = "assert world.gather(world.rank) == [0, 1]"
     bodies = [("warm_up", healthy)]
@@ -237,12 +245,12 @@ def run_table(repeats: int) -> tuple[list[list[str]], bool]:
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:
             write(Path(name), bodies)
-            start(Path(name), "").wait(SECONDS_PER_RUN)
+            start(Path(name), backend).wait(SECONDS_PER_RUN)
             runs.append(read(Path(name)))
     rows, all_right = [], True
     for number, fault in enumerate(FAULTS):
         verdicts = [run[f"test_fault_{number}"] for run in runs]
-        right = all(is_right(fault, verdict) for verdict in verdicts)
+        right = all(is_right(fault, verdict, backend) for verdict in verdicts)
         healed = all(run[f"test_healthy_{number}"].outcome == "passed" for run in runs)
         all_right = all_right and right and healed
         said = verdicts[0].text.splitlines()[0] if verdicts[0].text else "nothing"
@@ -272,7 +280,7 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def run_endurance(tests: int) -> bool:
+def run_endurance(tests: int, backend: str) -> bool:
     """Run so many tests, every tenth a fault; print what was wrong, memory over time, and what is left."""
     quick = [fault for fault in FAULTS if "deadline" not in fault.name]
     bodies, faults = [], {}
@@ -284,12 +292,12 @@ def run_endurance(tests: int) -> bool:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         write(path, bodies)
-        process = start(path, mark)
+        process = start(path, backend, mark)
         samples = watch(process, mark)
         verdicts = read(path)
         left = [entry.name for entry in (path / "tmp").iterdir() if not entry.name.startswith("pytest-of-")]
         print((path / "output").read_text().splitlines()[-1])
-    wrong = [name for name, fault in faults.items() if not is_as_meant(fault, verdicts.get(name))]
+    wrong = [name for name, fault in faults.items() if not is_as_meant(fault, verdicts.get(name), backend)]
     alive = processes(mark)
     count = sum(fault is not None for fault in faults.values())
     print(f"{tests} tests, {count} of them faults; wrong verdicts: {wrong or 'none'}")
@@ -298,10 +306,10 @@ def run_endurance(tests: int) -> bool:
     return not (wrong or alive or left)
 
 
-def is_as_meant(fault: Fault | None, verdict: Verdict | None) -> bool:
+def is_as_meant(fault: Fault | None, verdict: Verdict | None, backend: str) -> bool:
     if verdict is None:
         return False
-    return verdict.outcome == "passed" if fault is None else is_right(fault, verdict)
+    return verdict.outcome == "passed" if fault is None else is_right(fault, verdict, backend)
 
 
 def watch(process: subprocess.Popen[bytes], mark: str) -> list[list[str]]:
@@ -337,13 +345,14 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--endurance", type=int, metavar="TESTS")
+    parser.add_argument("--backend", choices=("gloo", "shm"), default="gloo")
     parser.add_argument("--json", type=Path, help="where to write the table, too")
     options = parser.parse_args()
     machine = describe_machine()
     print(machine)
     if options.endurance:
-        return 0 if run_endurance(options.endurance) else 1
-    rows, all_right = run_table(options.repeats)
+        return 0 if run_endurance(options.endurance, options.backend) else 1
+    rows, all_right = run_table(options.repeats, options.backend)
     header = [
         "fault on rank 1 of 2",
         "the report begins",
