@@ -67,18 +67,21 @@ class MeshInfo:
     Attributes:
         sharding: Each rank of it holds a different shard.
         replicating: All ranks of it hold the same shard.
+        given: The user's mesh of these axes, (replicate, shard) if there are two: sharded states lie on it.
     """
 
     sharding: Axis | None
     replicating: Axis | None
+    given: DeviceMesh | None = None
 
     @staticmethod
-    def of(strategy: ShardingStrategy, groups: ProcessGroups) -> MeshInfo:
-        """Return what `strategy` makes of `groups`."""
+    def of(strategy: ShardingStrategy, groups: ProcessGroups, given: DeviceMesh | None = None) -> MeshInfo:
+        """Return what `strategy` makes of `groups`, which are those of `given` if the user has a mesh."""
         if isinstance(groups, tuple):
-            return MeshInfo(Axis.of(groups[0]), Axis.of(groups[1]))
+            return MeshInfo(Axis.of(groups[0]), Axis.of(groups[1]), given)
         axis = Axis.of(groups)
-        return MeshInfo(None, axis) if strategy is ShardingStrategy.NO_SHARD else MeshInfo(axis, None)
+        is_whole = strategy is ShardingStrategy.NO_SHARD
+        return MeshInfo(None, axis, given) if is_whole else MeshInfo(axis, None, given)
 
     @cached_property
     def shard(self) -> Axis | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from harness.engine import collectives
 from harness.engine.api import GroupState, ShardingStrategy
@@ -69,20 +70,22 @@ def as_dtensors(full: Iterable[Tensor], shard: LocalShard) -> list[DTensor]:
     """Return `DTensor`s of tensors that all ranks of the group hold in full, in new memory.
 
     They are sharded along dim 0 as torch.chunk does: uneven, perhaps empty on the last ranks. 0-dim tensors
-    and those of NO_SHARD are replicated. Communicates nothing.
+    and those of NO_SHARD are replicated; so is each over the replicas of a mesh that the user gave.
+    Communicates nothing.
     """
-    mesh = DeviceMesh.from_group(shard.config.mesh.process_group, shard.device.type)
+    mesh = _mesh_of_states(shard, shard.config.mesh.process_group)
     found = []
     for tensor in full:
-        placement: Replicate | Shard = Shard(0)
+        placement: Placement = Shard(0)
         if shard.config.strategy is ShardingStrategy.NO_SHARD or tensor.dim() == 0:
             placement, local = Replicate(), tensor
         else:
-            chunks, index = tensor.chunk(mesh.size()), mesh.get_local_rank()
+            chunks, index = tensor.chunk(mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
             local = chunks[index] if index < len(chunks) else tensor[:0]
+        placements = _on_last_axis(mesh, placement)
         found.append(
             DTensor.from_local(
-                local.clone(), mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride()
+                local.clone(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
         )
     return found
@@ -97,8 +100,20 @@ def live_shard(shard: LocalShard) -> Tensor:
     flat, axis = shard.flat.detach(), shard.config.mesh.shard
     if axis is None:
         return flat
-    mesh = DeviceMesh.from_group(axis.group, shard.device.type)
-    return DTensor.from_local(flat, mesh, [Shard(0)], run_check=False)
+    mesh = _mesh_of_states(shard, axis.group)
+    return DTensor.from_local(flat, mesh, _on_last_axis(mesh, Shard(0)), run_check=False)
+
+
+def _mesh_of_states(shard: LocalShard, group: dist.ProcessGroup) -> DeviceMesh:
+    """Return the mesh of sharded states: the user's, with the shard axis last, else that of `group`."""
+    given = shard.config.mesh.given
+    if given is not None and given.device_type == shard.device.type:
+        return given
+    return DeviceMesh.from_group(group, shard.device.type)
+
+
+def _on_last_axis(mesh: DeviceMesh, placement: Placement) -> list[Placement]:
+    return [*[Replicate()] * (mesh.ndim - 1), placement]
 
 
 def full_tensor(value: Tensor, name: str) -> Tensor:

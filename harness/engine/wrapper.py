@@ -94,7 +94,7 @@ class FullyShardedDataParallel(WrapperState):
         config = UnitConfig(
             name=f"FullyShardedDataParallel({type(module).__name__})",
             strategy=strategy,
-            mesh=mesh.MeshInfo.of(strategy, groups),
+            mesh=mesh.MeshInfo.of(strategy, groups, device_mesh),
             mixed_precision=mixed_precision or MixedPrecision(),
             device=mesh.as_device(device_id, groups),
             offload=bool(cpu_offload and cpu_offload.offload_params),
@@ -284,7 +284,6 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _below(config: UnitConfig) -> MakeUnit:
     def make(module: nn.Module, overrides: Mapping[str, Any], precise: bool) -> FullyShardedDataParallel:
         arguments: dict[str, Any] = {
-            "process_group": config.mesh.process_groups,
             "sharding_strategy": config.strategy,
             "cpu_offload": CPUOffload(config.offload),
             "mixed_precision": config.mixed_precision,
@@ -297,6 +296,9 @@ def _below(config: UnitConfig) -> MakeUnit:
             "ignored_states": config.ignored.states,
             "full_precision_in_eval": config.full_precision_in_eval,
         }
+        if not overrides.keys() & {"process_group", "device_mesh"}:  # two names of one thing
+            given = config.mesh.given
+            arguments |= {"device_mesh": given} if given else {"process_group": config.mesh.process_groups}
         full = {"mixed_precision": None} if precise else {}
         unit = FullyShardedDataParallel(module, **{**arguments, **overrides, **full})
         if precise:

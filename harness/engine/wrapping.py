@@ -174,11 +174,13 @@ def wrap_below(
     """Replace each module below `root` that `policy` chooses with its unit; existing `units`, by name, stay.
 
     Classes that mixed precision ignores become units in full precision. Raises ValueError if the policy
-    chooses a module inside one of `units`.
+    chooses a module inside one of `units`; what is inside ignored modules it has no say in.
     """
     left_alone = set(config.ignored.states)
+    below_ignored = {below for module in config.ignored.modules for below in module.modules()}
     for name, unit in units.items():
-        for module in policy.choose(unit, {*config.ignored.states, *unit.parameters()}):
+        skipped = {*config.ignored.states, *unit.parameters()}
+        for module in () if unit in below_ignored else policy.choose(unit, skipped):
             raise ValueError(
                 f"auto_wrap_policy: it chooses a {type(module).__name__} in {name!r}, which is a "
                 f"{type(unit).__name__} already; wrap a module by hand or by policy, not both: leave it out "

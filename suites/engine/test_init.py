@@ -84,19 +84,22 @@ def test_an_ignored_module_shared_by_units_is_left_alone(world):
     assert len({str(grad) for grad in world.gather(shared.weight.grad.tolist())}) == 2
 
 
+@pytest.mark.parametrize("by_policy", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_inside_ignored_modules_stay_units(world, use_orig_params):
+def test_units_inside_ignored_modules_stay_units(world, use_orig_params, by_policy):
+    """torch refuses every unit below a module that it wraps by a policy."""
     reference = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)).to(
         world.device
     )
     bare = copy.deepcopy(reference)
     bare[0][0] = FullyShardedDataParallel(bare[0][0], use_orig_params=use_orig_params)
     ignored = list(bare[0][1].parameters())
-    model = FullyShardedDataParallel(bare, ignored_modules=[bare[0]], use_orig_params=use_orig_params)
-    assert {g.name: g.parameters for g in groups(model)} == {
-        "": ("1.weight", "1.bias"),
-        "0.0": ("0.0.weight", "0.0.bias"),
-    }
+    policy = ModuleWrapPolicy({nn.Linear}) if by_policy else None
+    model = FullyShardedDataParallel(
+        bare, ignored_modules=[bare[0]], use_orig_params=use_orig_params, auto_wrap_policy=policy
+    )
+    of_root = {"1": ("1.weight", "1.bias")} if by_policy else {"": ("1.weight", "1.bias")}
+    assert {g.name: g.parameters for g in groups(model)} == {**of_root, "0.0": ("0.0.weight", "0.0.bias")}
     assert list(bare[0][1].parameters()) == ignored
     assert [p.numel() for p in ignored] == [4, 2]
     x = torch.ones(1, 2, device=world.device)  # the same on all ranks: ignored gradients are this rank's own

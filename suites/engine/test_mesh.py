@@ -3,13 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from harness.conformance.models import NestedWrappedModule
 from harness.engine import (
+    CustomPolicy,
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
     groups,
 )
 
@@ -45,6 +49,55 @@ def test_by_default_a_host_shards_and_hosts_replicate(world, monkeypatch, per_ho
     assert {group.full_numel // group.local_numel for group in groups(model)} == {num_shards}
     for group in set(dist.distributed_c10d._pg_names) - before:
         dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@pytest.mark.parametrize("axes", [2, 1])
+def test_states_lie_on_the_mesh_that_the_user_gave(world, kind, axes):
+    """pytorch's test_hsdp_dtensor_state_dict.py says so of sharded ones."""
+    given = mesh(world) if axes == 2 else world.mesh(4, names=("data",))
+    model = nested(world, HYBRID if axes == 2 else ShardingStrategy.FULL_SHARD, device_mesh=given)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 8, device=world.device)).sum().backward()
+    optimizer.step()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType[kind]):
+        states = list(model.state_dict().values())
+        if kind == "SHARDED_STATE_DICT":
+            found = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"].values()
+            states += [moment for state in found for name, moment in state.items() if name != "step"]
+    assert {(state.device_mesh, state.placements) for state in states} == {
+        (given, (Replicate(),) * (axes - 1) + (Shard(0),))
+    }
+
+
+@pytest.mark.parametrize("sharded", [mesh, None], ids=["mesh", "groups"])
+def test_the_state_of_a_hybrid_model_loads_where_others_shard(world, sharded):
+    """What it was made with, a mesh or groups, is nothing to a reader of its state."""
+    pair = mesh(world).get_group("shard"), mesh(world).get_group("replicate")
+    made = {"device_mesh": mesh(world)} if sharded else {"device_mesh": None, "process_group": pair}
+    first = nested(world, HYBRID, **made)
+    torch.manual_seed(1)
+    second = FullyShardedDataParallel(NestedWrappedModule().to(world.device), use_orig_params=True)
+    kind_of, kind = FullyShardedDataParallel.state_dict_type, StateDictType.SHARDED_STATE_DICT
+    with kind_of(first, kind), kind_of(second, kind):
+        dcp.save(first.state_dict(), checkpoint_id=world.shared_tmp_path)
+        state = second.state_dict()
+        dcp.load(state, checkpoint_id=world.shared_tmp_path)
+        second.load_state_dict(state)
+    expected, found = first.state_dict(), second.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("given", ["mesh", "groups"])
+def test_a_policy_may_name_other_groups_for_some_modules(world, given):
+    whole = {"process_group": world.group, "sharding_strategy": ShardingStrategy.FULL_SHARD}
+    policy = CustomPolicy(lambda module: whole if isinstance(module, nn.Linear) else False)
+    pair = mesh(world).get_group("shard"), mesh(world).get_group("replicate")
+    made = {} if given == "mesh" else {"device_mesh": None, "process_group": pair}
+    model = nested(world, HYBRID, auto_wrap_policy=policy, **made)
+    shares = {group.name: group.full_numel / group.local_numel for group in groups(model)}
+    assert set(shares.values()) == {4.0}
 
 
 @pytest.mark.parametrize("only_rank_zero", [False, True])
