@@ -72,7 +72,7 @@ def test_states_lie_on_the_mesh_that_the_user_gave(world, kind, axes):
 
 @pytest.mark.parametrize("sharded", [mesh, None], ids=["mesh", "groups"])
 def test_the_state_of_a_hybrid_model_loads_where_others_shard(world, sharded):
-    """What it was made with, a mesh or groups, is nothing to a reader of its state."""
+    """A reader of its state need not know if it was made with a mesh or with groups."""
     pair = mesh(world).get_group("shard"), mesh(world).get_group("replicate")
     made = {"device_mesh": mesh(world)} if sharded else {"device_mesh": None, "process_group": pair}
     first = nested(world, HYBRID, **made)

@@ -158,6 +158,8 @@ def fresh_input(world, *shape):
 
 def norm_model(kind, dim):
     """Return a norm between two layers, and the shape of its input."""
+    if dim == 3:
+        return nn.Sequential(nn.Conv3d(1, 5, 3), kind(5), nn.Conv3d(5, 4, 3)), (3, 1, 5, 5, 5)
     if dim == 2:
         return nn.Sequential(nn.Conv2d(1, 5, 3), kind(5), nn.Conv2d(5, 4, 3)), (3, 1, 9, 9)
     return nn.Sequential(nn.Linear(8, 8), kind(8), nn.Linear(8, 8)), (4, 8)
@@ -222,11 +224,15 @@ class TestReplicateMixedPrecisionCasts:
         layer_norm = {"kind": [nn.LayerNorm], "dim": [1], "remedy": [None]}
         batch_norm_1d = {"kind": [nn.BatchNorm1d], "dim": [1], "remedy": ["buffers", "policy"]}
         batch_norm_2d = {"kind": [nn.BatchNorm2d], "dim": [2], "remedy": ["buffers", "policy"]}
-        for settings in (layer_norm, batch_norm_1d, batch_norm_2d):
+        batch_norm_3d = {"kind": [nn.BatchNorm3d], "dim": [3], "remedy": ["buffers", "policy"]}
+        for settings in (layer_norm, batch_norm_1d, batch_norm_2d, batch_norm_3d):
             run_subtests(settings, self.check_norm, world, engine, dtype=dtype)
         # Buffers stay in fp32 while parameters are in low precision: the kernel refuses them.
-        with pytest.raises(RuntimeError, match=r"expected scalar type|Expected running_mean to have type"):
-            self.check_norm(world, engine, nn.BatchNorm2d, 2, None, dtype)
+        for kind, dim in ((nn.BatchNorm2d, 2), (nn.BatchNorm3d, 3)):
+            with pytest.raises(
+                RuntimeError, match=r"expected scalar type|Expected running_mean to have type"
+            ):
+                self.check_norm(world, engine, kind, dim, None, dtype)
 
     def check_norm(self, world, engine, kind, dim, remedy, dtype):
         model, shape = norm_model(kind, dim)

@@ -125,6 +125,17 @@ def test_a_unit_that_one_rank_skips_is_reported(session: FaultSession) -> None:
     assert verdict.seconds < 20  # a bound against hanging
 
 
+def test_a_rank_without_a_gradient_in_a_unit_is_reported(session: FaultSession) -> None:
+    verdict = session["test_engine_without_a_gradient_in_a_unit"]
+    assert verdict.outcomes == ["failure"]
+    sentences = {
+        "gloo": r"rank 0 waits in all_to_all #\d+ .*, which rank 1 never reached: it has ended the test",
+        "shm": r"mismatch: rank 0 was in reduce_\w+ #(\d+) .* while rank 1 was in all_gather_\w+ #\1 .*",
+    }
+    assert re.fullmatch(sentences[session.backend], verdict.head()[0])
+    assert verdict.seconds < 20  # a bound against hanging
+
+
 def test_a_rank_that_destroyed_the_group_is_the_cause(session: FaultSession) -> None:
     verdict = session["test_group_destroyed_before_a_collective"]
     assert verdict.head()[0] == "rank 1 of 2 failed"

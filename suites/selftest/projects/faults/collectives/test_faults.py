@@ -12,7 +12,7 @@ from healthy import test_healthy as test_healthy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engine import FullyShardedDataParallel
+from harness.engine import FullyShardedDataParallel, fully_shard
 
 pytestmark = pytest.mark.ranks(2, timeout=30)
 
@@ -85,6 +85,21 @@ def test_engine_with_a_skipped_unit(world):
     model = Layers()
     model.first, model.second = map(FullyShardedDataParallel, (model.first, model.second))
     model = FullyShardedDataParallel(model)
+    for _ in range(2):
+        model(torch.ones(2, 4), skips=world.rank == 1).sum().backward()
+
+
+class Detaches(Layers):
+    def forward(self, x, skips):
+        hidden = self.first(x)
+        return self.second(hidden.detach() if skips else hidden)
+
+
+def test_engine_without_a_gradient_in_a_unit(world):
+    model = Detaches()
+    fully_shard(model.first)  # of the size of the other: each may meet collectives of that
+    fully_shard(model.second)
+    fully_shard(model)
     for _ in range(2):
         model(torch.ones(2, 4), skips=world.rank == 1).sum().backward()
 
