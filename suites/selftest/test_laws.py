@@ -97,6 +97,7 @@ CONTROLLERS_SIDE = [
     "harness.conformance.plugin",
     "harness.__main__",
     "harness.port.module",
+    "harness.doctor.command",
 ]
 
 

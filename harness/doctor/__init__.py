@@ -1,0 +1,1 @@
+"""`python -m harness doctor`: findings on what works on this machine, and what to do about the rest."""

@@ -1,0 +1,170 @@
+"""Findings on what is installed: Python, pytest, torch, Lockstep and plugins. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from harness.doctor.finding import MIB, Finding, note, ok, problem
+from lockstep.names import find_other
+
+DISTRIBUTION = "lockstep-harness"
+OLDEST_PYTHON, OLDEST_PYTEST, OLDEST_TORCH = (3, 11), (9,), (2, 11)
+NEWEST_TORCH = (2, 15)
+"""The newest version that docs/compatibility.md has a run of."""
+TORCH_WITHIN = 60
+"""Seconds in which torch must have been imported."""
+
+_ASK_TORCH = """
+import json, sys
+try:
+    import torch, torch.distributed as dist
+    answer = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    answer["distributed"] = dist.is_available()
+    for name in ("gloo", "nccl", "mpi") if answer["distributed"] else ():
+        answer[name] = getattr(dist, f"is_{name}_available")()
+    answer["gpus"] = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        free = torch.cuda.mem_get_info(index)[0]
+        answer["gpus"].append({"name": gpu.name, "free": free, "total": gpu.total_memory})
+except BaseException as error:
+    answer = {"error": f"{type(error).__name__}: {error}"}
+print(json.dumps(answer))
+"""
+
+
+def start_asking_torch() -> subprocess.Popen[str] | None:
+    """Start a process that prints, as JSON, what torch is and its GPUs; return None if torch is missing."""
+    if find_spec("torch") is None:
+        return None
+    return subprocess.Popen(
+        [sys.executable, "-c", _ASK_TORCH], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def read_torch(process: subprocess.Popen[str] | None) -> dict[str, Any]:
+    """Return what the process has printed: `error` if torch cannot be imported, {} if it is missing."""
+    if process is None:
+        return {}
+    try:
+        output, _ = process.communicate(timeout=TORCH_WITHIN)
+        answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"error": f"`import torch` takes more than {TORCH_WITHIN} s"}
+    except (IndexError, ValueError):
+        return {"error": f"`import torch` ended the process: exit code {process.returncode}"}
+    return answer
+
+
+def python() -> Finding:
+    """Look at the interpreter."""
+    version = sys.version.split()[0]
+    what = f"{sys.implementation.name} {version}, {sys.executable}"
+    if sys.version_info < OLDEST_PYTHON:
+        return problem("python", what, "Lockstep needs Python 3.11", "make an environment with a newer one")
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return note("python", f"{what}, without the GIL", "no run of Lockstep without the GIL is known")
+    return ok("python", what)
+
+
+def needed(distribution: str, oldest: tuple[int, ...]) -> Finding:
+    """Look at a distribution that Lockstep needs."""
+    least = ".".join(map(str, oldest))
+    remedy = f"{sys.executable} -m pip install '{distribution}>={least}'"
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return problem(distribution, "is not installed", "Lockstep needs it", remedy)
+    if version_of(version) < oldest:
+        return problem(distribution, version, f"Lockstep needs {least} or a newer one", remedy)
+    return ok(distribution, version)
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 13) of "2.13.0a0+git"."""
+    parts = text.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def torch(answer: dict[str, Any]) -> Finding:
+    """Look at torch: whether it is there, its version, what it was built with."""
+    if not answer:
+        remedy = f"{sys.executable} -m pip install torch"
+        return problem("torch", "is not installed", "ranks are processes of torch.distributed", remedy)
+    if "error" in answer:
+        why, remedy = "every rank imports it", "mend its installation: install it again, of one index"
+        return problem("torch", answer["error"], why, remedy)
+    build = (
+        f"CUDA {answer['cuda']}" if answer["cuda"] else f"ROCm {answer['hip']}" if answer["hip"] else "CPU"
+    )
+    what = f"{answer['version']}, built for {build}"
+    if not answer["distributed"]:
+        return problem("torch", what, "it was built without torch.distributed", "install another build")
+    if version_of(answer["version"]) < OLDEST_TORCH:
+        why = "Lockstep needs torch 2.11 or a newer one"
+        return problem("torch", what, why, f"{sys.executable} -m pip install 'torch>=2.11'")
+    if version_of(answer["version"]) > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        return note("torch", what, f"the newest that Lockstep was run with is {newest}", "expect surprises")
+    return ok("torch", what)
+
+
+def registration() -> Finding:
+    """Look whether pytest will load Lockstep, and where its files are."""
+    where = Path(__file__).parents[1]
+    try:
+        version = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        why = "pytest finds plugins by what is installed: the mark `ranks` is unknown"
+        remedy = "pip install it, or add -p lockstep to the command or to addopts"
+        return problem("lockstep", f"{where} is on the path, and is not installed", why, remedy)
+    return ok("lockstep", f"{version}, {where}")
+
+
+def import_name(addopts: str) -> Finding:
+    """Look whether another package has the name `harness`, and whether Lockstep is asked for then.
+
+    Args:
+        addopts: of the project's pytest configuration.
+    """
+    theirs = find_other(sys.path)
+    if theirs is None:
+        return ok("import-name", "`import harness` is Lockstep")
+    what = f"`import harness` is {theirs.origin or 'a folder of the project'}"
+    why, remedy = "it keeps its name", "write `from lockstep... import`, and `python -m lockstep`"
+    if "lockstep" in addopts:
+        return note("import-name", what, f"{why}, and Lockstep is imported as `lockstep`", remedy)
+    why += ", and pytest does not load Lockstep here unless asked to"
+    return problem("import-name", what, why, f"set `addopts = -p lockstep`, and {remedy}")
+
+
+def gpus(answer: dict[str, Any]) -> Iterator[Finding]:
+    """Look at the GPUs that torch finds, and at those that it does not."""
+    found = answer.get("gpus", [])
+    for number, gpu in enumerate(found):
+        name, what = f"gpu-{number}", f"{gpu['name']}, {gpu['free'] // MIB} of {gpu['total'] // MIB} MiB free"
+        if gpu["free"] < gpu["total"] // 10:
+            yield note(name, what, "another process has nearly all of its memory", "end that process")
+        else:
+            yield ok(name, what)
+    if found:
+        return
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        variable = os.environ["CUDA_VISIBLE_DEVICES"]
+        why = "tests on nccl are skipped, and --device cuda is refused"
+        yield note("gpu", f"none: CUDA_VISIBLE_DEVICES={variable!r} hides them", why, "unset it")
+    elif answer.get("cuda") is None and Path("/dev/nvidia0").exists():
+        why = "torch was built without CUDA: tests on nccl are skipped"
+        yield note("gpu", "none for torch, though the machine has one", why, "install torch built for CUDA")
+    else:
+        yield ok("gpu", "none: tests on ranks run on the CPU")
