@@ -18,7 +18,7 @@ from lockstep.names import find_other
 DISTRIBUTION = "lockstep-harness"
 OLDEST_PYTHON, OLDEST_PYTEST, OLDEST_TORCH = (3, 11), (9,), (2, 11)
 NEWEST_TORCH = (2, 15)
-"""The newest version that docs/compatibility.md has a run of."""
+"""The newest version that docs/reference/compatibility.md has a run of."""
 TORCH_WITHIN = 60
 """Seconds in which torch must have been imported."""
 

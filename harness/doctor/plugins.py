@@ -1,6 +1,6 @@
 """Installed pytest plugins that change how tests on ranks run. Standard library only.
 
-docs/plugins.md has what was tried, and the others, of which nothing need be said.
+docs/reference/plugins.md has what was tried, and the others, of which nothing need be said.
 """
 
 from __future__ import annotations

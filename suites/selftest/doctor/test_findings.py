@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -289,3 +290,11 @@ def test_looking_at_leases_leaves_nothing(tmp_path: Path, monkeypatch: Patch) ->
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
     assert "none held" in the(trial.leases(), "leases", "ok").what
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_lists_every_finding() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/doctor.md").read_text()
+    sources = "".join(path.read_text() for path in Path(machine.__file__).parent.glob("*.py"))
+    names = set(re.findall(r'\b(?:ok|note|problem)\(\s*"([\w-]+)"', sources))
+    assert len(names) > 20
+    assert {name for name in names if f"`{name}`" not in page} == set()
