@@ -26,5 +26,6 @@ def pytest_ranks_expected_failures(item: pytest.Item) -> Sequence[ExpectedFailur
 def pytest_ranks_rerun(item: pytest.Item) -> Sequence[str] | None:
     """Return a node id, and options, that select `item` in a run without others. Called in the controller.
 
-    The default is its own node id without options.
+    The default is its own node id without options. Of an installed file it may be `--pyargs` and the node id
+    with the module's name for the path, where that module needs no ini file.
     """

@@ -48,6 +48,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         )
         return
     pluginmanager.register(importlib.import_module(f"{package}.plugin"), PLUGIN)
+    if config is not None and _runs_suites(config):
+        pluginmanager.import_plugin(f"{package}.conformance.plugin")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -60,6 +62,12 @@ def _named_plugins(config: pytest.Config | None) -> list[str]:
     if config is not None:  # workers of pytest-xdist have in `option` what the command line was
         named += [*(getattr(config.option, "plugins", None) or ()), *config.known_args_namespace.plugins]
     return named
+
+
+def _runs_suites(config: pytest.Config) -> bool:
+    """Return whether an argument names our suites, as in `pytest --pyargs lockstep_suites.core`."""
+    options = config.known_args_namespace
+    return options.pyargs and any(arg.split(".")[0] == "lockstep_suites" for arg in options.file_or_dir)
 
 
 def find_other(config: pytest.Config, parser: pytest.Parser) -> str | None:

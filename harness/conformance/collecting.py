@@ -21,6 +21,7 @@ import pytest
 from harness.conformance.registry import claim_of, engine_of, engines_of
 from harness.conformance.stored import write
 from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+from lockstep.names import package
 
 _ATTRIBUTE = "lockstep_collected"
 """The attribute of a report under which what a worker collected travels."""
@@ -79,6 +80,11 @@ class ItemRecorder:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
             if engine := engine_of(item):
+                if str(item.nodeid) in self.collected.items:  # by `--pyargs package.a package.b`
+                    raise pytest.UsageError(
+                        f"--conformance: two tests have the id {item.nodeid}: name a folder above both, or "
+                        f"run `python -m {package()} conformance`"
+                    )
                 self.collected.items[str(item.nodeid)] = (claim_of(item), engine, _title(item))
 
     @pytest.hookimpl(tryfirst=True)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import harness
 from harness.conformance.collecting import summary
-from harness.conformance.registry import built_in_names
+from harness.conformance.registry import INSTALLED_SUITES, built_in_names
 from harness.conformance.stored import NoTable, load, merge, write
-from lockstep.names import package
+from lockstep.names import OURS, package
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,7 +21,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "conformance",
         help="hold engines to the claims of the suites, and write a table",
         description="Hold engines to the claims of the suites, and write a page, Markdown and JSON. All"
-        " other arguments are pytest's: paths (default: the checkout's suites but properties), -k, -n, ...",
+        " other arguments are pytest's: paths (default: all suites but properties), -k, -n, ...",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -49,16 +48,30 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
 def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
     words = [*others]
     if not any(Path(word.split("::")[0]).exists() for word in others if not word.startswith("-")):
-        suites = Path(harness.__file__).parents[1] / "suites"
-        if not suites.is_dir():
-            return _refuse("the suites are not part of the installed package: name the paths of a checkout's")
-        # Models that are drawn meet now one, now another known deviation: no case is sure to fail.
-        words += [str(suites), f"--ignore={suites / 'properties'}"]
+        words = _words_of_suites(others)
     engines = list(dict.fromkeys(options.engine or built_in_names()))
     words = [item for word in words for item in _items(word, engines)]
     chosen = [f"--engine={name}" for name in engines]
     plugin = ("-p", f"{package()}.conformance.plugin")
     return int(pytest.main([*plugin, *chosen, f"--conformance={options.output}", *words]))
+
+
+def _words_of_suites(others: Sequence[str]) -> list[str]:
+    """Return arguments of pytest that run the suites, wherever they lie: what the words name, or all.
+
+    With those that are installed neither an ini file nor a conftest of the user's has to do.
+    """
+    is_installed = INSTALLED_SUITES.is_dir()
+    suites = INSTALLED_SUITES if is_installed else OURS.with_name("suites")
+    words = [
+        f"{suites}/{word.removeprefix('suites/')}" if word.startswith("suites/") else word for word in others
+    ]
+    if words == [*others]:
+        # Models that are drawn meet now one, now another known deviation: no case is sure to fail.
+        words += [str(suites), f"--ignore={suites / 'properties'}"]
+    if is_installed:
+        words += ["-c", str(suites / "installed.ini"), "-o", f"cache_dir={Path.cwd() / '.pytest_cache'}"]
+    return words
 
 
 def _items(word: str, engines: Sequence[str]) -> list[str]:

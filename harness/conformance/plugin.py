@@ -8,6 +8,7 @@ PYTEST_DONT_REWRITE: where the server of ranks has imported it, pytest comes too
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from harness.conformance.deviations import Deviation, known_deviations
 from harness.conformance.registry import (
     DEFAULT,
     FIXTURE,
+    INSTALLED_SUITES,
     EngineError,
     built_in_names,
     check_name,
@@ -57,6 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
+    here = str(config.invocation_params.dir)
+    if here not in sys.path and any(":" in name for name in engines_of(config)):
+        sys.path.append(here)  # as `python -m pytest` has it; ranks get the path of this process
     for name in engines_of(config):
         try:
             check_name(name)
@@ -104,7 +109,12 @@ def pytest_ranks_rerun(item: pytest.Item) -> list[str] | None:
     engine = engine_of(item)
     if engine is None:
         return None
-    return [claim_of(item), *([] if engine == DEFAULT else ["--engine", engine])]
+    options = [] if engine == DEFAULT else ["--engine", engine]
+    if INSTALLED_SUITES not in item.path.parents:
+        return [claim_of(item), *options]
+    file, _, names = claim_of(item).partition("::")
+    module = file.removeprefix("suites").removesuffix(".py").replace("/", ".")
+    return ["--pyargs", f"{INSTALLED_SUITES.name}{module}::{names}", *options]
 
 
 @pytest.fixture(scope="session")

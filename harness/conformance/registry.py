@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.names import package
+from lockstep.names import OURS, package
 
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine
@@ -36,6 +36,10 @@ FIXTURE = "engine_name"
 
 A fixture `engine` of a project's own that does not use it has nothing to do with the engines of a run.
 """
+
+
+INSTALLED_SUITES = OURS.with_name("lockstep_suites")
+"""The folder of the suites where they are installed; they are `suites` in a checkout."""
 
 
 class EngineError(ValueError):
@@ -112,8 +116,8 @@ def _check_module(name: str, module: str) -> None:
 
 def _no_module(module: str) -> str:
     return (
-        f"there is no module {module!r} on the path. Install it, name its directory in the ini option "
-        "`pythonpath`, or start with `python -m pytest` from that directory"
+        f"there is no module {module!r} on the path. Install it, name its directory in PYTHONPATH or in the "
+        "ini option `pythonpath`, or start in that directory"
     )
 
 
@@ -182,8 +186,14 @@ def engine_of(item: pytest.Item) -> str | None:
 
 
 def claim_of(item: pytest.Item) -> str:
-    """Return the item's node id without the engine: its id in a run of one engine."""
+    """Return the item's node id without the engine: its id in a run of one engine.
+
+    Of the installed suites, whose node ids depend on the run's rootdir, it is that of a checkout.
+    """
     nodeid, engine = str(item.nodeid), engine_of(item)
+    if INSTALLED_SUITES in item.path.parents:
+        file = item.path.relative_to(INSTALLED_SUITES).as_posix()
+        nodeid = f"suites/{file}::{nodeid.partition('::')[2]}"
     if engine is None or len(engines_of(item.config)) == 1:
         return nodeid
     if nodeid.endswith(f"[{engine}]"):

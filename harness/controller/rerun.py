@@ -38,18 +38,23 @@ _others_key = pytest.StashKey[list[str]]()
 def rerun_line(item: pytest.Item) -> str:
     """Return the command that runs an item again: its node id, then the options that the user chose."""
     config = item.config
-    path = os.path.relpath(item.path, config.invocation_params.dir)
     nodeid, *selecting = config.hook.pytest_ranks_rerun(item=item) or [item.nodeid]
-    words = ["pytest", f"{path}::{nodeid.split('::', 1)[1]}"]
-    if config.option.inifilename:
-        words += ["-c", str(config.option.inifilename)]
-    for flag, values in (("-o", config.option.override_ini), ("-p", config.option.plugins)):
+    if nodeid == "--pyargs":
+        words = ["pytest", nodeid, selecting.pop(0)]
+    else:
+        path = os.path.relpath(item.path, config.invocation_params.dir)
+        words = ["pytest", f"{path}::{nodeid.split('::', 1)[1]}"]
+        if config.option.inifilename:
+            words += ["-c", str(config.option.inifilename)]
+    ini = [value for value in config.option.override_ini or () if not value.startswith("cache_dir=")]
+    for flag, values in (("-o", ini), ("-p", config.option.plugins)):
         words += [word for value in values or () for word in (flag, str(value))]
     for option, default in (*DEFAULTS.items(), *_PYTEST_OPTIONS.items()):
         value = config.getoption(option)
         if value != default:
             words += [_option_of(config, option), *([] if value is True else [str(value)])]
-    return shlex.join([*words, *selecting, *_others_options(config)])
+    others = (word for word in _others_options(config) if word != nodeid)  # `--pyargs` once
+    return shlex.join([*words, *selecting, *others])
 
 
 def _option_of(config: pytest.Config, dest: str) -> str:

@@ -196,6 +196,14 @@ def captured_sections(item: pytest.Item) -> list[tuple[str, str, str]]:
     return item._report_sections
 
 
+def set_argument(session: pytest.Session, argument: Path) -> None:
+    """Let files outside of the rootdir have the ids that they have where pytest was given this argument.
+
+    If it moves: what the constructor of `FSCollector` makes a node id of.
+    """
+    session._initialpaths = frozenset({argument})
+
+
 def waiting_conftests(session: pytest.Session) -> dict[Path, object]:
     """Return the conftests that wait for the collection of their directory, since pytest 9.1."""
     waiting: dict[Path, object] = getattr(session._fixturemanager, "_pending_conftests", {})

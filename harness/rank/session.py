@@ -34,7 +34,7 @@ from harness.rank import debugger
 from harness.rank.item import ItemGuards
 from harness.rank.live import end_lines, show_live, wants_log_file
 from harness.rank.plugins import LeftOut, worker_input
-from harness.rank.pytest_internals import make_stage, set_location, waiting_conftests
+from harness.rank.pytest_internals import make_stage, set_argument, set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState
 from harness.rank.torch_internals import count_collectives, count_groups
@@ -292,6 +292,16 @@ def _represent(item: pytest.Item, error: BaseException) -> object:
         return describe_raised(error)
 
 
+def argument_of(nodeid: str, path: str) -> Path:
+    """Return the argument of pytest below which the controller has collected a file outside of its rootdir.
+
+    There, as of an installed package (`--pyargs`), a node id begins with the path from that argument. A file
+    in the rootdir has the same id whatever the arguments are.
+    """
+    file = nodeid.partition("::")[0]
+    return Path(path.removesuffix(f"/{file}") if file else path)
+
+
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
@@ -313,14 +323,16 @@ class RankCollection:
     """
 
     def __init__(self) -> None:
-        self._items: dict[str, pytest.Item] = {}
+        self._items: dict[tuple[str, str], pytest.Item] = {}
         self.errors: dict[str, str] = {}
+        self._argument = Path()
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
     def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
         """Return the item, or None if the file has no such item on this rank."""
         if path not in self.errors:
             self.errors[path] = ""
+            self._argument = argument_of(nodeid, path)
             try:
                 items = session.perform_collect([path])
             except BaseException as error:
@@ -328,8 +340,17 @@ class RankCollection:
                 # may be the file of the next item: this one must not suffer from it.
                 self.errors[path] = self.errors[path] or describe_raised(error)
             else:
-                self._items.update({str(item.nodeid): item for item in items})
-        return self._items.get(nodeid)
+                # By path, too: outside of the rootdir files of one name may have the same ids.
+                self._items.update({(path, str(item.nodeid)): item for item in items})
+        return self._items.get((path, nodeid))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        if isinstance(collector, pytest.Session):
+            set_argument(collector, self._argument)
+        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collect_directory(

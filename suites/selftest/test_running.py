@@ -146,3 +146,19 @@ def test_a_plugin_that_fails_in_configure_node_is_named(pytester: pytest.Pyteste
     result.stdout.fnmatch_lines(
         ["no world of 2 ranks *`pytest_configure_node`*AttributeError: *never_heard_of*"]
     )
+
+
+def test_files_outside_of_the_rootdir_run_on_ranks(tmp_path: Path) -> None:
+    """As those of an installed package do (`--pyargs`); two that are both arguments may have the same ids."""
+    test = "import pytest\n@pytest.mark.ranks(2)\ndef test_x(world): assert world.size == {size}\n"
+    for room, size in (("one", 2), ("other", 3)):
+        (tmp_path / "lib/package" / room).mkdir(parents=True)
+        (tmp_path / "lib/package" / room / "__init__.py").touch()
+        (tmp_path / "lib/package" / room / "test_it.py").write_text(test.format(size=size))
+    (tmp_path / "lib/package/__init__.py").touch()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/pytest.ini").write_text("[pytest]\nranks_preload =\npythonpath = ../lib\n")
+    words = ("--pyargs", "package.one", "package.other", "-p", "no:cacheprovider")
+    run = run_pytest(tmp_path, *words, cwd="project")
+    assert run.count() == "1 failed, 1 passed"
+    assert "../lib/package/other/test_it.py:3: AssertionError" in run.lines

@@ -1,0 +1,1 @@
+"""Claims about engines that shard or replicate models; installed, the package is `lockstep_suites`."""

@@ -1,0 +1,1 @@
+"""Claims about a sharded model: values, gradients, states, collectives, memory."""

@@ -1,0 +1,1 @@
+"""Claims about the gradient scaler: all ranks step, or none, and scales stay equal."""

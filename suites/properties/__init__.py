@@ -1,0 +1,1 @@
+"""Claims about models and settings that Hypothesis draws."""

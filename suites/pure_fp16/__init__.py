@@ -1,0 +1,1 @@
+"""Claims about models whose parameters are fp16."""

@@ -1,0 +1,1 @@
+"""Claims about meshes of data parallelism and tensor parallelism."""
