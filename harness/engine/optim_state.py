@@ -17,6 +17,7 @@ from harness.engine.api import StateDictSettings, StateDictType
 from harness.engine.layout import Piece
 from harness.engine.param import FLAT, LocalShard, clean_name, joined
 from harness.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor, signature
+from harness.engine.torch_internals import CHECKPOINTED
 from harness.engine.unit import Unit
 
 State = dict[str, Any]
@@ -60,7 +61,7 @@ class _ShardedTensor:
 class OptimParam:
     """A parameter that an optimizer may have, and the originals in it."""
 
-    name: str
+    name: str  # as the model here has it, modules of activation checkpointing included
     parameter: nn.Parameter
     originals: tuple[OriginalParam, ...]
     shard: LocalShard | None  # that it is part of; None: it is in no unit, and not sharded
@@ -182,23 +183,29 @@ def view_of(
     shards = []
     for prefix, shard in [(name, unit.group.shard) for name, unit in units if unit.group]:
         originals = tuple(
-            OriginalParam(joined(prefix, param.name), param.shape, piece)
+            OriginalParam(_original_name(joined(prefix, param.name)), param.shape, piece)
             for param, piece in zip(shard.params, shard.pieces, strict=True)
         )
         shards.append((shard, originals))
         if shard.config.use_orig_params:
             for param, original in zip(shard.params, originals, strict=True):
-                params[param.parameter] = OptimParam(original.name, param.parameter, (original,), shard)
+                name = joined(prefix, param.name)
+                params[param.parameter] = OptimParam(name, param.parameter, (original,), shard)
         else:
             params[shard.flat] = OptimParam(joined(prefix, FLAT), shard.flat, originals, shard)
     for name, parameter in model.named_parameters():
         if parameter not in params:
-            whole = OriginalParam(clean_name(name), parameter.shape, Piece(0, parameter.numel(), 0))
-            params[parameter] = OptimParam(whole.name, parameter, (whole,), None)
+            found = _original_name(clean_name(name))
+            whole = OriginalParam(found, parameter.shape, Piece(0, parameter.numel(), 0))
+            params[parameter] = OptimParam(clean_name(name), parameter, (whole,), None)
     default = dist.group.WORLD
     assert default is not None
     outermost = shards[0][0].config.mesh.groups if shards else (default,)
     return OptimizerView(optimizer, params, tuple(shards), settings, (group,) if group else outermost)
+
+
+def _original_name(name: str) -> str:
+    return name.replace(f"{CHECKPOINTED}.", "")  # as modules of activation checkpointing save themselves
 
 
 @torch.no_grad()
@@ -210,21 +217,38 @@ def save(view: OptimizerView, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     held: list[tuple[OptimParam, State]] = []
     groups = []
-    for own, group in zip(view.groups, state_dict["param_groups"], strict=True):
-        groups.append(_options_of(group) | {"params": view.names(own)})
-        numbers = zip(own, group["params"], strict=True)
-        held += [(param, state_dict["state"][n]) for param, n in numbers if n in state_dict["state"]]
+    numbered = state_dict if "param_groups" in state_dict else view.optimizer.state_dict()
+    for own, group in zip(view.groups, numbered["param_groups"], strict=True):
+        members = _members(view, own, group["params"])
+        groups.append(_options_of(group) | {"params": view.names(members.values())})
+        held += [(param, state_dict["state"][n]) for n, param in members.items() if n in state_dict["state"]]
+    result = {"param_groups": groups} if "param_groups" in state_dict else {}
     if view.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         state = {param.name: _copied(view, state) for param, state in held}
-        return {"state": state, "param_groups": groups, SHARDS: view.signatures()}
+        return {"state": state, **result, SHARDS: view.signatures()}
     local: dict[str, State] = {}
     for param, state in held:
         local |= param.split(state)
     state = _gathered(view, local)
     if not view.is_destination:
         return {}
-    names = (name for group in groups for name in group["params"])
-    return {"state": {name: state[name] for name in names if name in state}, "param_groups": groups}
+    names = {name for group in groups for name in group["params"]}
+    # In the model's order, which is that of all ranks: who reads `DTensor`s one by one needs the same.
+    ordered = (original.name for param in view.params.values() for original in param.originals)
+    return {"state": {name: state[name] for name in ordered if name in state and name in names}, **result}
+
+
+def _members(view: OptimizerView, own: Sequence[OptimParam], keys: Sequence[Any]) -> dict[Any, OptimParam]:
+    """Return the parameters of one param group by their keys in its state dict: numbers, or names here.
+
+    Names are those of optimizers such as torch's `_NamedOptimizer`, which sort them.
+    """
+    if not all(isinstance(key, str) for key in keys):
+        return dict(zip(keys, own, strict=True))
+    by_name = {param.name: param for params in view.groups for param in params}
+    if unknown := [key for key in keys if key not in by_name]:
+        raise ValueError(f"optim_state_dict: the optimizer's state names {unknown}, which the model lacks.")
+    return {key: by_name[key] for key in keys}
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,12 +330,14 @@ def load(view: OptimizerView, state_dict: Mapping[str, Any], named: bool) -> dic
     given = state_dict
     if view.settings.optim_rank0_only:
         given = collectives.broadcast_object(_without_elements(state_dict), view.world)
-    if not {"state", "param_groups"} <= given.keys():
+    if "state" not in given:
         raise ValueError(
             f"optim_state_dict_to_load: expected the keys 'state' and 'param_groups', got {list(given)}. "
             "Pass what optim_state_dict returned, on every rank or, with rank0_only, on rank 0."
         )
-    groups = list(_options(view, given["param_groups"]))
+    groups = (
+        list(_options(view, given["param_groups"])) if "param_groups" in given else [{} for _ in view.groups]
+    )
     params = [param for own in view.groups for param in own]
     states: Mapping[str, State | None]
     if view.settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -323,13 +349,16 @@ def load(view: OptimizerView, state_dict: Mapping[str, Any], named: bool) -> dic
         own = {param.name for param in params}
         states = {name: copy.deepcopy(state) for name, state in given["state"].items() if name in own}
     else:
-        slices = _slices(view, given["state"], state_dict.get("state", {}), params)
+        held = {id(param) for param in params}
+        # In the model's order: that of an optimizer may differ between ranks, and unsharding is a collective.
+        ordered = [param for param in view.params.values() if id(param) in held]
+        slices = _slices(view, given["state"], state_dict.get("state", {}), ordered)
         states = {param.name: param.join(slices) for param in params}
     keys = {param.name: param.name if named else number for number, param in enumerate(params)}
     for members, group in zip(view.groups, groups, strict=True):
         group["params"] = [keys[param.name] for param in members]
     kept = {keys[name]: state for name, state in states.items() if state is not None}
-    return {"state": kept, "param_groups": groups}
+    return {"state": kept, "param_groups": groups} if "param_groups" in given else {"state": kept}
 
 
 def _without_elements(state_dict: Mapping[str, Any]) -> dict[str, Any]:

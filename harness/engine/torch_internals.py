@@ -35,6 +35,10 @@ outside_transforms: Callable[[], AbstractContextManager[None]] = torch._C._Disab
 # torch.autograd.graph.register_multi_grad_hook counts by.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
+# The name that `checkpoint_wrapper` gives to the module in it, which it leaves out of state dicts. If it
+# moves: torch's own FSDP leaves it out of the names of an optimizer's state.
+CHECKPOINTED = "_checkpoint_wrapped_module"
+
 # Whether the backward that is running will come to a node. If it moves: as for `current_backward`.
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.tensor import DTensor, Shard
 
 from harness.assertions import assert_named_close
@@ -317,6 +318,92 @@ def test_optim_state_dict_takes_a_dict_and_returns_names(world, engine):
         )
     assert loaded["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
     assert loaded["state"]["flat_param"]["step"] == 42
+
+
+@pytest.mark.parametrize("config", [None, FullOptimStateDictConfig(rank0_only=True)], ids=["all", "rank0"])
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_ranks_may_give_the_optimizer_parameters_in_other_orders(
+    world, engine, use_orig_params, kind, config
+):
+    """pytorch's test_fsdp_optim_state.py reverses them on odd ranks."""
+    if config and kind is SHARDED:
+        return
+
+    def make(model):
+        order = list(model.parameters())
+        return torch.optim.AdamW(order[:: -1 if world.rank % 2 else 1], lr=0.01)
+
+    model, optimizer = trained(engine, world, make, use_orig_params=use_orig_params)
+    expected = values(save(*trained(engine, world, use_orig_params=use_orig_params)))
+    state = save(model, optimizer, kind, config)
+    if not config:
+        assert list(values(state)) == list(expected)  # in one order on all ranks
+        assert_named_close(values(state), expected, EXACT)
+    again, other = trained(engine, world, make, use_orig_params=use_orig_params, steps=2)
+    load(again, other, state, kind, config)
+    assert_named_close(values(save(again, other)), expected, EXACT)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_modules_of_activation_checkpointing_are_left_out_of_names(world, engine, use_orig_params, when):
+    """They save the module in them under its own name, and optimizers with or without them exchange state."""
+
+    def checkpointed(model):
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+        return model
+
+    bare = UnevenShapes if when == "after" else lambda: checkpointed(UnevenShapes())
+    units = UnevenShapes.units if when == "after" else ()
+    make = (lambda model: adam(checkpointed(model))) if when == "after" else adam
+    model, optimizer = trained(engine, world, make, bare, units, use_orig_params=use_orig_params)
+    plain = trained(engine, world, units=units, use_orig_params=use_orig_params)
+    expected = values(save(*plain))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+    assert_named_close(values(save(model, optimizer)), expected, EXACT)
+    step(*plain, world, 1)
+    load(*plain, save(model, optimizer))
+    assert_named_close(values(save(*plain)), expected, EXACT)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_state_under_names_is_found_by_name(world, engine, use_orig_params):
+    """Optimizers such as torch's _NamedOptimizer key state by name, and sort the names."""
+    model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
+    names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
+    plain = optimizer.state_dict()
+    (group,) = plain["param_groups"]
+    named = {
+        "state": {names[number]: state for number, state in plain["state"].items()},
+        "param_groups": [{**group, "params": sorted(names.values())}],
+    }
+    expected = values(save(model, optimizer))
+    found = save(model, optimizer, optim_state_dict=named)
+    assert_named_close(values(found), expected, EXACT)
+    (params,) = (group["params"] for group in save(model, optimizer)["param_groups"])
+    assert sorted(found["param_groups"][0]["params"]) == sorted(params)
+    del named["param_groups"][0]["params"][0]
+    named["param_groups"][0]["params"].append("elsewhere")
+    with pytest.raises(ValueError, match=r"state names \['elsewhere'\], which the model lacks"):
+        save(model, optimizer, optim_state_dict=named)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_state_without_param_groups_is_saved_and_loaded(world, engine, use_orig_params):
+    """As torch's, for those who keep an optimizer's options elsewhere."""
+    model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
+    expected = values(save(model, optimizer))
+    state = save(model, optimizer, optim_state_dict={"state": optimizer.state_dict()["state"]})
+    assert list(state) == ["state"]
+    step(model, optimizer, world, 1)
+    with FullyShardedDataParallel.state_dict_type(model, FULL):
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
+    assert list(loaded) == ["state"]
+    optimizer.load_state_dict(loaded | {"param_groups": optimizer.state_dict()["param_groups"]})
+    assert_named_close(values(save(model, optimizer)), expected, EXACT)
 
 
 @pytest.mark.ranks(2)
