@@ -18,6 +18,7 @@ from harness.shm.errors import (
 from harness.shm.membership import waits
 from harness.shm.process_group import NAME, ShmProcessGroup, abort_all, create
 from harness.shm.record import Entry, keep, observe, record
+from harness.shm.torch_internals import records_itself as _records_itself
 from harness.shm.work import ShmWork
 
 __all__ = [
@@ -39,4 +40,5 @@ __all__ = [
 ]
 
 if NAME not in _dist.Backend.backend_list:
+    _records_itself(NAME)
     _dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])

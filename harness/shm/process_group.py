@@ -28,7 +28,7 @@ from harness.shm.meeting import meet
 from harness.shm.p2p import ANY, Mailbox
 from harness.shm.progress import progress
 from harness.shm.reduce import PREMUL_SUM
-from harness.shm.torch_internals import backend_options
+from harness.shm.torch_internals import backend_options, empty_backend
 from harness.shm.work import Bundle, Completed, Pending, ShmWork
 
 __tracebackhide__ = True  # under pytest a failure points to the call
@@ -61,7 +61,8 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._completed = Completed()
         # Also at the end of the process: peers may not have read all that this rank has handed over.
         self._leave = weakref.finalize(self, channel.leave, _PATIENCE)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
+        backend = empty_backend(channel.rank, channel.size)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
     # -- torch's names
 
