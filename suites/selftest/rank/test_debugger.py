@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PROMPT = "(Pdb) "
 STARTER = PROJECTS / "debugger" / "start.py"
+STOPS_AT_BREAKPOINT = sys.version_info >= (3, 13)
+"""Whether `breakpoint()` stops at its own line, and not at the next one."""
 HOLD = 0.8
 """Seconds at a prompt: more than the deadline of the tests, and than other ranks get after a failure."""
 
@@ -95,6 +97,12 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversation]:
         os.close(talk.terminal)
 
 
+def stop(talk: Conversation) -> str:
+    """Continue to the next breakpoint, and to the line behind it, where Python before 3.13 stops at once."""
+    at = talk.ask("c")
+    return talk.ask("n") if STOPS_AT_BREAKPOINT else at
+
+
 def hold_a_conversation(talk: Conversation) -> None:
     answers = talk.answers
     answers["opening"] = talk.read_until(PROMPT)
@@ -110,10 +118,10 @@ def hold_a_conversation(talk: Conversation) -> None:
     time.sleep(HOLD)
     answers["go"] = talk.ask("p open('go', 'w').close()")
     time.sleep(HOLD)
-    answers["breakpoint"] = talk.ask("c")
+    answers["breakpoint"] = stop(talk)
     time.sleep(HOLD)
     answers["step"] = talk.ask("n")
-    answers["set_trace"] = talk.ask("c")
+    answers["set_trace"] = stop(talk)
     answers["ranks"] = talk.ask("p ranks")
     answers["case"] = talk.ask("c")
     answers["n"] = talk.ask("p n, world.rank")
@@ -223,7 +231,10 @@ def test_commands_come_from_a_pipe_and_ctrl_c_ends_the_test(tmp_path: Path) -> N
         text=True,
     )
     assert process.stdin
-    process.stdin.write("p 'first'\nslip\np 'second'\nc\nn\nn\n")  # each world has to leave the others theirs
+    steps = "n\n" * (3 if STOPS_AT_BREAKPOINT else 2)
+    process.stdin.write(
+        f"p 'first'\nslip\np 'second'\nc\n{steps}"
+    )  # each world has to leave the others theirs
     process.stdin.flush()
     wait_for((tmp_path / "runs-1.txt").exists, "the test runs", 40)
     time.sleep(0.2)  # for the debugger to get from that line to the next

@@ -89,20 +89,22 @@ def test_results_of_other_groups_are_forgotten():
     assert mesh_of_result(mesh) is mesh
 
 
-def summed() -> DTensor:
-    return torch.logcumsumexp(DTensor.from_local(torch.ones(1, 3), default_mesh(), [Shard(0)]), dim=1)
+def parts() -> DTensor:
+    # torch 2.15 takes its own rule before a registered one, for operators that it has one of a new form for.
+    complex_ones = torch.ones(1, 3, dtype=torch.complex64)
+    return torch.view_as_real(DTensor.from_local(complex_ones, default_mesh(), [Shard(0)]))
 
 
 def test_an_operator_follows_the_rule_of_torch():
-    assert summed().placements == (Shard(0),)
+    assert parts().placements == (Shard(0),)
 
 
 def test_a_rule_that_a_later_test_registers_counts():
-    @register_sharding(torch.ops.aten.logcumsumexp.default)
-    def replicated(x, dim):
-        return [([Replicate()], [Replicate(), None])]
+    @register_sharding(torch.ops.aten.view_as_real.default)
+    def replicated(x):
+        return [([Replicate()], [Replicate()])]
 
-    assert summed().placements == (Replicate(),)
+    assert parts().placements == (Replicate(),)
 
 
 def test_results_are_dropped_now_and_then():
