@@ -31,10 +31,15 @@ def explain(
     context: Context, causes: list[Problem], ranks: list[RankReports], reports: dict[int, pytest.TestReport]
 ) -> ExceptionChainRepr:
     """Compose the representation of a failed phase: head, first cause, other causes, the line to re-run."""
-    groups: dict[object, list[Problem]] = {}
+    groups: list[list[Problem]] = []
     for cause in causes:
-        groups.setdefault(cause.key(), []).append(cause)
-    first, *others = groups.values()
+        alike = (group for group in groups if cause.keys() & group[0].keys())
+        group = next(alike, None)
+        if group is None:
+            groups.append([cause])
+        else:
+            group.append(cause)
+    first, *others = groups
     sentence = _diagnosis(context, first[0], ranks)
     stage = context.outcome.stage
     head = [in_stage(stage, len(ranks))] if stage else []

@@ -61,14 +61,16 @@ class Problem:
         last = f"rank {self.rank}'s last output:\n{self.output}" if self.output else ""
         return "\n".join(filter(None, (self.text, last)))
 
-    def key(self) -> object:
-        """Return a value that is equal for problems of which one is to be shown.
+    def keys(self) -> set[object]:
+        """Return values of which problems have one in common where only one of them is to be shown.
 
         Those that differ by addresses, or each by the number of its own rank, are shown once.
         """
         if self.report is None:
-            return self.title, without_addresses(self.text), without_addresses(self.output)
-        return without_own_number(self.said(), self.rank), lines(self.report)
+            return {(self.title, without_addresses(self.text), without_addresses(self.output))}
+        said, place = self.said(), lines(self.report)
+        # As it stands, too: the same index (0, 1) on both ranks is no number of theirs.
+        return {(said, place), (without_own_number(said, self.rank), place)}
 
     def said(self) -> str:
         """Return the messages of its exceptions, without addresses."""

@@ -16,6 +16,10 @@ def test_numbers(world):
     raise ValueError(f"rank {world.rank}: {object()} on cuda:{world.rank} is not {world.rank}")
 
 
+def test_index():
+    raise ValueError("at index (0, 1)")
+
+
 def test_values(world):
     assert [7, 8][world.rank] == 0
 
@@ -44,6 +48,11 @@ def test_failures_that_differ_by_addresses_and_the_rank_are_shown_once(output: s
     same = "all 2 ranks failed, with the same traceback but for the rank's own number; this is rank "
     assert output.count(same) == 1
     assert output.count("E       ValueError: rank ") == 1
+
+
+def test_failures_that_name_one_index_on_all_ranks_are_shown_once(output: str) -> None:
+    assert output.count("all 2 ranks failed, with the same traceback; this is rank ") == 1
+    assert output.count("E       ValueError: at index (0, 1)") == 1
 
 
 def test_failures_with_other_values_are_shown_each(output: str) -> None:
