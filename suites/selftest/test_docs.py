@@ -3,6 +3,8 @@
 import ast
 import gc
 import re
+import subprocess
+import sys
 import tomllib
 from inspect import signature
 from pathlib import Path
@@ -24,8 +26,13 @@ OF_ENGINES = Path(__file__).parent / "conformance"
 DOCS = PROJECT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"), key=str)
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-WITH_EXAMPLES = [page for page in PAGES if EXAMPLE.search(page.read_text())]
+# Tests in examples are run as tests, by test_docs_sessions.py.
+WITH_EXAMPLES = [
+    page for page in PAGES if EXAMPLE.search(page.read_text()) and "\ndef test_" not in page.read_text()
+]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+OF_A_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 # `room/test_file.py::TestClass::test_name`, where the class may be missing.
 NAMED_TEST = re.compile(r"`(\w+/test_\w+\.py)::([\w:]+)`")
@@ -56,13 +63,50 @@ def test_the_site_lists_each_page_once():
     assert sorted(listed(nav)) == [str(page.relative_to(DOCS)) for page in PAGES]
 
 
+def test_every_link_of_the_readme_leads_to_a_page_or_drawing():
+    links = re.findall(r"\]\((?!https://)([^)#]+)[^)]*\)", (PROJECT / "README.md").read_text())
+    assert len(links) > 20
+    assert [link for link in links if not (PROJECT / link).is_file()] == []
+
+
+SITE = {
+    "index.html": """
+        <a href="a/b.html#here">right</a> <a href="https://pytorch.org">right</a> <a href="#own">right</a>
+        <a id="own" href="a/c.html">1</a> <a href="a/b.html#there">2</a> <a href="http://pytorch.org">3</a>
+        <img src="a/none.svg"> <script src="https://pytorch.org/x.js"></script> <a href="../outside">6</a>
+        <a href="#none">7</a>""",
+    "a/b.html": '<h1 id="here">right</h1> <a href="../index.html">right</a> <a href="..">right</a>',
+}
+
+
+def test_every_kind_of_wrong_link_is_found_in_a_site(tmp_path):
+    (tmp_path / "a").mkdir()
+    for name, text in SITE.items():
+        (tmp_path / name).write_text(text)
+    checker = [sys.executable, str(PROJECT / ".ci" / "check_site.py"), str(tmp_path)]
+    done = subprocess.run(checker, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "index.html:3: 'a/c.html' leads to no file of the site",
+        "index.html:3: 'a/b.html#there' names an anchor that its page does not have",
+        "index.html:3: 'http://pytorch.org' is no https link",
+        "index.html:4: 'a/none.svg' leads to no file of the site",
+        "index.html:4: 'https://pytorch.org/x.js' is loaded from elsewhere",
+        "index.html:4: '../outside' leads to no file of the site",
+        "index.html:5: '#none' names an anchor that its page does not have",
+    ]
+    (tmp_path / "index.html").unlink()
+    (tmp_path / "a" / "b.html").write_text("<p>none</p>")
+    assert subprocess.run(checker, check=False).returncode == 0
+
+
 def test_markdown_of_the_project_is_its_readme_and_pages():
     assert [path.name for path in PROJECT.glob("*.md")] == ["README.md"]
 
 
 @EVERY_PAGE
 def test_every_test_that_a_page_names_exists(page):
-    text, suites = page.read_text(), PROJECT / "suites"
+    text, suites = OF_A_BLOCK.sub("", page.read_text()), PROJECT / "suites"
     named = NAMED_TEST.findall(text)
     assert len(named) == text.count(".py::")
     assert [f"{file}::{name}" for file, name in named if name not in names_of_tests(suites / file)] == []
