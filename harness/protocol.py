@@ -325,6 +325,24 @@ does not answer, as it holds the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
+class FlightRecord:
+    """The calls of a rank in a test, with times and stacks: what a timeline is made of."""
+
+    entries: tuple[dict[str, Any], ...]
+    """The latest ones, oldest first, in the shape of torch's flight recorder, `frames` without pytest's."""
+    groups: dict[str, tuple[int, ...]]
+    """Members of the groups that the rank is in, by torch's name."""
+    before: dict[str, int]
+    """By group, as in `RankStatus`."""
+    began: int
+    """When the test began, nanoseconds since the epoch."""
+    taken: int
+    """When this was read, likewise."""
+    spans: tuple[tuple[str, int, int], ...] = ()
+    """Phases that were timed, under `--timeline`: name, beginning, end."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankStatus:
     """The activity of a rank at one moment."""
 
@@ -343,6 +361,8 @@ class RankStatus:
     """The subtest it is in, if it is in one of `run_subtests`."""
     build_locks: tuple[BuildLock, ...] = ()
     """torch's locks of C++ builds that it holds or waits for, where the whole status was asked for."""
+    record: FlightRecord | None = None
+    """The calls of this test, where the whole status was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +417,8 @@ class Finished:
     """The collectives of the test, under `--check-collectives`."""
     exchanged: tuple[Exchanged, ...] = ()
     """The sends and receives of the test."""
+    record: FlightRecord | None = None
+    """The calls of the test, under `--timeline`."""
     goes_on: bool = False
     """Whether this rank has passed, and has nothing that the controller must look at before the next item."""
 

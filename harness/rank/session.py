@@ -193,7 +193,9 @@ class RankSession:
         # The controller compares what was sent between ranks, finds out what a directory is missing for, ...
         goes_on = usable and not exchanged and not checks and self._reporter.has_passed()
         goes_on = goes_on and os.path.isdir(self._spec.directory)
-        self.rank.finish(Finished(usable, count_collectives(), count_groups(), doing, exchanged, goes_on))
+        record = self.rank.status.record() if self._config.getoption("timeline") else None
+        counts = count_collectives(), count_groups()
+        self.rank.finish(Finished(usable, *counts, doing, exchanged, record, goes_on))
         self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:

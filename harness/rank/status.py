@@ -18,10 +18,12 @@ import pluggy
 import torch.distributed as dist
 
 import harness.properties
-from harness.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus, State
+from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued, Progress, RankStatus, State
 from harness.rank import pytest_internals
+from harness.rank.flight_record import read_record
 from harness.rank.process_group import MAX_RECORDED, DefaultGroup
 from harness.rank.torch_internals import build_locks, group_members, recorded_collectives
+from harness.timeline.entries import dtypes, group_in_process, group_name, operation, shapes
 from harness.tracebacks import Stack, is_installed, parse
 from lockstep.names import loaded
 
@@ -79,6 +81,11 @@ class StatusReader:
         issued, before = issued_since(self._activity.began, self._group.has_begun)
         return RankStatus("", "", "", issued, before, self._activity.state, self._activity.case)
 
+    def record(self) -> FlightRecord:
+        """Return the calls of this test, with times and stacks."""
+        _, before = issued_since(self._activity.began, self._group.has_begun)
+        return read_record(self._activity.began, before)
+
     def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""
         stacks = self._stacks.take()
@@ -100,6 +107,7 @@ class StatusReader:
             call=call,
             state="reports" if is_reporting else status.state,
             build_locks=locks,
+            record=read_record(self._activity.began, status.before) if full else None,
         )
 
     def _others_run_users_code(self) -> bool:
@@ -177,14 +185,16 @@ def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
     if own:
         entries = sorted(entries + own, key=lambda entry: entry["time_created_ns"])
     # By group, too: one that is kept, or lent, for an adopted test has collectives from before.
-    current = {_group(entry) for entry in entries if is_current(entry["time_created_ns"])}
-    entries = [entry for entry in entries if _group(entry) in current]
-    generation = {_name(entry): _group(entry) for entry in entries}  # a repaired group takes over a name
-    entries = [entry for entry in entries if _group(entry) == generation[_name(entry)]]
+    current = {group_in_process(entry) for entry in entries if is_current(entry["time_created_ns"])}
+    entries = [entry for entry in entries if group_in_process(entry) in current]
+    generation = {
+        group_name(entry): group_in_process(entry) for entry in entries
+    }  # a repaired group takes over a name
+    entries = [entry for entry in entries if group_in_process(entry) == generation[group_name(entry)]]
     news = [entry for entry in entries if entry["time_created_ns"] >= begun]
     before = {} if may_have_forgotten else dict.fromkeys(generation, 0)
     before |= {
-        _name(entry): entry["collective_seq_id"]
+        group_name(entry): entry["collective_seq_id"]
         for entry in entries
         if entry["time_created_ns"] < begun and not entry["is_p2p"]  # which have a number of their own
     }
@@ -196,27 +206,17 @@ def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
 
 
 def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issued:
-    name = _name(entry)
+    name = group_name(entry)
     return Issued(
         group=name,
         ranks=members.get(name, ()),
         number=entry["collective_seq_id"],
-        op=str(entry.get("profiling_name", "?")).split(":")[-1],
-        dtypes=tuple(str(dtype).lower() for dtype in entry.get("input_dtypes", ())),
-        shapes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),
+        op=operation(entry),
+        dtypes=dtypes(entry),
+        shapes=shapes(entry),
         in_flight=not entry["retired"],
         timeout=entry.get("timeout_ms", float("inf")) / 1000,
     )
-
-
-def _group(entry: dict[str, Any]) -> tuple[str, int]:
-    """Return a backend, and the number of one of its groups in this process: each recorder has its own."""
-    return str(entry.get("profiling_name", "")).partition(":")[0], entry["pg_id"]
-
-
-def _name(entry: dict[str, Any]) -> str:
-    name, description = entry["process_group"]
-    return DEFAULT_GROUP if description == "default_pg" else str(name)
 
 
 class Stacks:

@@ -58,6 +58,8 @@ def explain(
     )
     for group in others:
         longrepr.addsection(f"{_names(group)} {group[0].title}", group[0].details(), "-")
+    if text := _timeline(context, first[0], next(iter(reports.values()), None)):
+        longrepr.addsection("timeline: the last collectives of each rank", text, "-")
     if context.example:
         longrepr.addsection("failing example", context.example, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
@@ -82,6 +84,20 @@ def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> st
     stuck = any(isinstance(rank.fate, Stuck) for rank in ranks if rank.rank == first.rank)
     needed = stuck or first.is_mismatch or first.is_victim()
     return context.diagnosis.sentence if context.diagnosis is not None and needed else ""
+
+
+def _timeline(context: Context, first: Problem, report: pytest.TestReport | None) -> str:
+    """Draw the last collectives of a test that hung, died or called them differently; "" for any other."""
+    if not (context.outcome.has_fault() and (first.report is None or first.is_mismatch or context.diagnosis)):
+        return ""
+    from harness.timeline.text import as_text
+    from harness.timeline.timeline import read_timeline
+
+    # Of a subtest: the test goes on after it.
+    until = int(report.stop * 1e9) if report is not None and type(report) is not pytest.TestReport else None
+    base = str(context.item.config.invocation_params.dir)
+    timeline = read_timeline(str(context.item.nodeid), context.outcome, base, until)
+    return "" if timeline is None else as_text(timeline)
 
 
 def _left_build_locks(ranks: list[RankReports]) -> list[str]:

@@ -123,7 +123,9 @@ class ItemRun:
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
         self._compare_failed_cases()
-        seconds, diagnosis = now - self._begun, self._find_diagnosis()
+        seconds = now - self._begun
+        self._diagnosis = self._find_diagnosis()
+        self._collect_records()
         if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
@@ -132,7 +134,7 @@ class ItemRun:
             self._timeout,
             timed_out,
             seconds,
-            diagnosis,
+            self._diagnosis,
             self._diagnoses,
             fake,
             self.order.stage,
@@ -340,6 +342,20 @@ class ItemRun:
             statuses |= self._request_statuses({handle.rank for handle in self._handles} - statuses.keys())
             return diagnose(statuses, len(self._handles))
         return find_mismatch(statuses, len(self._handles), include_ended=not stuck)
+
+    def _collect_records(self) -> None:
+        """Take the flight records that ranks have sent; request the others where a timeline is shown."""
+        for outcome in self._outcomes:
+            if isinstance(outcome.fate, Finished):
+                outcome.record = outcome.fate.record
+            elif isinstance(outcome.fate, Stuck):
+                outcome.record = outcome.fate.status.record
+        ended = {each.rank for each in self._outcomes if isinstance(each.fate, Finished)}
+        if self._diagnosis is None and not self._diagnoses and len(ended) == len(self._outcomes):
+            return
+        lacking = {rank for rank in ended if self._outcomes[rank].record is None}
+        for rank, status in self._request_statuses(lacking).items():
+            self._outcomes[rank].record = status.record
 
     def _compare_failed_cases(self) -> None:
         for case, statuses in self._failed_cases.items():

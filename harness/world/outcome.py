@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
-from harness.protocol import Finished, RankStatus, RunningExample, Vote, Warned
+from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Vote, Warned
 from harness.standing import all_go_on
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
@@ -80,6 +80,8 @@ class RankOutcome:
     """What it was doing when it failed, or when it was ended."""
     example: RunningExample | None = None
     """The example of a property test that it was in at the end, unless the outcome is clean."""
+    record: FlightRecord | None = None
+    """Its calls in the test, if ranks hung, died or called something differently, or under `--timeline`."""
     left_in_flight: str | None = None
     """What the rank had begun and others had not at the item's end, and who had not: a collective of the
     default group, a send or a receive."""
@@ -119,6 +121,11 @@ class ItemOutcome:
     def world(self) -> str:
         """The size of the world, in words that follow "rank 1 of"."""
         return str(len(self.ranks)) if self.fake is None else f"{self.fake.size} (fake)"
+
+    def has_fault(self) -> bool:
+        """Whether a rank hung or died, or ranks called a collective differently."""
+        is_over = all(isinstance(rank.fate, Finished) for rank in self.ranks)
+        return self.diagnosis is not None or bool(self.diagnoses) or not is_over
 
     def is_clean(self) -> bool:
         """Whether the world can be trusted with another test."""

@@ -1,0 +1,125 @@
+"""A timeline in at most twelve lines of text: the last collectives of each rank. Runs in the controller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from harness.timeline.timeline import Bar, Key, Lane, Timeline
+
+MOST_LINES = 12
+MOST_COLUMNS = 4
+WIDTH = 110
+"""Characters of a line that collectives may take, without the place."""
+_NEVER_CAME = "─ never came ─"
+
+
+def as_text(timeline: Timeline) -> str:
+    """Return a line for each rank, or for several that did the same, and what letters mean."""
+    keys = _columns(timeline)
+    rows: dict[tuple[object, ...], list[Lane]] = {}
+    for lane in timeline.lanes:
+        row = tuple(_cell(timeline, lane, key) for key in keys)
+        rows.setdefault((*row, _place(lane, keys)), []).append(lane)
+    names = [_ranks(lane.rank for lane in lanes) for lanes in rows.values()]
+    left = max(map(len, names))
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(keys))]
+    lines = []
+    for name, shown_row in zip(names, rows, strict=True):
+        *cells, place = shown_row
+        shown = "  ".join(str(cell).ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{name.ljust(left)}  {shown}  {place}".rstrip())
+    notes = _notes(timeline, keys)
+    room = MOST_LINES - len(notes)
+    if len(lines) > room:
+        order = sorted(range(len(lines)), key=lambda i: not _stands_out(list(rows.values())[i]))
+        kept = sorted(order[: room - 1])
+        lines = [lines[i] for i in kept] + [f"... and {len(rows) - len(kept)} more"]
+    return "\n".join([*lines, *notes])
+
+
+def _columns(timeline: Timeline) -> list[Key]:
+    """Return the collectives to show: the last ones, and of each rank that waits the one it waits in."""
+    joins = timeline.joins
+    waited = [
+        bar.key
+        for lane in timeline.lanes
+        for bar in lane.bars
+        if bar.state in ("waits", "failed") or bar.is_mismatch
+    ]
+    wanted = [key for key in dict.fromkeys(waited) if key in joins][:2]
+    for key in reversed(joins):
+        if len(timeline.members(key[0])) == 1:
+            continue
+        width = sum(len(_label(timeline, next(iter(joins[each].values())))) + 10 for each in (*wanted, key))
+        if len(wanted) >= MOST_COLUMNS or (wanted and width > WIDTH):
+            break
+        if key not in wanted:
+            wanted.append(key)
+    return [key for key in joins if key in wanted]
+
+
+def _label(timeline: Timeline, bar: Bar) -> str:
+    letter = timeline.letters().get(bar.key[0], "")
+    return bar.name + (f" ({letter})" if letter else "")
+
+
+def _cell(timeline: Timeline, lane: Lane, key: Key) -> str:
+    bar = timeline.joins[key].get(lane.rank)
+    if bar is None:
+        return _NEVER_CAME if key in lane.missing else ""
+    label = _label(timeline, bar)
+    if bar.state == "inferred":
+        return f"{label} ░░"
+    blocks = "█" * (7 if bar.state in ("waits", "failed") else _length(bar))
+    mark = {"waits": " waits", "failed": " failed"}.get(bar.state, "")
+    return f"{label} {blocks}{mark}" + (" ≠" if bar.is_mismatch else "")
+
+
+def _length(bar: Bar) -> int:
+    """Return 1 up to 100 µs, and 1 more for each tenfold."""
+    micros = (bar.end - bar.begun) / 1000
+    return 1 if micros < 100 else min(6, int(math.log10(micros)))
+
+
+def _place(lane: Lane, keys: list[Key]) -> str:
+    """Say where the rank stands: at its line in the collective it waits in, else at its own place."""
+    shown = [bar for bar in lane.bars if bar.key in keys and bar.line]
+    waits = next((bar for bar in shown if bar.state in ("waits", "failed") or bar.is_mismatch), None)
+    if lane.died_at is not None:
+        return f"✗ {lane.fate}{', ' if lane.place else ''}{lane.place}"
+    if waits is not None:
+        return _at(waits)
+    return lane.place or lane.fate
+
+
+def _at(bar: Bar) -> str:
+    return bar.line + (f" ({bar.phase})" if bar.phase else "")
+
+
+def _stands_out(lanes: list[Lane]) -> bool:
+    return any(lane.is_blamed or lane.missing for lane in lanes)
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    """Name ranks: `rank 3`, `ranks 0-2, 5`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def _notes(timeline: Timeline, keys: list[Key]) -> list[str]:
+    notes = []
+    letters = timeline.letters()
+    for group in dict.fromkeys(key[0] for key in keys if key[0] in letters):
+        members = ", ".join(map(str, timeline.members(group)))
+        notes.append(f"{letters[group]}: ranks {members} (torch's group {group})")
+    if any(not lane.is_known for lane in timeline.lanes):
+        unknown = _ranks(lane.rank for lane in timeline.lanes if not lane.is_known)
+        notes.append(f"░: {unknown} left no record; the records of others show it")
+    return notes[:4]

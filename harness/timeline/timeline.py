@@ -1,0 +1,390 @@
+"""The timeline of a test as plain data: a lane a rank, a bar a call, joins of collectives, the fault.
+
+Runs in the controller; must not import torch.
+
+Times are of one host's clock, nanoseconds since the epoch: those of ranks can be compared. gloo records when
+a collective began and whether it is over, but not when it ended. It cannot have ended before its last rank
+began it: that is where a bar ends then (`Bar.has_end` is False).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from harness.protocol import BROKEN_CONNECTION, DEFAULT_GROUP, FlightRecord
+from harness.timeline import entries
+from harness.timeline.entries import Entry
+from harness.tracebacks import user_line
+from harness.world.diagnosis import place_of
+from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
+
+Key = tuple[str, int, int]
+"""A collective of a test: its group, which group of that name, counted back from the last, and its number."""
+
+State = Literal["over", "waits", "failed", "inferred"]
+"""It has ended; it was in flight at the end; it ended without all ranks; it is not in the record of its rank,
+which died, but other ranks' show that it took part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A call of a rank."""
+
+    key: Key
+    op: str
+    begun: int
+    end: int
+    state: State
+    has_end: bool
+    """Whether `end` was recorded; else it is the earliest that is possible, or the end of the picture."""
+    tensors: str = ""
+    """dtype and shape of each input."""
+    num_bytes: int | None = None
+    """Of all inputs."""
+    lines: tuple[str, ...] = ()
+    """The user's, innermost first: `function() at file:line`."""
+    phase: str = ""
+    peer: int | None = None
+    """The other rank of a send or a receive; None of a collective."""
+    is_mismatch: bool = False
+
+    @property
+    def line(self) -> str:
+        """The user's innermost line, "" if it is not known."""
+        return self.lines[0] if self.lines else ""
+
+    @property
+    def name(self) -> str:
+        """The operation with its number: `all_reduce #3`, or with the peer: `send to 1`."""
+        return self.op if self.peer is not None else f"{self.op} #{self.key[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase of a rank: setup, call, a subtest, backward, ..."""
+
+    name: str
+    begun: int
+    end: int
+    is_measured: bool = True
+    """Otherwise from the first to the last collective whose stack shows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a rank did."""
+
+    rank: int
+    bars: tuple[Bar, ...]
+    missing: tuple[Key, ...]
+    """The collectives that others began, and waited for, and this rank did not."""
+    spans: tuple[Span, ...]
+    fate: str
+    """How it ended, in a few words: "passed", "died: SIGKILL", "waits"."""
+    place: str
+    """Where the rank was at the end; "" if it had ended the test."""
+    died_at: int | None = None
+    is_blamed: bool = False
+    is_known: bool = True
+    """Whether its record could be read: that of a dead rank is lost."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The lanes of all ranks in one test."""
+
+    nodeid: str
+    lanes: tuple[Lane, ...]
+    begun: int
+    end: int
+    sentence: str = ""
+    """The diagnosis."""
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    records: Mapping[int, FlightRecord] = field(default_factory=dict)
+    num_left_out: int = 0
+    """Calls of all ranks together that are older than those shown."""
+
+    @cached_property
+    def joins(self) -> dict[Key, dict[int, Bar]]:
+        """Return the bars of each collective by rank, in the order in which the collectives began."""
+        found: dict[Key, dict[int, Bar]] = defaultdict(dict)
+        bars = ((bar, lane.rank) for lane in self.lanes for bar in lane.bars if bar.peer is None)
+        for bar, rank in sorted(bars, key=lambda each: each[0].begun):
+            found[bar.key][rank] = bar
+        return dict(found)
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """Return the ranks of a group."""
+        return self.groups.get(group) or tuple(lane.rank for lane in self.lanes)
+
+    def letters(self) -> dict[str, str]:
+        """Return a letter for each group but the default one: torch's names of them may be long."""
+        names = dict.fromkeys(key[0] for key in self.joins)
+        others = [name for name in names if name != DEFAULT_GROUP]
+        return {name: chr(ord("A") + i) if i < 26 else f"G{i}" for i, name in enumerate(others)}
+
+    def last(self, most: int) -> Timeline:
+        """Return this timeline with at most the latest `most` collectives, and what the ranks did since."""
+        if len(self.joins) <= most:
+            return self
+        kept = list(self.joins)[-most:]
+        begun = min(bar.begun for key in kept for bar in self.joins[key].values())
+        lanes, left_out = [], 0
+        for lane in self.lanes:
+            bars = tuple(bar for bar in lane.bars if bar.key in kept or bar.begun >= begun)
+            spans = tuple(
+                replace(span, begun=max(span.begun, begun)) for span in lane.spans if span.end > begun
+            )
+            left_out += len(lane.bars) - len(bars)
+            lanes.append(replace(lane, bars=bars, spans=spans))
+        return replace(self, lanes=tuple(lanes), begun=begun, num_left_out=left_out)
+
+
+def read_timeline(
+    nodeid: str, outcome: ItemOutcome, base: str, until: int | None = None, sentence: str = ""
+) -> Timeline | None:
+    """Return the timeline of a test; None if no rank has called anything, or none is known.
+
+    Args:
+        base: directory that the user's files are named from.
+        until: where it ends, of a subtest that others follow.
+        sentence: the diagnosis.
+    """
+    records = {rank.rank: rank.record for rank in outcome.ranks if rank.record is not None}
+    if until is not None:
+        records = {rank: _until(record, until) for rank, record in records.items()}
+    if not any(record.entries for record in records.values()):
+        return None
+    reader = _Reader(outcome, records, base, until)
+    return replace(reader.read(), nodeid=nodeid, sentence=sentence)
+
+
+def _until(record: FlightRecord, until: int) -> FlightRecord:
+    kept = tuple(entry for entry in record.entries if entry["time_created_ns"] < until)
+    return replace(record, entries=kept, taken=min(record.taken, until))
+
+
+class _Reader:
+    """Makes lanes of flight records: numbers collectives alike, finds where bars end and who did not come."""
+
+    def __init__(
+        self, outcome: ItemOutcome, records: Mapping[int, FlightRecord], base: str, until: int | None
+    ) -> None:
+        self._outcome = outcome
+        self._records = records
+        self._base = base
+        self._is_part = until is not None
+        self._groups: dict[str, tuple[int, ...]] = {}
+        for record in records.values():
+            self._groups |= {name: ranks for name, ranks in record.groups.items() if ranks}
+        deaths = [int(rank.fate.at * 1e9) for rank in outcome.ranks if isinstance(rank.fate, Died)]
+        self._end = max([*(record.taken for record in records.values()), *deaths])
+        self._keys = {rank: _keys(record) for rank, record in records.items()}
+        self._renumber()
+        # gloo does not record that a collective failed with a connection: it was the last one of that rank.
+        self._lost = {
+            self._keys[each.rank][-1]
+            for each in outcome.ranks
+            if self._keys.get(each.rank) and _lost_connection(each)
+        }
+        self._called: dict[Key, dict[int, Entry]] = defaultdict(dict)
+        for rank, record in records.items():
+            for key, entry in zip(self._keys[rank], record.entries, strict=True):
+                if not entry["is_p2p"]:
+                    self._called[key][rank] = entry
+        self._latest: dict[tuple[str, int, int], int] = {}
+        for (name, generation, number), by_rank in self._called.items():
+            for rank in by_rank:
+                place = name, generation, rank
+                self._latest[place] = max(self._latest.get(place, number), number)
+
+    def _renumber(self) -> None:
+        """Count the collectives of each group from the test's beginning, where a rank knows when that was."""
+        before: dict[str, int] = {}
+        lowest: dict[tuple[str, int], int] = {}
+        for rank, record in self._records.items():
+            before |= record.before
+            for name, generation, number in self._keys[rank]:
+                lowest[name, generation] = min(lowest.get((name, generation), number), number)
+        for rank, keys in self._keys.items():
+            self._keys[rank] = [
+                # A group that is gone is not in `before`: count from the first one of the test.
+                (name, gone, number - (lowest[name, gone] - 1 if gone else before.get(name, 0)))
+                for name, gone, number in keys
+            ]
+
+    def read(self) -> Timeline:
+        lanes = tuple(self._lane(rank) for rank in self._outcome.ranks)
+        begun = min(record.began for record in self._records.values())
+        first = min((bar.begun for lane in lanes for bar in lane.bars), default=begun)
+        begun = max(begun, first - 1_000_000)  # what a test does before its first call may take long
+        return Timeline("", lanes, begun, self._end, "", self._groups, self._records)
+
+    def _lane(self, rank: RankOutcome) -> Lane:
+        bars = self._bars(rank) if rank.rank in self._records else self._inferred(rank)
+        diagnosis, fate = self._outcome.diagnosis, rank.fate
+        failed = any(report["outcome"] == "failed" for report in rank.reports)
+        place, died_at = "", None
+        match fate:
+            case Died():
+                how, died_at = fate.how, int(fate.at * 1e9)
+                place = self._place_of_death(rank, fate, bars)
+            case Stuck() if fate.status.state == "idle" and not self._is_part:
+                how = "ended the test"
+            case Stuck():
+                how, place = "was ended by the harness", place_of(fate.status)
+                if fate.status.state == "runs" and any(bar.state == "waits" for bar in bars):
+                    how = "waits"
+            case _:
+                how = "failed" if failed else "passed"
+        return Lane(
+            rank=rank.rank,
+            bars=bars,
+            missing=tuple(key for key in self._called if rank.rank in self._missing(key)),
+            spans=(*self._reported(rank), *_spans_of(bars)),
+            fate=how,
+            place=place,
+            died_at=died_at,
+            is_blamed=died_at is not None or (diagnosis is not None and rank.rank in diagnosis.blame),
+            is_known=rank.rank in self._records,
+        )
+
+    def _bars(self, rank: RankOutcome) -> tuple[Bar, ...]:
+        record, keys = self._records[rank.rank], self._keys[rank.rank]
+        bars = []
+        for key, entry in zip(keys, record.entries, strict=True):
+            bar = self._bar(key, entry)
+            if bar.peer is None:
+                bar = self._ended(bar, entry)
+            bars.append(bar)
+        return tuple(bars)
+
+    def _bar(self, key: Key, entry: Entry) -> Bar:
+        tensors = zip(entries.dtypes(entry), entries.shapes(entry), strict=False)
+        end = entry.get("time_discovered_completed_ns") or 0
+        is_over = bool(entry["retired"])
+        peer = int(entry.get("peer", -1)) if entry["is_p2p"] else None
+        return Bar(
+            key=key,
+            op=entries.operation(entry),
+            begun=entry["time_created_ns"],
+            end=min(int(end), self._end) or (entry["time_created_ns"] if is_over else self._end),
+            state="failed" if entry.get("failed") else "over" if is_over else "waits",
+            has_end=bool(end),
+            tensors=", ".join(f"{dtype} {list(shape)}" for dtype, shape in tensors),
+            num_bytes=entries.num_bytes(entry),
+            lines=entries.user_lines(entry, self._base),
+            phase=entries.phase(entry),
+            peer=peer,
+            is_mismatch=peer is None and self._is_mismatch(key),
+        )
+
+    def _ended(self, bar: Bar, entry: Entry) -> Bar:
+        """Find where a collective ended that has no recorded end, and whether it ended without all ranks."""
+        if bar.state == "over" and (bar.key in self._lost or self._missing(bar.key)):
+            return replace(bar, state="failed", end=bar.end if bar.has_end else self._end)
+        if bar.state != "over" or bar.has_end:
+            return bar
+        joined = max(each["time_created_ns"] for each in self._called[bar.key].values())
+        return replace(bar, end=joined)
+
+    def _is_mismatch(self, key: Key) -> bool:
+        called = self._called[key].values()
+        if len({entries.operation(entry) for entry in called}) > 1:
+            return True
+        diagnosis = self._outcome.diagnosis
+        is_suspect = diagnosis is not None and diagnosis.sentence.startswith("mismatch")
+        sizes = {(entries.dtypes(entry), entries.shapes(entry)) for entry in called}
+        return is_suspect and len(sizes) > 1 and f"#{key[2]} " in f"{diagnosis.sentence} "  # type: ignore[union-attr]
+
+    def _missing(self, key: Key) -> list[int]:
+        """Return the members that have begun neither this collective nor a later one of its group.
+
+        Of a rank without a record that is known from the others: they wait for it, or have lost it there.
+        """
+        in_vain = key in self._lost or not all(entry["retired"] for entry in self._called[key].values())
+        return [
+            rank
+            for rank in self._members(key[0])
+            if (self._is_late(key, rank) if rank in self._records else in_vain)
+        ]
+
+    def _is_late(self, key: Key, rank: int) -> bool:
+        name, gone, number = key
+        return self._latest.get((name, gone, rank), 0) < number
+
+    def _members(self, group: str) -> tuple[int, ...]:
+        return self._groups.get(group) or tuple(rank.rank for rank in self._outcome.ranks)
+
+    def _inferred(self, rank: RankOutcome) -> tuple[Bar, ...]:
+        """Return the collectives that ended on other ranks, and so on the one without a record."""
+        bars = []
+        for key, by_rank in self._called.items():
+            if rank.rank in self._members(key[0]) and rank.rank not in self._missing(key):
+                model = self._bar(key, next(iter(by_rank.values())))
+                end = max(entry["time_created_ns"] for entry in by_rank.values())
+                bars.append(replace(model, begun=end, end=end, state="inferred", has_end=False))
+        return tuple(bars)
+
+    def _place_of_death(self, rank: RankOutcome, died: Died, bars: tuple[Bar, ...]) -> str:
+        if where := user_line(died.output, self._base):
+            return where
+        # Nothing says where it was: between two collectives of the others.
+        awaited = [key for key in self._called if rank.rank in self._missing(key)]
+        last = bars[-1].name if bars else ""
+        if not awaited:
+            return f"after {last}" if last else ""
+        entry = next(iter(self._called[awaited[0]].values()))
+        bar = self._bar(awaited[0], entry)
+        lines = ", from ".join(bar.lines[:2])
+        when = f"between {last} and {bar.name}" if last else f"before {bar.name}"
+        return f"{when}{f', in {bar.phase}' if bar.phase else ''}{f': {lines}' if lines else ''}"
+
+    def _reported(self, rank: RankOutcome) -> list[Span]:
+        """Return the phases and subtests that the rank has reported, and those that it has timed."""
+        spans = []
+        for report in rank.reports:
+            is_subtest = report.get("$report_type") != "TestReport"
+            context = report.get("_subtest.context") or report.get("context") or {}
+            name = f"[{context.get('msg') or 'subtest'}]" if is_subtest else str(report["when"])
+            spans.append(Span(name, int(report["start"] * 1e9), int(report["stop"] * 1e9)))
+        if (record := self._records.get(rank.rank)) is not None:
+            spans += [Span(name, begun, end) for name, begun, end in record.spans]
+        return spans
+
+
+def _keys(record: FlightRecord) -> list[Key]:
+    """Return the key of each call, its number as the group counts; a repaired group takes over a name."""
+    generations: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for entry in record.entries:
+        group, known = entries.group_in_process(entry), generations[entries.group_name(entry)]
+        if group not in known:
+            known.append(group)
+    keys = []
+    for entry in record.entries:
+        name = entries.group_name(entry)
+        known = generations[name]
+        gone = len(known) - 1 - known.index(entries.group_in_process(entry))
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        keys.append((name, gone, int(number)))
+    return keys
+
+
+def _lost_connection(rank: RankOutcome) -> bool:
+    texts = (str(report.get("longrepr")) for report in rank.reports if report["outcome"] == "failed")
+    return any(BROKEN_CONNECTION.search(text) for text in texts)
+
+
+def _spans_of(bars: tuple[Bar, ...]) -> list[Span]:
+    """Return the phases that the stacks of collectives show, each from its first to its last one."""
+    spans: list[Span] = []
+    for bar in bars:
+        if spans and spans[-1].name == bar.phase:
+            spans[-1] = replace(spans[-1], end=max(spans[-1].end, bar.end))
+        else:
+            spans.append(Span(bar.phase, bar.begun, bar.end, is_measured=False))
+    return [span for span in spans if span.name]
