@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+TIMELINES = "harness-timelines"
+"""Name of the plugin that writes timelines to files."""
+
 DEFAULTS: Mapping[str, Any] = {
     "ranks_backend": None,
     "ranks_device": None,

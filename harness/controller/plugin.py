@@ -32,7 +32,7 @@ from harness.controller.unsupported import note_on_snapshots
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
-from harness.options import adopted_kinds
+from harness.options import TIMELINES, adopted_kinds
 from harness.protocol import RunItem, Search, WorldKey
 from harness.reporting.differences import merge_warnings, to_message
 from harness.reporting.merge import merge
@@ -262,7 +262,10 @@ class Controller:
             return report_refusal(item, outcomes)
         self._pass_on_warnings(item, outcomes.last)
         seed = self._config.getoption("world_seed")
-        return merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
+        reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
+        if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:
+            files.write(str(item.nodeid), outcomes.reported, reports)
+        return reports
 
     # The next test, begun while this one is reported
 

@@ -118,7 +118,7 @@ def _notes(timeline: Timeline, keys: list[Key]) -> list[str]:
     letters = timeline.letters()
     for group in dict.fromkeys(key[0] for key in keys if key[0] in letters):
         members = ", ".join(map(str, timeline.members(group)))
-        notes.append(f"{letters[group]}: ranks {members} (torch's group {group})")
+        notes.append(f"{letters[group]}: ranks {members} (torch's group {group.split()[0]})")
     if any(not lane.is_known for lane in timeline.lanes):
         unknown = _ranks(lane.rank for lane in timeline.lanes if not lane.is_known)
         notes.append(f"░: {unknown} left no record; the records of others show it")

@@ -179,11 +179,12 @@ class _Reader:
         self._base = base
         self._is_part = until is not None
         self._groups: dict[str, tuple[int, ...]] = {}
-        for record in records.values():
-            self._groups |= {name: ranks for name, ranks in record.groups.items() if ranks}
+        self._names = _tell_apart(records)
+        for rank, record in records.items():
+            self._groups |= {self._names[rank][name]: ranks for name, ranks in record.groups.items()}
         deaths = [int(rank.fate.at * 1e9) for rank in outcome.ranks if isinstance(rank.fate, Died)]
         self._end = max([*(record.taken for record in records.values()), *deaths])
-        self._keys = {rank: _keys(record) for rank, record in records.items()}
+        self._keys = {rank: _keys(record, self._names[rank]) for rank, record in records.items()}
         self._renumber()
         # gloo does not record that a collective failed with a connection: it was the last one of that rank.
         self._lost = {
@@ -207,7 +208,7 @@ class _Reader:
         before: dict[str, int] = {}
         lowest: dict[tuple[str, int], int] = {}
         for rank, record in self._records.items():
-            before |= record.before
+            before |= {self._names[rank].get(name, name): n for name, n in record.before.items()}
             for name, generation, number in self._keys[rank]:
                 lowest[name, generation] = min(lowest.get((name, generation), number), number)
         for rank, keys in self._keys.items():
@@ -357,7 +358,22 @@ class _Reader:
         return spans
 
 
-def _keys(record: FlightRecord) -> list[Key]:
+def _tell_apart(records: Mapping[int, FlightRecord]) -> dict[int, dict[str, str]]:
+    """Return by rank a name for each of its groups: torch may give groups of other ranks the same name."""
+    members: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for record in records.values():
+        for name, ranks in record.groups.items():
+            members[name].add(ranks)
+    return {
+        rank: {
+            name: name if len(members[name]) == 1 else f"{name} of ranks {', '.join(map(str, ranks))}"
+            for name, ranks in record.groups.items()
+        }
+        for rank, record in records.items()
+    }
+
+
+def _keys(record: FlightRecord, names: Mapping[str, str]) -> list[Key]:
     """Return the key of each call, its number as the group counts; a repaired group takes over a name."""
     generations: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for entry in record.entries:
@@ -370,7 +386,7 @@ def _keys(record: FlightRecord) -> list[Key]:
         known = generations[name]
         gone = len(known) - 1 - known.index(entries.group_in_process(entry))
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        keys.append((name, gone, int(number)))
+        keys.append((names.get(name, name), gone, int(number)))
     return keys
 
 

@@ -1,0 +1,117 @@
+"""Files of timelines: page, trace and flight records of each test. A plugin of the controller."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.exceptions import WorldError
+from harness.options import TIMELINES
+from harness.output import OutputDirectory
+from harness.protocol import RunItem
+from harness.timeline.flight_files import remove_flight_files, write_flight_files
+from harness.timeline.page import index_of, page_of, write_text
+from harness.timeline.timeline import Timeline, read_timeline
+from harness.timeline.trace import can_write_trace, write_trace
+from harness.world.outcome import ItemOutcome
+
+PAGE, TRACE = "timeline.html", "timeline.pftrace"
+
+
+def register(config: pytest.Config) -> None:
+    """Write timelines to the folder of `--timeline`, else those of faults to that of `--rank-output-dir`.
+
+    Raises:
+        pytest.UsageError: the folder cannot be made.
+    """
+    option = "timeline" if config.option.timeline else "rank_output_dir"
+    folder = config.invocation_params.dir / getattr(config.option, option)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise pytest.UsageError(f"--{option.replace('_', '-')}: cannot make the folder: {error}") from None
+    files = TimelineFiles(config, str(folder), is_for_all=option == "timeline")
+    config.pluginmanager.register(files, TIMELINES)
+
+
+class TimelineFiles:
+    """Writes the timelines of tests.
+
+    Args:
+        folder: of `--timeline`, or of `--rank-output-dir`, which has those of faults alone.
+        is_for_all: whether it is the former, and each test has a page.
+    """
+
+    def __init__(self, config: pytest.Config, folder: str, is_for_all: bool) -> None:
+        self._base = str(config.invocation_params.dir)
+        self._folder = Path(folder)
+        self._directory = OutputDirectory(folder)
+        self._is_for_all = is_for_all
+        self._has_perfetto: bool | None = None
+        worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
+        self._list = self._folder / f"tests-{worker}.jsonl"
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Forget which tests an earlier run has listed."""
+        if self._is_for_all and not hasattr(config, "workerinput"):
+            for path in self._folder.glob("tests-*.jsonl"):
+                path.unlink()
+
+    def write(self, nodeid: str, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
+        """Write the files of a test that has any; failures point to them.
+
+        Raises:
+            WorldError: they cannot be written.
+        """
+        if not (self._is_for_all or outcome.has_fault()):
+            return
+        sentence = outcome.diagnosis.sentence if outcome.diagnosis is not None else ""
+        timeline = read_timeline(nodeid, outcome, self._base, sentence=sentence)
+        if timeline is None:
+            return
+        folder = self._directory.of_test(RunItem(nodeid, "", None, "", stage=outcome.stage).label)
+        try:
+            self._write(timeline, folder, reports)
+        except OSError as error:
+            raise WorldError(f"the timeline cannot be written: {error}") from error
+        for report in reports:
+            if report.failed:
+                report.sections.append(("timeline", str(folder / PAGE)))
+
+    def _write(self, timeline: Timeline, folder: Path, reports: list[pytest.TestReport]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        failed = [report for report in reports if report.failed]
+        verdict = "failed" if failed else "skipped" if any(each.skipped for each in reports) else "passed"
+        text = "\n\n".join(report.longreprtext for report in failed)
+        write_text(folder / PAGE, page_of(timeline, verdict, text))
+        remove_flight_files(folder)
+        write_flight_files(timeline, folder)
+        if self._has_perfetto is None:
+            self._has_perfetto = can_write_trace()
+        if self._has_perfetto:
+            write_trace(timeline, folder / TRACE)
+        if self._is_for_all:
+            summary = {
+                "nodeid": timeline.nodeid,
+                "page": str((folder / PAGE).relative_to(self._folder)),
+                "outcome": verdict,
+                "ranks": len(timeline.lanes),
+                "calls": sum(len(lane.bars) for lane in timeline.lanes),
+                "ms": (timeline.end - timeline.begun) / 1e6,
+            }
+            with self._list.open("a") as file:
+                file.write(json.dumps(summary) + "\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the index, in the process that the user started."""
+        if not self._is_for_all or hasattr(session.config, "workerinput"):
+            return
+        lines = [
+            line
+            for path in sorted(self._folder.glob("tests-*.jsonl"))
+            for line in path.read_text().splitlines()
+        ]
+        write_text(self._folder / "index.html", index_of(map(json.loads, lines)))
