@@ -103,16 +103,19 @@ class _Drawing:
 
     def _missing(self, lane: Lane, y: int) -> str:
         keys = self._absent(lane)
-        key = keys[0]
-        begun = min(bar.begun for bar in self._timeline.joins[key].values())
-        last = max((bar.end for bar in lane.bars if bar.state in ("over", "inferred")), default=0)
-        left = max(self._scale.left(begun), self._scale.right(last) if last else 0.0)
+        left = self._left_of_missing(lane, keys[0])
         name = ", ".join(self._label(next(iter(self._timeline.joins[each].values()))) for each in keys)
         return (
             f'<svg x="{left:.2f}%" y="{y}" width="{max(100 - left, 3):.2f}%" height="{BAR - 2}">'
             '<rect class="missing" x="1" y="1" width="calc(100% - 2px)" height="20" rx="3"/>'
             f'<text class="never" x="6" y="15">never came: {escape(name)}</text></svg>'
         )
+
+    def _left_of_missing(self, lane: Lane, key: Key) -> float:
+        """Return where others began what this rank did not, or where its own last call before that ended."""
+        begun = min(bar.begun for bar in self._timeline.joins[key].values())
+        last = max((bar.end for bar in lane.bars if bar.state in ("over", "inferred")), default=0)
+        return max(self._scale.left(begun), self._scale.right(last) if last else 0.0)
 
     def _label(self, bar: Bar) -> str:
         letter = self._letters.get(bar.key[0], "")
@@ -159,8 +162,7 @@ class _Drawing:
             number = next(i for i, row in enumerate(self._rows[rank]) if bar in row)
             return self._scale.left(bar.begun), top + number * BAR
         if key in lane.missing:
-            begun = min(each.begun for each in self._timeline.joins[key].values())
-            return self._scale.left(begun), top + BAR * len(self._rows[rank])
+            return self._left_of_missing(lane, key), top + BAR * len(self._rows[rank])
         return 0.0, 0
 
 

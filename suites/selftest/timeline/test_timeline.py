@@ -1,0 +1,135 @@
+"""Timelines of a training with planted faults: the text of the report, and the files of `--timeline`."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from suites.selftest.project import Project, line_of
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A session with `--timeline`."""
+
+    path: Path
+    output: str
+
+    def text(self, test: str) -> list[str]:
+        """Return the lines of a test's timeline in its report."""
+        report = re.split(rf"_+ {re.escape(test)} _+\n", self.output)[1]
+        section = re.split(r"-+ timeline: [^\n]*\n", report)[1]
+        return re.split(r"\n-{5,}", section)[0].splitlines()
+
+    def folder(self, test: str) -> Path:
+        return self.path / "out" / "test_training.py" / test
+
+    def place(self, code: str) -> str:
+        return f"engine.py:{line_of(code, self.path / 'engine.py')}"
+
+
+@pytest.fixture(scope="module")
+def drawn(shared_project: Project) -> Drawn:
+    shared_project.copy("timeline")
+    return Drawn(shared_project.path, shared_project.run("--timeline=out"))
+
+
+def test_a_wrong_wait_is_named_by_file_and_line(drawn: Drawn) -> None:
+    first, second, *_ = drawn.text("test_fault[waits_for_all]")
+    assert "all_gather #8 (A) ███████ waits" in first
+    assert first.endswith(f"gather() at {drawn.place('dist.all_gather(parts')}")
+    assert "─ never came ─" in second
+    assert "barrier #1 ███████ waits" in second
+    assert second.endswith(f"step() at {drawn.place('dist.barrier()')}")
+
+
+def test_a_wrong_order_of_two_groups_shows_both_lines(drawn: Drawn) -> None:
+    first, second, *notes = drawn.text("test_fault[other_order]")
+    assert first.endswith(f"clip() at {drawn.place('dist.all_reduce(norm, group=self.shard_group)')}")
+    assert second.endswith(f"average_of_all() at {drawn.place('dist.all_reduce(loss')}")
+    assert first.count("never came") == second.count("never came") == 1
+    assert [note[:14] for note in notes] == ["A: ranks 0, 1 ", "D: ranks 0, 1 "]
+
+
+def test_a_death_in_backward_is_placed_between_two_collectives(drawn: Drawn) -> None:
+    first, second, *_ = drawn.text("test_fault[dies_in_backward]")
+    assert "all_reduce #5 (A) ███████ failed" in first
+    assert "all_reduce #4 (A) ░░" in second
+    before = "return engine.average_over_replicas(engine.own_rows(engine.sum_over_shards(grad)))"
+    lines = f"sum_over_shards() at {drawn.place('dist.all_reduce(grad, group=self.shard_group)')}, from "
+    place = f"in backward: {lines}reduce() at {drawn.place(before)}"
+    assert second.endswith(f"✗ died: SIGKILL, between all_reduce #4 and all_reduce #5, {place}")
+
+
+def test_a_timeline_has_at_most_twelve_lines(drawn: Drawn) -> None:
+    for fault in ("waits_for_all", "other_order", "dies_in_backward", "other_dtype"):
+        assert 2 <= len(drawn.text(f"test_fault[{fault}]")) <= 12
+
+
+def test_an_ordinary_failure_has_a_page_and_no_timeline_in_its_text(drawn: Drawn) -> None:
+    report = drawn.output.split("_ test_exception _")[1]
+    assert "timeline: the last" not in report
+    assert str(drawn.folder("test_exception") / "timeline.html") in report
+
+
+class PageReader(HTMLParser):
+    """Collects elements of a page, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.bars: list[str] = []
+        self.ids: set[str] = set()
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.ids |= {found["id"]} if "id" in found else set()
+        self.bars += [found["href"]] if "data-key" in found and tag == "a" else []
+        self.loads += [found[name] for name in ("src",) if name in found]
+
+
+def test_a_healthy_test_has_a_page_that_loads_nothing(drawn: Drawn) -> None:
+    page = PageReader((drawn.folder("test_healthy[4-ranks]") / "timeline.html").read_text())
+    # Of 4 ranks: 6 gathers, 3 times 2 reductions in backward, of the norm, and of the loss.
+    assert len(page.bars) == 4 * (6 + 6 + 2)
+    assert {bar.removeprefix("#") for bar in page.bars} <= page.ids
+    assert page.loads == []
+
+
+def test_the_index_lists_all_tests(drawn: Drawn) -> None:
+    index = (drawn.path / "out" / "index.html").read_text()
+    pages = re.findall(r'href="([^"]+)"', index)
+    assert len(pages) == 7
+    assert all((drawn.path / "out" / page).exists() for page in pages)
+
+
+def test_flight_records_are_read_by_torchfrtrace(drawn: Drawn) -> None:
+    folder = drawn.folder("test_fault[other_order]")
+    dump = pickle.loads((folder / "fr_trace_0").read_bytes())
+    assert {group["ranks"] for group in dump["pg_config"].values()} >= {"[0, 1]"}
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    done = subprocess.run([*command, "-p", "fr_trace_"], capture_output=True, text=True, check=True)
+    assert "missing ranks: {0}" in done.stdout + done.stderr
+    assert (
+        f"average_of_all at {drawn.path}/{drawn.place('dist.all_reduce(loss')}" in done.stdout + done.stderr
+    )
+
+
+def test_a_trace_joins_the_bars_of_a_collective(drawn: Drawn) -> None:
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2", reason="needs perfetto")
+    trace = protos.Trace()
+    trace.ParseFromString((drawn.folder("test_healthy[2-ranks]") / "timeline.pftrace").read_bytes())
+    flows = [flow for packet in trace.packet for flow in packet.track_event.flow_ids]
+    assert flows
+    # Each rank is alone in its group of replicas.
+    alone = [flow for flow in flows if flows.count(flow) == 1]
+    assert {flows.count(flow) for flow in flows} == {1, 2}
+    assert len(alone) == 2 * 3
