@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-TIMELINES = "harness-timelines"
-"""Name of the plugin that writes timelines to files."""
-
 DEFAULTS: Mapping[str, Any] = {
     "ranks_backend": None,
     "ranks_device": None,
@@ -147,19 +144,6 @@ def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:
     """Return the kinds of test classes that run on ranks: of `--ranks-adopt`, else of the ini option."""
     given: str | None = config.getoption("ranks_adopt")
     return tuple(config.getini("ranks_adopt") if given is None else given.replace(",", " ").split())
-
-
-def shows_logs(config: pytest.Config) -> bool:
-    """Return whether log records are shown while tests run; never under `-p no:logging`."""
-    has_plugin = config.pluginmanager.hasplugin("logging")
-    return has_plugin and bool(config.getoption("log_cli_level") is not None or config.getini("log_cli"))
-
-
-def log_file(config: pytest.Config) -> str:
-    """Return the path of the file that log records are written to, "" if there is none."""
-    if not config.pluginmanager.hasplugin("logging"):
-        return ""
-    return str(config.getoption("log_file") or config.getini("log_file") or "")
 
 
 def _add_ini_options(parser: pytest.Parser) -> None:

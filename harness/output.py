@@ -1,4 +1,4 @@
-"""Output of ranks: truncation of what is too long to send and show, and the folder of `--rank-output-dir`.
+"""Output of ranks: what is too long to send and show, the folder of `--rank-output-dir`, where logs go.
 
 Used on both sides; standard library only.
 """
@@ -12,9 +12,12 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from harness.exceptions import WorldError
+
+if TYPE_CHECKING:
+    import pytest
 
 MAX_TEXT = 200_000
 """Characters of one captured section, message or list of lines that leave a rank."""
@@ -156,3 +159,16 @@ def _safe(name: str) -> str:
     if safe == name:
         return name
     return f"{safe}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()[:8]}"
+
+
+def shows_logs(config: pytest.Config) -> bool:
+    """Return whether log records are shown while tests run; never under `-p no:logging`."""
+    has_plugin = config.pluginmanager.hasplugin("logging")
+    return has_plugin and bool(config.getoption("log_cli_level") is not None or config.getini("log_cli"))
+
+
+def log_file(config: pytest.Config) -> str:
+    """Return the path of the file that log records are written to, "" if there is none."""
+    if not config.pluginmanager.hasplugin("logging"):
+        return ""
+    return str(config.getoption("log_file") or config.getini("log_file") or "")

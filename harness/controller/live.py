@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from harness.controller.pytest_internals import write_to_log_file
-from harness.options import shows_logs
+from harness.output import shows_logs
 from harness.protocol import Shown
 
 

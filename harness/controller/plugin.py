@@ -32,10 +32,11 @@ from harness.controller.unsupported import note_on_snapshots
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
-from harness.options import TIMELINES, adopted_kinds
+from harness.options import adopted_kinds
 from harness.protocol import RunItem, Search, WorldKey
 from harness.reporting.differences import merge_warnings, to_message
 from harness.reporting.merge import merge
+from harness.timeline import TIMELINES
 from harness.world.item_run import ItemRun
 from harness.world.outcome import ItemOutcome
 from harness.world.pool import Interrupted, WorldPool

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.options import log_file, shows_logs
+from harness.output import log_file, shows_logs
 from harness.protocol import Shown
 from harness.rank.pytest_internals import make_terminal_writer, replace_log_handlers
 

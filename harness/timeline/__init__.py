@@ -2,3 +2,6 @@
 
 Runs in the controller, loaded where a timeline is made; ranks use `entries`. Must not import torch.
 """
+
+TIMELINES = "harness-timelines"
+"""Name of the plugin that writes timelines to files."""

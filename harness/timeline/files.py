@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.exceptions import WorldError
-from harness.options import TIMELINES
 from harness.output import OutputDirectory
 from harness.protocol import RunItem
+from harness.timeline import TIMELINES
 from harness.timeline.flight_files import remove_flight_files, write_flight_files
 from harness.timeline.page import index_of, page_of, write_text
 from harness.timeline.timeline import Timeline, read_timeline
