@@ -76,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What a rank did."""
+    """The calls of a rank, its phases and its end."""
 
     rank: int
     bars: tuple[Bar, ...]
