@@ -40,9 +40,13 @@ def changed(text: str, diff: str) -> str:
 
 
 def comparable(text: str) -> list[str]:
-    """Return the lines of an output without what differs from run to run: times, and which rank was first."""
+    """Return the lines of an output without what differs from run to run.
+
+    These are times, which rank failed first, and how gloo words that a connection has ended.
+    """
     text = re.sub(r"\b\d+(\.\d+)? ?s\b", "N s", text)
     text = re.sub(r"(this is rank )\d+", r"\1N", text)
+    text = re.sub(r"Connection (closed|reset) by peer", "Connection closed by peer", text)
     return [re.sub(r"={2,}", "==", line.rstrip()) for line in text.splitlines()]
 
 
