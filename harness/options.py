@@ -28,24 +28,22 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "choices": ("cpu", "cuda"),
         "help": "device of the ranks (default: cpu, cuda under nccl)",
     },
+    "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
+    "causes": {
+        "choices": ("auto", "all", "no"),
+        "default": "auto",
+        "help": "group failures by cause: where several have one (%(default)s), all always, or not",
+    },
 }
-"""Options whose names many projects have, and keep: ours are `--ranks-backend` and `--ranks-device`, too."""
-
-CHOICES = {
-    "ranks_start_method": ("forkserver", "spawn"),
-    "ranks_leaks": ("warn", "error", "off"),
-    "ranks_adopt_groups": ("own", "reuse"),
-}
-"""The values that ini options take which pytest does not check."""
+"""Options whose names many projects have, and keep: ours are `--ranks-backend`, `--ranks-device`, ... too."""
 
 
 def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's."""
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
-    for name in SHORT:
-        group.addoption(
-            f"--ranks-{name}", dest=f"ranks_{name}", help=f"--{name} where another plugin has that"
-        )
+    for name, attributes in SHORT.items():
+        attributes = {**attributes, "help": f"--{name} where another plugin has that"}
+        group.addoption(f"--ranks-{name}", dest=f"ranks_{name}".replace("-", "_"), **attributes)
     group.addoption(
         "--world-timeout",
         type=float,
@@ -131,7 +129,7 @@ def add_short_options(parser: pytest.Parser, taken: Container[str]) -> None:
     group = parser.getgroup("ranks")
     for name, attributes in SHORT.items():
         if f"--{name}" not in taken:
-            group.addoption(f"--{name}", dest=f"ranks_{name}", **attributes)
+            group.addoption(f"--{name}", dest=f"ranks_{name}".replace("-", "_"), **attributes)
 
 
 def default_backend(config: pytest.Config) -> str:

@@ -167,6 +167,11 @@ def shows_logs(config: pytest.Config) -> bool:
     return has_plugin and bool(config.getoption("log_cli_level") is not None or config.getini("log_cli"))
 
 
+def shows_live(config: pytest.Config) -> bool:
+    """Return whether ranks may show something on the terminal while a test runs."""
+    return shows_logs(config) or bool(config.getoption("setupshow", False))
+
+
 def log_file(config: pytest.Config) -> str:
     """Return the path of the file that log records are written to, "" if there is none."""
     if not config.pluginmanager.hasplugin("logging"):

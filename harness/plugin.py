@@ -67,9 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness.controller.plugin import Controller
     from harness.controller.requests import check_options
     from harness.reporting.annotations import Annotations, wanted
+    from harness.reporting.summary import Summary
 
     check_options(config)  # also under `pytest -n`, where each worker would only crash on a wrong one
     is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        config.pluginmanager.register(Summary(config), "harness-summary")
     if not is_worker and wanted(config, os.environ):
         config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
     if getattr(config.option, "xmlpath", None):

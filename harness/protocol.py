@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
 
+OF_RANKS = "of_ranks"
+"""The attribute of a subtest's report that is merged from those of ranks."""
+
 RAISED = "raised"
 """The attribute of a failure's report that holds what was raised, a `Raised` for each of the chain."""
 
@@ -213,6 +216,8 @@ class Probe:
 
     full: bool = False
     """Whether the answer must be a `RankStatus` in any case."""
+    names_place: bool = False
+    """Whether `Progress` must say, too, which line the rank is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +364,8 @@ class RankStatus:
     state: State = "runs"
     case: str = ""
     """The subtest it is in, if it is in one of `run_subtests`."""
+    count: str = ""
+    """Which one of how many that is: "subtest 17 of 144", "example 23"."""
     build_locks: tuple[BuildLock, ...] = ()
     """torch's locks of C++ builds that it holds or waits for, where the whole status was asked for."""
     record: FlightRecord | None = None
@@ -368,6 +375,14 @@ class RankStatus:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The rank's main thread has moved since the last probe."""
+
+    count: str = ""
+    """As of `RankStatus`."""
+    where: str = ""
+    """As of `RankStatus`, where the probe asked for it; and so the others."""
+    call: str = ""
+    computes: bool = False
+    """Whether it has run for most of the time since the last probe that asked; else it waits, or sleeps."""
 
 
 DebuggerState = Literal["prompts", "runs", "left", "quits"]

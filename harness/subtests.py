@@ -23,7 +23,7 @@ class VotingRank(Protocol):
     """The part of a rank that subtests need."""
 
     def agree(self, vote: Vote) -> tuple[Vote, ...]: ...
-    def begin_case(self, name: str) -> None: ...
+    def begin_case(self, name: str, count: str = "") -> None: ...
     def end_case(self) -> None: ...
     def abort(self) -> None: ...
     def repair(self) -> None: ...
@@ -68,6 +68,7 @@ class RunSubtests:
         self._expected_failures = expected_failures
         self._settings: dict[str, Sequence[Any]] = {}
         self._num_run = 0
+        self._count = ""
 
     def __call__(
         self, settings: Mapping[str, Sequence[Any]], fn: Callable[..., object], *args: Any, **kwargs: Any
@@ -86,8 +87,9 @@ class RunSubtests:
         cases = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
         chosen = [case for case in cases if self._is_selected(case)]
         self._settings.update(settings)
-        self._num_run += len(chosen)
-        for case in chosen:
+        before, self._num_run = self._num_run, self._num_run + len(chosen)
+        for number, case in enumerate(chosen, before + 1):
+            self._count = f"subtest {number} of {self._num_run}"
             call = partial(fn, *args, **kwargs, **case)
             name = describe_case(case)
             expected = next((found for found in self._expected_failures if found.is_about_case(name)), None)
@@ -115,7 +117,7 @@ class RunSubtests:
         with self._subtests.test(name):
             skip: BaseException | None = None
             try:
-                self._rank.begin_case(name)
+                self._rank.begin_case(name, self._count)
                 call()
                 outcome = "passed"
             except pytest.skip.Exception as error:
@@ -140,7 +142,7 @@ class RunSubtests:
                 raise pytest.xfail.Exception(f"[NOTRUN] {expected.reason}")
             outcome, skip = "passed", None
             try:
-                self._rank.begin_case(name)
+                self._rank.begin_case(name, self._count)
                 call()
             except pytest.skip.Exception as error:
                 outcome, skip = "skipped", error

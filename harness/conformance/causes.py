@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from dataclasses import dataclass
-from pathlib import PurePath
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from harness.conformance.registry import DEFAULT
 from harness.conformance.table import Case, Claim, Outcome, Table
+from harness.reporting.causes import Ran, cause_of, narrow
 from lockstep.names import package
 
 
@@ -26,6 +26,8 @@ class Cause:
     where: str
     what: str
     broken: tuple[tuple[Claim, Case], ...]
+    narrowed: str = ""
+    """The line that runs all of them, and as little else as was found; "" if there is one only."""
 
     @property
     def claims(self) -> dict[str, list[str]]:
@@ -42,58 +44,31 @@ class Cause:
         printed = [line for line in case.text.splitlines() if line.startswith("pytest ")]
         if printed:
             return printed[-1]
-        engine = [] if self.engine == DEFAULT else ["--engine", self.engine]
-        return shlex.join(["pytest", claim.id, "-p", f"{package()}.conformance.plugin", *engine])
+        return _command([claim.id], self.engine)
 
 
 def causes(table: Table) -> list[Cause]:
     """Return the causes of all broken cases: of each engine those of most cases first."""
-    found: dict[tuple[str, str, str], list[tuple[Claim, Case]]] = {}
+    found: list[Cause] = []
     for engine in table.engines:
-        for claim in table.claims.values():
-            for case in table.cell(claim, engine).having(Outcome.BROKEN):
-                found.setdefault((engine, *_cause_of(case)), []).append((claim, case))
-    order = {engine: number for number, engine in enumerate(table.engines)}
-    return sorted(
-        (Cause(*key, tuple(broken)) for key, broken in found.items()),
-        key=lambda cause: (order[cause.engine], -len(cause.broken)),
-    )
+        cells = [(claim, case) for claim in table.claims.values() for case in table.cell(claim, engine).cases]
+        by_key: dict[tuple[str, str], list[tuple[Claim, Case]]] = {}
+        for claim, case in cells:
+            if case.outcome == Outcome.BROKEN:
+                by_key.setdefault(cause_of(case.text), []).append((claim, case))
+        ran = [Ran(claim.id, case.name) for claim, case in cells]
+        for key, broken in sorted(by_key.items(), key=lambda item: -len(item[1])):
+            found.append(_narrowed(Cause(engine, *key, tuple(broken)), ran))
+    return found
 
 
-def brief(case: Case) -> str:
-    """Return the line of a failure that says most: pytest's first line of the error."""
-    lines = [line for line in case.text.splitlines() if line.strip()]
-    errors = (line.removeprefix("E").strip() for line in lines if line.startswith("E  "))
-    return next(errors, lines[0] if lines else "")
+def _narrowed(cause: Cause, ran: list[Ran]) -> Cause:
+    if len(cause.broken) == 1:
+        return cause
+    failed = [Ran(claim.id, case.name) for claim, case in cause.broken]
+    return replace(cause, narrowed=_command(narrow(failed, ran).arguments, cause.engine))
 
 
-# A line of pytest's traceback: "path.py:12: AssertionError", "path.py:12: in function", "path.py:12: ".
-_PLACE = re.compile(r"^(?P<file>[^\s:]+\.py):(?P<line>\d+): ?(?P<type>[\w.]*)", re.MULTILINE)
-# Between the tracebacks of two ranks, and around the end.
-_RANK = re.compile(r"^-{5,} .*$", re.MULTILINE)
-_ID_OR_NUMBER = re.compile(
-    r"(?P<id>0x[0-9a-f]+|\b(?=\w*[a-f])(?=\w*\d)[0-9a-f]{12,}\b)|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-)
-LONGEST_MESSAGE = 200
-
-
-def _cause_of(case: Case) -> tuple[str, str]:
-    """Return where a case failed, and with what."""
-    first, *_ = _RANK.split(case.text)  # of the rank that is to blame
-    places = list(_PLACE.finditer(first)) or list(_PLACE.finditer(case.text))
-    own = [place for place in places if not _is_foreign(place["file"])]
-    where = f"{own[-1]['file']}:{own[-1]['line']}" if own else ""
-    message = brief(case)
-    kind = places[-1]["type"] if places else ""
-    if kind not in ("", "in") and kind not in message:  # pytest leaves out that of a bare assert
-        message = f"{kind}: {message}"
-    message = _ID_OR_NUMBER.sub(lambda found: "ID" if found["id"] else "N", message)
-    return where, message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} ..."
-
-
-def _is_foreign(file: str) -> bool:
-    """Return whether a file is of an installed package, of Python, or of this one but its engine."""
-    parts = PurePath(file).parts
-    is_ours = "harness" in parts[:-1] and package() == "harness"  # else the project has such a folder
-    room = parts[parts.index("harness") + 1] if is_ours else "engine"
-    return bool({"site-packages", "dist-packages"} & {*parts}) or "/lib/python" in file or room != "engine"
+def _command(arguments: Sequence[str], engine: str) -> str:
+    chosen = [] if engine == DEFAULT else ["--engine", engine]
+    return shlex.join(["pytest", *arguments, "-p", f"{package()}.conformance.plugin", *chosen])

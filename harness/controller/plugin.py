@@ -21,7 +21,7 @@ import pytest
 from harness.backends import BACKENDS, backends_of
 from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers, debugged_rank
-from harness.controller.live import LiveOutput, shows_live
+from harness.controller.live import LiveOutput
 from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
 from harness.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
 from harness.controller.rerun import rerun_line
@@ -33,6 +33,7 @@ from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
+from harness.output import shows_live
 from harness.protocol import RunItem, Search, WorldKey
 from harness.reporting.differences import merge_warnings, to_message
 from harness.reporting.merge import merge
@@ -208,7 +209,7 @@ class Controller:
             if not (was_clean := last.is_clean()):
                 search, order = CrashSearch(), begun.demand.run.order
                 while search.add(last):
-                    run = ItemRun(search.order(order), request.timeout, self._live.show)
+                    run = ItemRun(search.order(order), request.timeout, self._live)
                     last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
@@ -217,7 +218,7 @@ class Controller:
 
     def _run_stage(self, item: pytest.Item, stage: StageRun) -> tuple[str, list[pytest.TestReport]]:
         order = replace(self._order(item, stage.request, item, stage.before), stage=stage.name)
-        run = ItemRun(order, stage.request.timeout, self._live.show)
+        run = ItemRun(order, stage.request.timeout, self._live)
         outcome = self._finish(self._begin(Demand(item, stage.request, run)))
         return order.shared_tmp_path, self._report(item, Outcomes(outcome, outcome, passed=False))
 
@@ -304,7 +305,7 @@ class Controller:
     def _demand(
         self, item: pytest.Item, request: Request, nextitem: pytest.Item | None, stages: Paths = ()
     ) -> Demand:
-        run = ItemRun(self._order(item, request, nextitem, stages), request.timeout, self._live.show)
+        run = ItemRun(self._order(item, request, nextitem, stages), request.timeout, self._live)
         return Demand(item, request, run)
 
     def _order(

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -105,6 +105,15 @@ def uncaptured_streams(config: pytest.Config) -> Iterator[None]:
     finally:  # outside of tests pytest captures the input, and not the output
         capture.resume_global_capture()
         capture.suspend_global_capture()
+
+
+def terminal_stream(config: pytest.Config) -> TextIO:
+    """Return the stream that pytest's terminal report is written to, past all capture.
+
+    If it moves: what `TerminalWriter` is made with.
+    """
+    stream: TextIO = config.get_terminal_writer()._file
+    return stream
 
 
 def write_to_log_file(config: pytest.Config, text: str) -> None:

@@ -19,11 +19,18 @@ from harness.controller.timeout_internals import limits_of
 from harness.controller.unsupported import refuse_fixtures
 from harness.fake_ranks import PLACE, FakeRank, places
 from harness.marker import MarkError, RanksMark, read_mark
-from harness.options import CHOICES, DEFAULTS, adopted_kinds, default_backend
+from harness.options import DEFAULTS, adopted_kinds, default_backend
 from harness.protocol import WorldKey
 from harness.pytest_internals import fixtures_below
 from harness.stages import find_stage
 from harness.subtests import parse_selection
+
+CHOICES = {
+    "ranks_start_method": ("forkserver", "spawn"),
+    "ranks_leaks": ("warn", "error", "off"),
+    "ranks_adopt_groups": ("own", "reuse"),
+}
+"""The values that ini options take which pytest does not check."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Examples:
         self._total += 1
         case = f"{EXAMPLE}{self._total}"
         attempt = Attempt(data, self.running, self.crash_guard)
-        self._rank.begin_case(case)
+        self._rank.begin_case(case, case)
         self.running.begin(self._run, self._count)
         attempt.run(runner, function)
         votes, results = self._vote(attempt, case)

@@ -199,15 +199,20 @@ class Rank:
         """Return the state of the process groups."""
         return GroupState(self.group.is_aborted, count_collectives(), count_groups())
 
-    def begin_case(self, name: str) -> None:
-        """Enter a case of the test, and seed every generator with the seed of the world."""
+    def begin_case(self, name: str, count: str = "") -> None:
+        """Enter a case of the test, and seed every generator with the seed of the world.
+
+        Args:
+            count: which case of how many it is, "subtest 17 of 144".
+        """
+        self._activity.count = count
         self._activity.case = self._abortable = name
         self.reseed()
 
     def end_case(self) -> None:
         """Leave the case."""
         self._own_connections()
-        self._activity.case = ""
+        self._activity.case = self._activity.count = ""
 
     def stand_for(self, fake: FakeRank) -> None:
         """Be a rank of a fake world for the coming item."""
@@ -216,7 +221,7 @@ class Rank:
 
     def finish(self, message: Finished) -> None:
         """Send the end of the item, to the controller first: it must have it before any rank goes on."""
-        self._activity.state, self._activity.case = "idle", ""
+        self._activity.state, self._activity.case, self._activity.count = "idle", "", ""
         self.send(message)
         self._standing.end_item(message, self._log_size())
 
@@ -263,10 +268,10 @@ class Rank:
                 os.killpg(0, signal.SIGKILL)
                 return
             match message:
-                case Probe(full):
+                case Probe():
                     if self._awaits_turn and self._standing.have_all_gone_on():
                         self._activity.state = "runs"  # the main thread will, when it gets to run
-                    self.send(self.status.answer(full))
+                    self.send(self.status.answer(message))
                 case AbortGroup(case):
                     with self._aborting:
                         if case == self._abortable:

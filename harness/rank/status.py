@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import pluggy
 import torch.distributed as dist
 
 import harness.properties
-from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued, Progress, RankStatus, State
+from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued, Probe, Progress, RankStatus, State
 from harness.rank import pytest_internals
 from harness.rank.flight_record import read_record
 from harness.rank.process_group import MAX_RECORDED, DefaultGroup
@@ -39,6 +40,8 @@ class Activity:
     state: State = "idle"
     case: str = ""
     """The case of `run_subtests` under way, or the example of a property test."""
+    count: str = ""
+    """Which case of how many that is."""
     began: int = 0
     """When the item began, nanoseconds since the epoch."""
 
@@ -58,28 +61,36 @@ class StatusReader:
         self._base = base
         self._stacks = Stacks()
         self._main = threading.main_thread().ident or 0
+        self._main_clock = time.pthread_getcpuclockid(self._main)
+        self._looked = (0.0, 0.0)
         self._progress: object = None
 
-    def answer(self, full: bool) -> RankStatus | Progress:
-        """Return the status, or only that the main thread has run since the last time if that is so.
-
-        Args:
-            full: whether to return the status in any case.
-        """
+    def answer(self, probe: Probe) -> RankStatus | Progress:
+        """Return the status, or only that the main thread has run since the last time if that is so."""
         try:
             before, self._progress = self._progress, progress()
-            if not full and self._activity.state != "runs":
+            if not probe.full and self._activity.state != "runs":
                 return self.collectives()
-            if full or (before == self._progress and not self._others_run_users_code()):
-                return self._describe(full)
-            return Progress()
+            if probe.full or (before == self._progress and not self._others_run_users_code()):
+                return self._describe(probe.full)
+            return self._place() if probe.names_place else Progress(self._activity.count)
         except Exception:  # of what torch does not document; the thread that answers is needed on
             return RankStatus(traceback.format_exc(), "an unknown place", state=self._activity.state)
 
     def collectives(self) -> RankStatus:
         """Return the collectives that this rank has begun in this test, and no more."""
         issued, before = issued_since(self._activity.began, self._group.has_begun)
-        return RankStatus("", "", "", issued, before, self._activity.state, self._activity.case)
+        activity = self._activity
+        return RankStatus("", "", "", issued, before, activity.state, activity.case, activity.count)
+
+    def _place(self) -> Progress:
+        """Name the user's line that the main thread is at, at the cost of its stack alone."""
+        ran, now = self._looked
+        self._looked = time.clock_gettime(self._main_clock), time.monotonic()
+        computes = self._looked[0] - ran > (self._looked[1] - now) / 2
+        stack = self._stacks.take().get(self._main, ())
+        where, call = _user_line([place.summary() for place in reversed(stack)])
+        return Progress(self._activity.count, where.removeprefix(f"{self._base}/"), call, computes)
 
     def record(self) -> FlightRecord:
         """Return the calls of this test, with times and stacks."""

@@ -17,7 +17,7 @@ import pytest
 
 from harness.output import truncate
 from harness.properties.messages import EXAMPLE, HYPOTHESIS
-from harness.protocol import RAISED
+from harness.protocol import OF_RANKS, RAISED
 from harness.reporting.explain import explain
 from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
 from harness.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
@@ -93,7 +93,9 @@ def _merge_subtests(
         is_case = case and _uses_run_subtests(context.item)
         rerun_case = partial(rerun, _as_option(case)) if is_case else rerun
         of_case = replace(context, rerun=rerun_case, diagnosis=context.outcome.diagnoses.get(case))
-        merged.append(_merge_phase(of_case, "call", reports, problems, ranks))
+        report = _merge_phase(of_case, "call", reports, problems, ranks)
+        setattr(report, OF_RANKS, True)
+        merged.append(report)
     return merged
 
 

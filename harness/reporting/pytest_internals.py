@@ -55,6 +55,12 @@ def lines(report: pytest.TestReport) -> tuple[str, ...]:
     return tuple(f"{at.path}:{at.lineno}" for at in places(report) or [location_of(report, "")])
 
 
+def crash_of(report: pytest.TestReport) -> str:
+    """Return the line that pytest takes for that of the failure, as `file:line`, else ""."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return "" if crash is None else f"{crash.path}:{crash.lineno}"
+
+
 def location_of(report: pytest.TestReport, message: str) -> ReprFileLocation:
     """Point to the first line of the test."""
     return ReprFileLocation(report.location[0], (report.location[1] or 0) + 1, message)

@@ -6,7 +6,7 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -34,8 +34,9 @@ from harness.protocol import (
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
+from harness.world.glance import Glance, Onlooker, Places
 from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
-from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
+from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
@@ -57,14 +58,14 @@ class ItemRun:
 
     Args:
         timeout: seconds for the item, without collection; infinity for a user who debugs.
-        show: called with a rank's number and what it wants to be shown at once.
+        onlooker: shows the user what happens meanwhile.
     """
 
-    def __init__(
-        self, order: RunItem, timeout: float, show: Callable[[int, Shown], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, order: RunItem, timeout: float, onlooker: Onlooker | None = None) -> None:
         self.order = order
-        self._show = show
+        self._onlooker = onlooker
+        self._places: Places | None = None
+        self._names_place = False
         self._timeout = timeout
         self.following: ItemRun | None = None
         """What all ranks have gone on to, after `finish`."""
@@ -115,10 +116,14 @@ class ItemRun:
         now = time.monotonic()
         within = max(self._timeout, COLLECT_WITHIN) if self._collecting else self._timeout
         self._deadline, self._next_probe = now + within, now + PROBE_EVERY
-        while pending := self._pending():
-            grace = self._grace if self._without_failure(pending) else float("inf")
-            self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
-            self._end_what_is_over(self._pending())
+        try:
+            while pending := self._pending():
+                grace = self._grace if self._without_failure(pending) else float("inf")
+                self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
+                self._end_what_is_over(self._pending())
+        finally:
+            if self._places is not None and self._onlooker is not None:
+                self._onlooker.look_away()
         now = time.monotonic()
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
@@ -187,12 +192,13 @@ class ItemRun:
         match message:
             case Reported(data, doing):
                 outcome.reports.append(data)
-                if data.get("$report_type") == "TestReport":
+                if is_of_phase(data):
                     outcome.status = outcome.status or doing
                 elif doing is not None and doing.case:
                     self._failed_cases.setdefault(doing.case, {})[rank] = doing
             case Shown():
-                self._show(rank if self.order.fake is None else self.order.fake.rank, message)
+                if self._onlooker is not None:
+                    self._onlooker.show(rank if self.order.fake is None else self.order.fake.rank, message)
             case Warned():
                 outcome.warnings.append(message)
             case Vote():
@@ -215,10 +221,12 @@ class ItemRun:
             case RankStatus():
                 self._unanswered.discard(rank)
                 self._answers[rank] = message
+                self._note_place(rank, message)
             case Debugger(state):
                 self._handles[rank].debugger = state
             case Progress():
                 self._unanswered.discard(rank)
+                self._note_place(rank, message)
             case Ready():
                 pass
             case StartFailed(text):
@@ -258,6 +266,8 @@ class ItemRun:
         for rank in pending - self._answers.keys():
             if self._handles[rank].is_stopped():
                 self._answers[rank] = self._handles[rank].describe_silent()
+                self._note_place(rank, self._answers[rank])
+        self._let_look(pending)
         found = None
         if pending & self._answers.keys():
             found = diagnose(self._answers, len(self._handles), self._timeout)
@@ -269,7 +279,32 @@ class ItemRun:
         for handle in self._handles:
             if handle.rank not in self._unanswered:  # a write to a full wire would wait until the rank reads
                 self._unanswered.add(handle.rank)
-                handle.send(Probe())
+                handle.send(Probe(names_place=self._names_place))
+
+    def _let_look(self, pending: set[int]) -> None:
+        if self._onlooker is None:
+            return
+        now = time.monotonic()
+        self._places = self._places or Places()
+        self._places.note_silent((self._unanswered & pending) - self._answers.keys(), now)
+        subtests = [[data for data in rank.reports if not is_of_phase(data)] for rank in self._outcomes]
+        ended = min(map(len, subtests))
+        activity = self._places.count() or (f"{ended} subtests ended" if ended else "")
+        if self._collecting:
+            activity = f"imports {min(self._collecting.values())}"
+        glance = Glance(
+            self.order.label,
+            now - self._begun,
+            self._deadline - self._begun,
+            activity,
+            max(sum(data["outcome"] == "failed" for data in reports) for reports in subtests),
+            self._places.standing(now),
+        )
+        self._names_place = self._onlooker.look(glance)
+
+    def _note_place(self, rank: int, answer: RankStatus | Progress) -> None:
+        if self._places is not None:
+            self._places.note(rank, answer, time.monotonic())
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a case of `run_subtests` so that the others can run, once; give up anything else."""

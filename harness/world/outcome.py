@@ -67,6 +67,11 @@ class Stuck:
 Fate = Finished | Died | Stuck
 
 
+def is_of_phase(report: Mapping[str, object]) -> bool:
+    """Return whether a serialised report is of a phase of a test, and not of a subtest."""
+    return report.get("$report_type") == "TestReport"
+
+
 @dataclass(slots=True)
 class RankOutcome:
     """The reports of one rank on one item, and how it ended."""
@@ -89,8 +94,7 @@ class RankOutcome:
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
         return isinstance(self.fate, Died) or any(
-            report["outcome"] == "failed" and report.get("$report_type") == "TestReport"
-            for report in self.reports
+            report["outcome"] == "failed" and is_of_phase(report) for report in self.reports
         )
 
     def has_passed(self) -> bool:

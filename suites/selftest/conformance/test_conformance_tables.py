@@ -215,7 +215,8 @@ def test_a_folder_harness_is_the_projects_own_where_ours_is_called_lockstep(
 ) -> None:
     table = of_parameters("suites/test_a.py:1: in check\nE   ValueError: x\nharness/mine.py:7: ValueError")
     assert causes(table)[0].where == "suites/test_a.py:1"
-    monkeypatch.setattr("harness.conformance.causes.package", lambda: "lockstep")
+    for module in ("conformance", "reporting"):
+        monkeypatch.setattr(f"harness.{module}.causes.package", lambda: "lockstep")
     (cause,) = causes(table)
     assert cause.where == "harness/mine.py:7"
     assert " -p lockstep.conformance.plugin " in cause.rerun

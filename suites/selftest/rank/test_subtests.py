@@ -36,7 +36,7 @@ class AloneInTheWorld:
         self.votes.append(vote)
         return (vote,)
 
-    def begin_case(self, name: str) -> None:
+    def begin_case(self, name: str, count: str = "") -> None:
         self.seeded += 1
 
     def end_case(self) -> None: ...

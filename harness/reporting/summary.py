@@ -1,0 +1,151 @@
+"""The end of a run's report: subtests that have passed are counted, failures are grouped by their cause.
+
+Runs in the controller, and in the main process of pytest-xdist; must not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from harness.protocol import OF_RANKS
+from harness.reporting.causes import Ran, cause_of, is_foreign, narrow
+from harness.reporting.pytest_internals import crash_of
+
+MOST_CAUSES = 10
+"""Causes that are shown unless all are asked for."""
+SUBTESTS = "subtests passed"
+"""What pytest calls those that it counts under `-v` and `-q`, and not otherwise."""
+_EVERYWHERE = {"ranks", "parametrize", "usefixtures", "filterwarnings"}
+"""Marks that say how a test runs, and not which one it is."""
+_ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
+_OF_WORKER = re.compile(r"\A\[gw\d+\] \S+ -- Python .*\n")
+"""The line that pytest-xdist puts before a failure."""
+
+
+@dataclass
+class Cause:
+    """Failures that have one cause, in the order in which they came."""
+
+    where: str
+    what: str
+    failed: list[Ran] = field(default_factory=list)
+    rerun: str = ""
+    """The command that runs the first of them again."""
+
+
+class Summary:
+    """Counts subtests, and lists the causes of failures, at the end of the run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        names = (str(line).partition(":")[0].partition("(")[0].strip() for line in config.getini("markers"))
+        self._marks = frozenset(names) - _EVERYWHERE
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # last: below the list of all that failed
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> Generator[None, object, object]:
+        result = yield
+        stats = terminalreporter.stats
+        count_subtests(stats)
+        wanted = self._config.getoption("ranks_causes")
+        if wanted == "no" or self._config.option.verbose < -1:
+            return result
+        failed = [report for kind in ("failed", "error") for report in stats.get(kind, ())]
+        reports = [
+            report for report in failed if isinstance(report, pytest.TestReport) and not _is_sum(report)
+        ]
+        causes = self._group(reports)
+        if wanted == "all" or len(causes) < len(reports):
+            ran = list(self._ran(report for found in stats.values() for report in found))
+            for line in lines(causes, ran, None if wanted == "all" else MOST_CAUSES):
+                terminalreporter.write_line(line)
+        return result
+
+    def _group(self, reports: list[pytest.TestReport]) -> list[Cause]:
+        found: dict[tuple[str, str], Cause] = {}
+        for report in reports:
+            key = self._cause_of(report)
+            cause = found.setdefault(key, Cause(*key))
+            cause.failed.append(self._as_ran(report))
+            cause.rerun = cause.rerun or _rerun(report)
+        return sorted(found.values(), key=lambda cause: -len(cause.failed))
+
+    def _cause_of(self, report: pytest.TestReport) -> tuple[str, str]:
+        where, what = cause_of(_OF_WORKER.sub("", report.longreprtext))
+        crash = crash_of(report)
+        if not where and crash and not is_foreign(crash):  # under --tb=no and --tb=line
+            where = crash.removeprefix(f"{self._config.invocation_params.dir}/")
+        return where, what if report.when == "call" else f"{what} (in {report.when})"
+
+    def _as_ran(self, report: pytest.TestReport) -> Ran:
+        context = getattr(report, "context", None)
+        case = (context.msg or "") if context is not None else ""
+        return Ran(str(report.nodeid), case, self._marks.intersection(report.keywords))
+
+    def _ran(self, reports: Iterable[object]) -> Iterator[Ran]:
+        """Yield each test and subtest that has run, once."""
+        tests = [report for report in reports if isinstance(report, pytest.TestReport)]
+        with_cases = {str(report.nodeid) for report in tests if hasattr(report, "context")}
+        seen = set()
+        for report in tests:
+            ran = self._as_ran(report)
+            if ran not in seen and (ran.case or ran.nodeid not in with_cases):
+                seen.add(ran)
+                yield ran
+
+
+def lines(causes: list[Cause], ran: list[Ran], most: int | None) -> Iterator[str]:
+    """Yield the lines of the summary: how many causes there are, and three lines for each."""
+    total = sum(len(cause.failed) for cause in causes)
+    yield ""
+    yield f"{_counted(total, 'failure')}, {_counted(len(causes), 'cause')}:"
+    for cause in causes[:most]:
+        where = f" at {cause.where}" if cause.where else ""
+        yield f"{len(cause.failed):>5}{where}: {cause.what}"
+        yield f"      one of them: {cause.rerun}"
+        if len(cause.failed) > 1:
+            narrowed = narrow(cause.failed, ran)
+            if not narrowed.arguments:
+                continue
+            others = narrowed.num_selected - len(cause.failed)
+            more = f" (and {others:,} more)" if others > 0 else ""
+            yield f"      all of them: pytest {narrowed}{more}"
+    if most is not None and len(causes) > most:
+        yield f"      and {_counted(len(causes) - most, 'cause')} more: --causes=all"
+
+
+def count_subtests(stats: dict[str, list[object]]) -> None:
+    """Count the subtests that have passed, where some ran on ranks; pytest leaves them out without `-v`."""
+    silent = stats.get("", [])
+    passed = [
+        report
+        for report in silent
+        if isinstance(report, pytest.TestReport)
+        and hasattr(report, "context")
+        and report.passed
+        and not hasattr(report, "wasxfail")
+    ]
+    if any(hasattr(report, OF_RANKS) for report in passed):
+        counted = {id(report) for report in passed}
+        stats[""] = [report for report in silent if id(report) not in counted]
+        stats.setdefault(SUBTESTS, []).extend(passed)
+
+
+def _is_sum(report: pytest.TestReport) -> bool:
+    """Return whether a test failed only because subtests of it have."""
+    return _ONLY_SUBTESTS.fullmatch(_OF_WORKER.sub("", report.longreprtext)) is not None
+
+
+def _rerun(report: pytest.TestReport) -> str:
+    properties = dict(pair for pair in report.user_properties if isinstance(pair[0], str))
+    return str(properties.get("rerun") or shlex.join(["pytest", str(report.nodeid)]))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,149 @@
+"""The status line of a test that runs long, in a terminal, and the plain lines of a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.controller import progress
+from harness.controller.progress import Progress, fit, way_of, width
+from harness.world.glance import Glance
+from suites.selftest.project import Project
+from suites.selftest.screen import Screen, run_in_terminal
+
+
+@pytest.fixture(scope="module")
+def looks(shared_project: Project) -> list[list[str]]:
+    """The screens of a session in a terminal of 120 columns, the last one after its end."""
+    seen: list[list[str]] = []
+
+    def look(screen: Screen) -> None:
+        seen.append([*screen.rows])
+        if "all_reduce #1, rank 1 in save() at" in screen.rows[-1]:
+            (shared_project.path / "seen-waits").touch()
+        if "subtest 3 of 4" in screen.rows[-1]:
+            (shared_project.path / "seen-cases").touch()
+
+    shared_project.copy("progress")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "harness.plugin", "--tb=no"]
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TERM": "xterm"}
+    screen = run_in_terminal(command, shared_project.path, environ, 120, look)
+    return [*seen, screen.rows]
+
+
+def test_a_long_test_has_a_line_below_that_of_pytest(looks: list[list[str]]) -> None:
+    (row, line) = next(rows for rows in looks if "rank 1 in save() at" in rows[-1])[-2:]
+    assert row == "test_progress.py F"
+    name, _, words = line.partition("  ")
+    assert name == "test_progress.py::test_waits"
+    elapsed, _, rest = words.partition(" s of 60 s, ")
+    assert 2 <= int(elapsed) < 60
+    assert rest.startswith("1 failed: rank 0 in all_reduce #1, rank 1 in save() at test_progress.py:")
+
+
+def test_it_says_which_subtest_of_how_many(looks: list[list[str]]) -> None:
+    line = next(rows[-1] for rows in looks if "subtest 3 of 4" in rows[-1])
+    assert line.startswith("test_progress.py::test_cases  ")
+
+
+def test_it_is_gone_when_the_test_ends(looks: list[list[str]]) -> None:
+    row, failed = (row for row in looks[-1] if "test_progress.py" in row)
+    assert row == "test_progress.py F...".ljust(113) + "[100%]"
+    assert failed.startswith("FAILED test_progress.py::test_fails - ")
+    assert not any("test_is_short" in row for rows in looks for row in rows)
+
+
+NAME = "tests/test_train.py::test_resume[2-ranks]"
+WORDS = "12 s of 60 s, subtest 17 of 144, 3 failed: rank 0 in all_gather #7"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_the_line_fits_the_terminal(columns: int) -> None:
+    assert width(fit(NAME, WORDS, columns)) <= columns
+
+
+def test_the_name_loses_its_beginning_and_the_words_their_end() -> None:
+    assert fit("tests/test_a.py::test_b", "12 s of 60 s", 30) == "..t_a.py::test_b  12 s of 60 s"
+    assert fit("tests/test_a.py::test_b", "12 s of 60 s, 3 failed", 30) == "..py::test_b  12 s of 60 s, .."
+    assert width("日本") == 4
+    assert fit("日本日本日本日本日本", "12 s", 18) == "..本日本日本  12 s"
+
+
+class Stream:
+    encoding = "ascii"
+
+    def __init__(self, is_terminal: bool) -> None:
+        self.isatty = lambda: is_terminal
+
+
+def config(monkeypatch: pytest.MonkeyPatch, reporter: object, *, terminal: bool, **options: Any) -> Any:
+    usual = {
+        "ranks_no_progress": False,
+        "verbose": 0,
+        "capture": "fd",
+        "rank_pdb": None,
+        "rank_debugpy": None,
+    }
+    monkeypatch.setattr(progress, "terminal_stream", lambda _: Stream(terminal))
+    monkeypatch.setattr(progress, "shows_live", lambda _: options.get("live", False))
+    found = SimpleNamespace(**{**usual, **options})
+    manager = SimpleNamespace(get_plugin=lambda _: reporter)
+    return SimpleNamespace(option=found, pluginmanager=manager, getoption=lambda name: getattr(found, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "ways"),
+    [
+        ({}, {}, ("line", "plain")),
+        ({"ranks_no_progress": True}, {}, ("off", "off")),
+        ({"verbose": -1}, {}, ("off", "off")),
+        ({"verbose": 2}, {}, ("line", "plain")),
+        ({"rank_pdb": 1}, {}, ("off", "off")),
+        ({"capture": "no"}, {}, ("plain", "plain")),
+        ({"live": True}, {}, ("plain", "plain")),
+        ({}, {"TERM": "dumb"}, ("plain", "plain")),
+        ({}, {"CI": "true"}, ("plain", "plain")),
+        ({}, {"NO_COLOR": "1"}, ("line", "plain")),
+    ],
+)
+def test_options_and_the_environment_decide_how(
+    monkeypatch: pytest.MonkeyPatch, options: Any, environ: dict[str, str], ways: tuple[str, str]
+) -> None:
+    reporter = object.__new__(pytest.TerminalReporter)
+    found = [
+        way_of(config(monkeypatch, reporter, terminal=terminal, **options), {"TERM": "xterm"} | environ)
+        for terminal in (True, False)
+    ]
+    assert tuple(found) == ways
+
+
+@pytest.mark.parametrize(("terminal", "way"), [(True, "off"), (False, "plain")])
+def test_a_plugins_own_report_keeps_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, way: str
+) -> None:
+    monkeypatch.setattr(progress, "is_replaced", lambda _: True)
+    reporter = object.__new__(pytest.TerminalReporter)
+    assert way_of(config(monkeypatch, reporter, terminal=terminal), {"TERM": "xterm"}) == way
+    assert way_of(config(monkeypatch, None, terminal=terminal), {"TERM": "xterm"}) == "off"
+
+
+def test_a_log_gets_a_line_after_half_a_minute_and_each_minute_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_worker = config(monkeypatch, None, terminal=False)
+    of_worker.workerinput = {"workerid": "gw3"}
+    shown = Progress(of_worker, {})
+    glances = {now: Glance("test_a.py::test_b", now, 300.0, "subtest 17 of 144", 2, "") for now in range(160)}
+    asks = [now for now, glance in glances.items() if shown.look(glance)]
+    assert capsys.readouterr().err.splitlines() == [
+        f"[gw3] still running: test_a.py::test_b, {now} s of 300 s, subtest 17 of 144, 2 failed"
+        for now in (30, 90, 150)
+    ]
+    assert asks == [*range(26, 30), *range(86, 90), *range(146, 150)]
+    shown.end()
+    shown.look(glances[30])
+    assert "30 s of 300 s" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""The summary of a run: subtests are counted, failures are grouped by cause."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.reporting.causes import Ran, cause_of, narrow
+from suites.selftest.project import PROJECTS, Project, line_of
+
+FILE = PROJECTS / "many_failures" / "test_many.py"
+
+
+@pytest.fixture(scope="module")
+def output(shared_project: Project) -> list[str]:
+    shared_project.copy("many_failures")
+    return shared_project.run("--tb=short").splitlines()
+
+
+def test_subtests_are_counted(output: list[str]) -> None:
+    counts = re.sub(r" in .*|=", "", output[-1]).strip()
+    assert counts == "10 failed, 2 passed, 4 subtests passed"
+
+
+def test_failures_are_grouped_by_cause_below_all_else(output: list[str]) -> None:
+    summary = output[output.index("9 failures, 4 causes:") : -1]
+    check, bad = line_of("assert value", FILE), line_of("raise ValueError", FILE)
+    rerun = "pytest test_many.py::test_cases -p no:cacheprovider -p harness.plugin --subtest"
+    assert summary[1:7] == [
+        f"    4 at test_many.py:{check}: AssertionError: value of N at ID",
+        f"      one of them: {rerun} lr=2,size=1",
+        "      all of them: pytest test_many.py (and 11 more)",
+        f"    2 at test_many.py:{bad}: ValueError: bad shape [...]",
+        f"      one of them: {rerun} lr=0,size=3",
+        "      all of them: pytest test_many.py::test_cases --subtest size=3 (and 1 more)",
+    ]
+    assert summary[7] == f"    2 at test_many.py:{line_of('raise KeyError', FILE)}: KeyError: N"
+    assert summary[9] == "      all of them: pytest test_many.py::test_plain -k bf16"
+    assert summary[10].endswith("No such file or directory: '.../state.pt'")
+    assert len(summary) == 12
+
+
+def test_one_cause_for_each_failure_is_no_news(project: Project) -> None:
+    project.write("def test_a(world): assert 0\ndef test_b(world): assert not world\n")
+    assert "cause" not in project.run()
+
+
+def ran(*names: str, case: str = "", marks: tuple[str, ...] = ()) -> list[Ran]:
+    return [Ran(name, case, frozenset(marks)) for name in names]
+
+
+def test_a_cause_is_narrowed_to_what_its_failures_share_and_others_lack() -> None:
+    slow = ran("t/a.py::A::test_1[bf16-2-ranks]", "t/a.py::B::test_2[bf16]", marks=("slow",))
+    quick = ran("t/a.py::A::test_1[fp32-2-ranks]", "t/b.py::test_3[bf16]")
+    assert narrow(slow, slow + quick).arguments == ("t/a.py", "-m", "slow")
+    assert narrow(slow[:1] + quick[:1], slow + quick).arguments == ("t/a.py::A::test_1",)
+    assert narrow(slow + quick[1:], slow + quick).arguments == ("t", "-k", "bf16")
+    assert narrow(quick, slow + quick).num_selected == 4
+    assert narrow(ran("t/a.py::test_1", "u/a.py::test_1"), slow).arguments == ()
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        (
+            "ValueError: torch.Size([2, 3]) is not (4,)",
+            "ValueError: torch.Size([...]) is not (...)",
+        ),
+        ("AssertionError: assert tensor([1., 2.]) is None", "AssertionError: assert tensor(...) is None"),
+        ("OSError: no '/tmp/pytest-of-me/pytest-3/test_a0/state.pt'", "OSError: no '.../state.pt'"),
+        ("KeyError: 'layers.11.weight'", "KeyError: 'layers.N.weight'"),
+        ("AssertionError: off by 1e-05 at 0x7f12ab", "AssertionError: off by N at ID"),
+    ],
+)
+def test_numbers_shapes_and_folders_are_left_out(message: str, what: str) -> None:
+    kind = message.partition(":")[0]
+    assert cause_of(f"E   {message}\nmine/engine.py:7: {kind}") == ("mine/engine.py:7", what)
+
+
+def test_the_first_exception_of_a_chain_is_the_cause() -> None:
+    text = (
+        "a.py:3: in load\nE   ValueError: no key\n\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "b.py:9: in step\nE   RuntimeError: step failed\n"
+    )
+    assert cause_of(text) == ("a.py:3", "ValueError: no key")
+
+
+def test_tracebacks_of_python_are_read_too() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 3, in load\n    x\nValueError: no key 3\n'
+    assert cause_of(text) == ("a.py:3", "ValueError: no key N")
