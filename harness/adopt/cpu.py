@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from harness.adopt.torch_internals import COMMON
+from harness.adopt.torch_internals import COMMON, parse_to
 
 __tracebackhide__ = True
 
@@ -74,7 +74,7 @@ class CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_TO_DEVICE = {torch._C._nn._parse_to: 1, torch.Tensor.to: 2}
+_TO_DEVICE = {parse_to(): 1, torch.Tensor.to: 2}
 """Functions that take a device as a positional argument, with the number of arguments up to it."""
 
 

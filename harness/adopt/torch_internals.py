@@ -39,6 +39,11 @@ def seed() -> None:
     sys.modules["torch.testing._internal.common_utils"].set_rng_seed()
 
 
+def parse_to() -> Any:
+    """Return the function that reads the arguments of `Module.to`. If it moves: what that calls first."""
+    return sys.modules["torch"]._C._nn._parse_to
+
+
 def is_initialized() -> bool:
     """Return whether there is a default process group. Called in ranks, where torch is loaded."""
     return bool(sys.modules["torch.distributed"].is_initialized())
