@@ -18,10 +18,9 @@ from harness.reporting.pytest_internals import ReprFileLocation, lines, messages
 from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports
 from harness.tracebacks import user_line
 from harness.world.diagnosis import place_of
-from harness.world.outcome import Died, Stuck
+from harness.world.outcome import STRICT_XPASS, Died, Stuck
 
 _GLOO_RECEIVED_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-_STRICT_XPASS = "[XPASS(strict)]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +267,6 @@ def _is_expected_failure(ranks: list[RankReports], found: dict[Phase, list[Probl
     )
     return expected and all(
         problem.is_victim()
-        or (problem.report is not None and problem.report.longreprtext.startswith(_STRICT_XPASS))
+        or (problem.report is not None and problem.report.longreprtext.startswith(STRICT_XPASS))
         for problem in chain(*found.values())
     )

@@ -166,7 +166,8 @@ class ItemRun:
             return
         # The rank of `--rank-pdb` may still come to a breakpoint, or fail.
         may_stop = any(self._handles[rank].can_debug for rank in self._without_failure(pending))
-        if any(outcome.has_failed() for outcome in self._outcomes) and not may_stop:
+        failed = any(outcome.has_failed() and not outcome.has_xpassed() for outcome in self._outcomes)
+        if failed and not may_stop:
             self._grace = min(self._grace, now + GRACE)
             self._last_grace = min(self._last_grace, now + MAX_GRACE)
         if now >= self._deadline:

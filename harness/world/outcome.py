@@ -23,6 +23,8 @@ from harness.world.diagnosis import Diagnosis
 Sections = tuple[tuple[str, str], ...]
 """Pairs of a stream's name, "stdout" or "stderr", and a text."""
 _PHASES = ["setup", "call", "teardown"]
+STRICT_XPASS = "[XPASS(strict)]"
+"""How pytest's report of a test begins that passed and was expected to fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,15 @@ class RankOutcome:
         """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
         return isinstance(self.fate, Died) or any(
             report["outcome"] == "failed" and is_of_phase(report) for report in self.reports
+        )
+
+    def has_xpassed(self) -> bool:
+        """Whether the rank has passed the test, which was expected to fail: on another rank it still may."""
+        return any(
+            report["outcome"] == "failed"
+            and report.get("$report_type") == "TestReport"
+            and str(report["longrepr"]).startswith(STRICT_XPASS)
+            for report in self.reports
         )
 
     def has_passed(self) -> bool:

@@ -147,7 +147,14 @@ def test_a_failure_of_another_rank_wins_over_an_xfail(session: FaultSession) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["test_xfail_on_all", "test_marked", "test_marked_and_called", "test_marked_by_one_rank"]
+    "name",
+    [
+        "test_xfail_on_all",
+        "test_marked",
+        "test_marked_and_late_on_one_rank",
+        "test_marked_and_called",
+        "test_marked_by_one_rank",
+    ],
 )
 def test_an_expected_failure_of_all_ranks_or_of_one_is_an_xfail(session: FaultSession, name: str) -> None:
     assert session[name].outcomes == ["skipped"]

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 import unittest
 
 import pytest
@@ -299,6 +300,13 @@ def test_xfail_on_all(world):
 @pytest.mark.xfail(raises=ValueError, strict=True)
 def test_marked(world):
     one_fails(world, ValueError("expected"))
+
+
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_marked_and_late_on_one_rank(world):
+    if world.rank == 1:
+        time.sleep(1)  # longer than ranks are given once another has failed
+        raise ValueError("expected")
 
 
 @pytest.mark.xfail
