@@ -18,6 +18,16 @@ class PeerFailed(AssertionError):
     """Another rank failed a case of a test that this rank shares with it; this rank itself did not fail."""
 
 
+class Diverged(AssertionError):
+    """Two runs, or the ranks of one, differ: the test runs again with recording, to find where they parted.
+
+    Attributes:
+        is_explained: Whether the message says that already.
+    """
+
+    is_explained = False
+
+
 class FakeValueError(Failed):
     """A test on a rank of a fake world read a value that would come from another rank; there is none.
 

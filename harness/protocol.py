@@ -21,6 +21,9 @@ OF_RANKS = "of_ranks"
 RAISED = "raised"
 """The attribute of a failure's report that holds what was raised, a `Raised` for each of the chain."""
 
+DIVERGED = "diverged"
+"""The attribute of a failure's report that holds the case, or "", in which runs or ranks differed."""
+
 Raised = tuple[tuple[tuple[str, str], ...], str, bool]
 """Module and name of an exception's class and of its bases; its text; whether the next one is its cause."""
 
@@ -176,6 +179,10 @@ class RunItem:
     """Name of the stage to run in the place of the item."""
     stages: tuple[tuple[str, str], ...] = ()
     """Name and directory of each stage that has run for the item."""
+    is_recorded: bool = False
+    """Whether to record what the item computes: it has failed for a divergence."""
+    subtests: tuple[str, ...] = ()
+    """The cases of `run_subtests` to run, as `--subtest` has them; empty for those that the user selected."""
 
     @property
     def label(self) -> str:

@@ -1,7 +1,8 @@
 """Assertions about a distributed run: parity with a reference, agreement of ranks, dtypes.
 
-Inside a rank; imports torch and torch.distributed, nothing else of harness. Two rules hold for all of them: a
-check that finds nothing to compare fails, and where ranks compare values, all of them fail or none.
+Inside a rank; imports torch, torch.distributed and, of harness, `exceptions` and `recorders`. Two rules hold
+for all of them: a check that finds nothing to compare fails, and where ranks compare values, all of them fail
+or none.
 """
 
 from harness.assertions.agreement import assert_same_across_ranks, fail_together

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from harness.assertions import divergence
 from harness.assertions.closeness import EXACT, differences
+from harness.exceptions import Diverged
+from harness.recorders import ExecutionLog, active_log
 
 _SHOWN = 5  # names in one message; a model that was never synchronised differs in hundreds
 
@@ -23,6 +26,7 @@ def fail_together(findings: Sequence[str], group: dist.ProcessGroup | None = Non
     Raises:
         AssertionError: the findings of all ranks, each behind the global rank that made it.
     """
+    __tracebackhide__ = True
     if not _largest(torch.tensor([len(findings)]), group).any():
         return
     lines = [
@@ -44,9 +48,11 @@ def assert_same_across_ranks(
         group: the default group if None.
 
     Raises:
-        AssertionError: on every rank, with the same message: the rank, the name, and the largest difference
-            from the group's first rank. Also if nothing can be compared: no tensor, a group of one rank.
+        Diverged: an AssertionError on every rank, with the same message: the rank, the name, and the largest
+            difference from the group's first rank; in the test's second, recorded run also where they parted.
+        AssertionError: nothing can be compared: no tensor, a group of one rank.
     """
+    __tracebackhide__ = True
     local = {name: _local(tensor) for name, tensor in tensors.items()}
     own = {name: _fingerprint(tensor) for name, tensor in local.items()}
     if _is_same_everywhere(own, group) and own and dist.get_world_size(group) > 1:
@@ -67,7 +73,39 @@ def assert_same_across_ranks(
             break
         found.append(_disagreement(name, gathered(local.get(name), group), first))
     if found:
-        raise AssertionError("\n".join(found))
+        raise _diverged("\n".join(found), local, group)
+
+
+def _diverged(message: str, local: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> Diverged:
+    """Return the error; where this run is recorded it says where the ranks parted. A collective then."""
+    log = active_log()
+    if log is None:
+        return Diverged(message)
+    with log.paused():
+        paragraph = _explanation(log, {name: tuple(tensor.shape) for name, tensor in local.items()}, group)
+    error = Diverged(f"{paragraph}\n{divergence.shortened(message)}")
+    error.is_explained = True
+    return error
+
+
+def _explanation(
+    log: ExecutionLog, shapes: Mapping[str, tuple[int, ...]], group: dist.ProcessGroup | None
+) -> str:
+    """Return the paragraph about the first event at which the ranks part, the same on all of them."""
+    events = [event for event in log.events if event.fingerprint]
+    outlines = gathered(divergence.outline(events), group)
+    raced = gathered(divergence.races(log.events), group)
+    places = divergence.first_parting_of_ranks(outlines, shapes)
+    if places is None:
+        return divergence.describe(dict.fromkeys(outlines), raced)
+    first = next(iter(outlines))
+    keys = [None if place < 0 else outlines[first][place][0] for place in places]
+    by_key = {event.key: event for event in events}
+    event, before = (None if key is None else by_key.get(key) for key in keys)
+    values = gathered(None if event is None else event.value, group)
+    lines = [] if event is None else divergence.describe_ranks(event, before, values, log.events)
+    lines = gathered(lines, group)[first]
+    return "\n".join([*lines, *(f"{line} (rank {rank})" for rank, found in raced.items() for line in found)])
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> dict[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,8 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.assertions import divergence
 from harness.assertions.agreement import fail_together, gathered
 from harness.assertions.closeness import EXACT, Named, Tolerance, differences
+from harness.exceptions import Diverged
+from harness.recorders import active_log
 
 Batch = TypeVar("Batch")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -128,12 +132,17 @@ class Training:
 
 @dataclass
 class Run:
-    """Results of one training: parameters before and after it, losses and gradients by step."""
+    """Results of one training: parameters before and after it, losses and gradients by step.
+
+    Attributes:
+        recording: all that it computed, where this run of the test is recorded.
+    """
 
     start: Named
     losses: list[dict[str, torch.Tensor]] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     parameters: Named = field(default_factory=dict)
+    recording: divergence.Recording | None = None
 
     @cached_property
     def moved(self) -> bool:
@@ -157,31 +166,58 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
     training on the same ranks.
 
     Raises:
-        AssertionError: on every rank: rank, step, the loss or the name of the parameter or gradient, the
-            largest absolute and relative difference and where. Also if it would be empty: no step, no
-            parameters, none that moved, or the same losses on all ranks without `same_data`.
+        Diverged: an AssertionError on every rank: rank, step, the loss or the name of the parameter or
+            gradient, the largest absolute and relative difference and where. The test then runs again with
+            recording, and the message says where the two parted first.
+        AssertionError: it would be empty: no step, no parameters, none that moved, or the same losses on all
+            ranks without `same_data`; or the two start from different weights.
     """
+    __tracebackhide__ = True
     if training.steps < 1:
         raise AssertionError("no step: nothing to compare")
     expected = train(reference, training) if isinstance(reference, Trainee) else reference
     if bool(expected.gradients) != bool(candidate.full_gradients):
         raise ValueError("gradients are compared where both trainees give full_gradients, or neither")
-    start = _snapshot(candidate.full_parameters(candidate.model))
+    start = _full("", candidate.full_parameters, candidate.model)
     fail_together(_compare(training, "before step 0, parameter ", start, expected.start))
-    found = _differences(_train(candidate, training, start), expected, training)
-    fail_together([*found, *_emptiness(expected, training)])
+    actual = _train(candidate, training, start)
+    found = _differences(actual, expected, training)
+    try:
+        fail_together([*_first_of_each_kind(found), *_emptiness(expected, training)])
+    except AssertionError as error:
+        if not any(gathered(bool(found)).values()):
+            raise
+        raise _diverged(str(error), expected, actual, training) from None
+
+
+def _diverged(message: str, expected: Run, actual: Run, training: Training) -> Diverged:
+    """Return the error; where both runs are recorded it says where they parted. A collective then."""
+    log = active_log()
+    if log is None or expected.recording is None or actual.recording is None:
+        return Diverged(message)
+    with log.paused():
+        parting = divergence.first_parting(expected.recording, actual.recording, training.tolerance)
+        by_rank = gathered(parting)
+        raced = gathered(divergence.races(actual.recording.events))
+    error = Diverged(f"{divergence.describe(by_rank, raced)}\n{divergence.shortened(message)}")
+    error.is_explained = True
+    return error
 
 
 def train(trainee: Trainee, training: Training) -> Run:
     """Train, and return the run that `assert_parity` compares. Every rank must call it."""
-    return _train(trainee, training, _snapshot(trainee.full_parameters(trainee.model)))
+    return _train(trainee, training, _full("", trainee.full_parameters, trainee.model))
 
 
 def _train(trainee: Trainee, training: Training, start: Named) -> Run:
     model, scaler, run = trainee.model, trainee.scaler, Run(start)
     rank = dist.get_rank() if dist.is_initialized() else 0
+    log = active_log()
+    recorder = None if log is None else divergence.TrainingRecorder(log, model, start)
     optimizer = trainee.optimizer(model, training.optimizer)
     for step in range(training.steps):
+        if recorder:
+            recorder.begin_step(step, scaler.scale(torch.ones(())) if scaler else None)
         optimizer.zero_grad()
         seed = _seed(training.seed, rank, step)
         # `torch.manual_seed` also formats a stack for every kind of device that was never used: 0.6 ms.
@@ -190,11 +226,13 @@ def _train(trainee: Trainee, training: Training, start: Named) -> Run:
             torch.cuda.manual_seed_all(seed)
         loss = training.loss(model, training.batches(step))
         run.losses.append({"loss": loss.detach().clone()})
+        if recorder:
+            recorder.log.record("loss", run.losses[-1])
         trainee.backward(model, scaler.scale(loss) if scaler else loss)
         if scaler:
             scaler.unscale_(optimizer)
         if trainee.full_gradients:
-            run.gradients.append(_snapshot(trainee.full_gradients(model)))
+            run.gradients.append(_full("reduced gradient", trainee.full_gradients, model))
         if scaler:
             scaler.step(optimizer)
             scaler.update()
@@ -202,8 +240,23 @@ def _train(trainee: Trainee, training: Training, start: Named) -> Run:
             optimizer.step()
         if trainee.after_step:
             trainee.after_step(model)
-    run.parameters = _snapshot(trainee.full_parameters(model))
+        if recorder:
+            recorder.log.step = step  # the optimizer has counted it
+            _full("parameter after the step", trainee.full_parameters, model)
+    run.parameters = _full("", trainee.full_parameters, model)
+    run.recording = None if recorder is None else recorder.recording()
     return run
+
+
+def _full(kind: str, read: Callable[[nn.Module], Named], model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return copies of unsharded tensors; a log has these under `kind`, and not how they came to be."""
+    if (log := active_log()) is None:
+        return _snapshot(read(model))
+    with log.paused():
+        values = _snapshot(read(model))
+    if kind:
+        log.record(kind, values)
+    return values
 
 
 def _differences(actual: Run, expected: Run, training: Training) -> list[str]:
@@ -215,6 +268,16 @@ def _differences(actual: Run, expected: Run, training: Training) -> list[str]:
             found += _compare(training, where, actual.gradients[step], expected.gradients[step])
     where = f"after step {training.steps - 1}, parameter "
     return found + _compare(training, where, actual.parameters, expected.parameters)
+
+
+def _first_of_each_kind(found: Sequence[str]) -> list[str]:
+    """Return the first difference in a loss, a gradient and a parameter, and how many more there are."""
+    kinds = {
+        re.sub(r"\d+", "", finding.partition(":")[0]).split()[-2:][0]: finding for finding in found[::-1]
+    }
+    shown = [finding for finding in found if finding in kinds.values()]
+    more = len(found) - len(shown)
+    return [*shown, *([f"and {more} more differences"] if more else [])]
 
 
 def _compare(training: Training, where: str, actual: Named, expected: Named) -> list[str]:

@@ -23,6 +23,7 @@ from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers, debugged_rank
 from harness.controller.live import LiveOutput
 from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
+from harness.controller.recorded_run import diverged_case, recorded_order, with_explanation
 from harness.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
 from harness.controller.rerun import rerun_line
 from harness.controller.rerunfailures_internals import run_again_on_failure
@@ -212,6 +213,11 @@ class Controller:
                     run = ItemRun(search.order(order), request.timeout, self._live)
                     last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
+                if (case := diverged_case(last)) is not None and self._debugging is None:
+                    order = recorded_order(begun.demand.run.order, item, case)
+                    run = ItemRun(order, request.timeout, self._live.show)
+                    recorded = self._finish(self._begin(Demand(item, request, run)))
+                    reported = with_explanation(reported, recorded, case)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
         return Outcomes(reported, last, was_clean and last.has_passed())

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.exceptions import Diverged
 from harness.marker import is_xfail_call
 from harness.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
-from harness.protocol import RAISED, Raised, Reported, Warned
+from harness.protocol import DIVERGED, RAISED, Raised, Reported, Warned
 from harness.rank.output import TestOutput
 from harness.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
 
@@ -39,6 +40,7 @@ class RankReporter:
         self.names_raised = False
         self._raised: BaseException | None = None
         self._outcomes: list[tuple[str, str]] = []
+        self._is_property = False
         self._rank = rank
         self._guards = guards
         self._xml = XmlNotes()
@@ -55,6 +57,8 @@ class RankReporter:
         self.phases_over = 0
         self._outcomes.clear()
         self._output.begin(item)
+        # Its search for a smaller example ends with a recorded run of that.
+        self._is_property = bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
     def has_passed(self) -> bool:
         """Return whether the item has passed its three phases, without subtests."""
@@ -88,6 +92,8 @@ class RankReporter:
             data["xml_notes"] = notes
         if report.failed and self.names_raised:
             data[RAISED] = name_raised(self._raised)
+        if report.failed and isinstance(self._raised, Diverged) and not self._is_property:
+            data[DIVERGED] = report.context.msg or "" if isinstance(report, pytest.SubtestReport) else ""
         self._raised = None
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport

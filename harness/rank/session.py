@@ -10,8 +10,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,7 +182,7 @@ class RankSession:
                 set_location(item, order.location)
             self._reporter.begin(item)
             self.rank.reseed()
-            with self._properties_in_step(order.search), self._values(order.fake):
+            with self._properties_in_step(order.search), self._values(order.fake), self._recorded(order):
                 self._run_protocol(item, next_item)
         if not self._spec.session.captures:
             end_lines()
@@ -230,6 +230,23 @@ class RankSession:
         from harness.rank.fake_values import FakeValues
 
         return FakeValues(fake, self._spec.session.cwd)
+
+    @contextmanager
+    def _recorded(self, order: RunItem) -> Iterator[None]:
+        """Record what the item computes, to find out where two runs or ranks part."""
+        if not order.is_recorded:
+            yield
+            return
+        from harness.recorders import ExecutionLog
+
+        options = self._config.option
+        selected = options.subtest
+        options.subtest = list(order.subtests) or selected
+        try:
+            with ExecutionLog(self._spec.session.cwd):
+                yield
+        finally:
+            options.subtest = selected
 
     def _properties_in_step(self, search: Search) -> AbstractContextManager[None]:
         """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""

@@ -1,11 +1,21 @@
 """Logs of a rank: the collectives it issued, the dtypes its modules received.
 
-Inside a rank; imports torch, and nothing else of harness. A query about something that was never seen raises:
-a check that saw nothing must not pass.
+Inside a rank; imports torch, and of harness `tracebacks` alone. A query about something that was never seen
+raises: a check that saw nothing must not pass.
 """
 
 from harness.recorders.collectives import Collective, CollectivesLog
+from harness.recorders.execution import Event, ExecutionLog, active_log
 from harness.recorders.forward_dtypes import ForwardCall, ForwardDtypes
 from harness.recorders.tensors import named_tensors
 
-__all__ = ["Collective", "CollectivesLog", "ForwardCall", "ForwardDtypes", "named_tensors"]
+__all__ = [
+    "Collective",
+    "CollectivesLog",
+    "Event",
+    "ExecutionLog",
+    "ForwardCall",
+    "ForwardDtypes",
+    "active_log",
+    "named_tensors",
+]

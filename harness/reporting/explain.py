@@ -62,6 +62,8 @@ def explain(
         longrepr.addsection("timeline: the last collectives of each rank", text, "-")
     if context.example:
         longrepr.addsection("failing example", context.example, "-")
+    if context.note:
+        longrepr.addsection("first divergence", context.note, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
     return longrepr
 

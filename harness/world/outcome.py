@@ -131,6 +131,8 @@ class ItemOutcome:
     """The rank of a fake world that the one process stood for."""
     stage: str = ""
     """Name of the item's stage that ran; "" if the item itself did."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What to say of the first divergence, by case of `run_subtests`; "" stands for the test itself."""
 
     @property
     def world(self) -> str:

@@ -1,0 +1,66 @@
+"""The second run of a test in which two runs, or ranks, differ: with recording, to say where they part first.
+
+Runs in the controller; must not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.protocol import DIVERGED, RunItem
+from harness.world.outcome import ItemOutcome
+
+_PASSED = (
+    "the test ran again, with recording, and passed: the divergence does not come every time. A collective "
+    "that is not waited for, uninitialised memory, or a random number that no seed fixes is like that"
+)
+_OTHERWISE = (
+    "the test ran again, with recording, and did not come to this assertion: it failed in another way"
+)
+_LATE = "the test ran again, with recording, and did not end before its deadline: --world-timeout raises it"
+
+
+def diverged_case(outcome: ItemOutcome) -> str | None:
+    """Return the first case in which runs or ranks differ, "" for the test itself; None if there is none."""
+    reports = (report for rank in outcome.ranks for report in rank.reports)
+    return next((str(report[DIVERGED]) for report in reports if DIVERGED in report), None)
+
+
+def recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
+    """Return the order that runs the test, or one case of it, again."""
+    is_case = case and "run_subtests" in getattr(item, "fixturenames", ())
+    return replace(
+        order,
+        follows=False,
+        next_item=None,
+        is_recorded=True,
+        subtests=(case.replace(", ", ","),) if is_case else (),
+        shared_tmp_path=f"{order.shared_tmp_path}-recorded",
+    )
+
+
+def with_explanation(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> ItemOutcome:
+    """Return the outcome with the explanations of the recorded run, or with a note that it has none."""
+    again = {rank.rank: _reports_of(rank.reports, case) for rank in recorded.ranks}
+    if not any(again.values()):
+        note = _LATE if recorded.timed_out else _PASSED if _passed(recorded) else _OTHERWISE
+        return replace(outcome, notes={case: note})
+    for rank in outcome.ranks:
+        new = iter(again.get(rank.rank, ()))
+        rank.reports[:] = [
+            next(new, report) if report.get(DIVERGED) == case else report for report in rank.reports
+        ]
+    return outcome
+
+
+def _reports_of(reports: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    return [report for report in reports if report.get(DIVERGED) == case]
+
+
+def _passed(outcome: ItemOutcome) -> bool:
+    reports = [report for rank in outcome.ranks for report in rank.reports]
+    is_over = len(outcome.finished()) == len(outcome.ranks)
+    return is_over and not any(report["outcome"] == "failed" for report in reports)

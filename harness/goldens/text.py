@@ -1,0 +1,174 @@
+"""The text of a golden: lines of values and of collectives, and how it differs from that of another run.
+
+Used on ranks; standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_DIFF = 14
+"""Lines of a diff of collectives that a message shows."""
+
+_TITLE = "# Golden of "
+_MADE_BY = "# Made by "
+_COLLECTIVES = "collectives:"
+_ENTRY = re.compile(r"(?P<name>.+?) +\| (?P<ranks>all|rank \d+) +\| (?P<text>.*)")
+_NUMBER = re.compile(r"(value|norm|sum|mix) (\S+)")
+_SIZE = re.compile(r"\[([\d, ]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The tolerance of each element; the numbers of a line summarise many of them."""
+
+    atol: float
+    rtol: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line: a value, or a collective, and whose it is."""
+
+    name: str
+    ranks: str
+    text: str
+
+    def line(self, width: int) -> str:
+        return f"{self.name:<{width}} | {self.ranks:<6} | {self.text}".rstrip()
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What a file holds.
+
+    Attributes:
+        test: node id, without the directory.
+        made_by: versions and machine, in words.
+        values: in the order in which they were recorded.
+        collectives: in the order of each rank, which is the entry's `ranks`.
+    """
+
+    test: str
+    made_by: str
+    values: tuple[Entry, ...]
+    collectives: tuple[Entry, ...]
+
+    def render(self) -> str:
+        """Return the text of the file."""
+        lines = [f"{_TITLE}{self.test}. Written by: pytest --update-goldens", f"{_MADE_BY}{self.made_by}"]
+        for entries in (self.values, self.collectives):
+            width = max((len(entry.name) for entry in entries), default=0)
+            lines += [entry.line(width) for entry in entries]
+            lines += [_COLLECTIVES] if entries is self.values else []
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Golden:
+        """Read the text of a file.
+
+        Raises:
+            ValueError: it is not one that `render` has made, or was damaged: the line.
+        """
+        lines = text.splitlines()
+        if len(lines) < 2 or not lines[0].startswith(_TITLE) or not lines[1].startswith(_MADE_BY):
+            raise ValueError("line 1: a golden begins with two lines of comments; a merge may have cut them")
+        if _COLLECTIVES not in lines:
+            raise ValueError(f"there is no line `{_COLLECTIVES}`")
+        test = lines[0].removeprefix(_TITLE).partition(". Written by")[0]
+        middle = lines.index(_COLLECTIVES)
+        parts: list[list[Entry]] = [[], []]
+        for number, line in enumerate(lines[2:], 3):
+            if number == middle + 1 or not line:
+                continue
+            if (match := _ENTRY.fullmatch(line.rstrip() + ("" if "| " in line[-2:] else " "))) is None:
+                raise ValueError(f"line {number}: not a line of a golden: {line!r}")
+            parts[number > middle + 1].append(
+                Entry(match["name"].strip(), match["ranks"], match["text"].strip())
+            )
+        return cls(test, lines[1].removeprefix(_MADE_BY), tuple(parts[0]), tuple(parts[1]))
+
+
+def differences(golden: Golden, now: Golden, bounds: Bounds | None) -> list[str]:
+    """Return what to say of a run that differs from its golden; nothing if it does not.
+
+    Args:
+        bounds: of the numbers; None compares bit for bit.
+    """
+    lines = _of_values(golden.values, now.values, bounds)
+    if golden.collectives != now.collectives:
+        lines += ["the sequence of collectives differs (- golden, + this run):"]
+        lines += [f"  {line}" for line in _diff(golden.collectives, now.collectives)]
+    if lines and golden.made_by != now.made_by:
+        lines.append(f"the golden was made by {golden.made_by}; this is {now.made_by}")
+    return lines
+
+
+def _of_values(golden: Sequence[Entry], now: Sequence[Entry], bounds: Bounds | None) -> list[str]:
+    expected = {(entry.name, entry.ranks): entry for entry in _by_rank(golden, now)}
+    actual = {(entry.name, entry.ranks): entry for entry in _by_rank(now, golden)}
+    keys = list(dict.fromkeys([*actual, *expected]))
+    wrong = [key for key in keys if not _is_close(expected.get(key), actual.get(key), bounds)]
+    if not wrong:
+        return []
+    name, ranks = first = wrong[0]
+    whose = "all ranks" if ranks == "all" else ranks
+    before = keys.index(first)
+    return [
+        f"first difference: {name} ({whose}), after {before} values that agree",
+        f"  golden    {expected[first].text if first in expected else 'has no such value'}",
+        f"  this run  {actual[first].text if first in actual else 'has no such value'}",
+        f"  {len(wrong)} of {len(keys)} values differ" + ("" if bounds is None else " beyond the tolerance"),
+    ]
+
+
+def _by_rank(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+    """Write out what is the same on all ranks for each rank where the other text has it rank by rank."""
+    ranks: dict[str, list[str]] = {}
+    for entry in others:
+        ranks.setdefault(entry.name, []).append(entry.ranks)
+    found = []
+    for entry in entries:
+        as_there = ranks.get(entry.name, ["all"])
+        split = entry.ranks == "all" and "all" not in as_there
+        found += [Entry(entry.name, rank, entry.text) for rank in (as_there if split else [entry.ranks])]
+    return found
+
+
+def _is_close(golden: Entry | None, now: Entry | None, bounds: Bounds | None) -> bool:
+    if golden is None or now is None:
+        return False
+    if golden.text == now.text or bounds is None:
+        return golden.text == now.text
+    if golden.text.split(" ", 1)[0] != now.text.split(" ", 1)[0]:  # the dtype
+        return False
+    shapes = [_SIZE.search(entry.text) for entry in (golden, now)]
+    if [shape and shape[1] for shape in shapes] != [shapes[0] and shapes[0][1]] * 2:
+        return False
+    sizes = [int(size) for size in shapes[0][1].split(",") if size.strip()] if shapes[0] else []
+    ours, theirs = (dict(_NUMBER.findall(entry.text)) for entry in (now, golden))
+    if ours.keys() != theirs.keys() or not ours:
+        return False
+    norm = abs(float(theirs.get("norm", theirs.get("value", "0"))))
+    return all(
+        _allowed(float(ours[key]), float(theirs[key]), key, math.prod(sizes), norm, bounds) for key in ours
+    )
+
+
+def _allowed(now: float, golden: float, key: str, count: int, norm: float, bounds: Bounds) -> bool:  # noqa: PLR0913
+    if math.isnan(now) or math.isnan(golden):
+        return math.isnan(now) and math.isnan(golden)
+    # If each element is off by atol + rtol * |element|, its norm is off by this, and a sum by sqrt(count) times.
+    slack = bounds.atol * math.sqrt(count) + bounds.rtol * norm
+    return abs(now - golden) <= slack * (math.sqrt(count) if key in ("sum", "mix") else 1.0)
+
+
+def _diff(golden: Sequence[Entry], now: Sequence[Entry]) -> list[str]:
+    texts = [[f"{entry.name} {entry.text} ({entry.ranks})" for entry in each] for each in (golden, now)]
+    found = [line for line in difflib.unified_diff(*texts, n=2, lineterm="") if line[:3] not in ("---", "+++")]
+    more = len(found) - MAX_DIFF
+    return found if more <= 0 else [*found[:MAX_DIFF], f"and {more} more lines"]

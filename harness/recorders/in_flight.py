@@ -1,0 +1,132 @@
+"""Collectives that a rank has begun and not waited for, and who touches their tensors. Inside a rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from harness.recorders.tensors import named_tensors
+from harness.recorders.torch_internals import is_view, work_of, written_arguments
+
+Span = tuple[int, int]
+"""The addresses of a tensor's memory: from, and up to."""
+
+_WAITS = ("wait", "synchronize", "result", "get_future", "block_current_stream", "is_completed")
+"""Methods of a handle after which its user may know that the collective is over."""
+_HANDLES_NO_DATA = ("empty", "new_empty", "resize_", "set_", "record_stream", "is_pinned")
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A collective that was begun and not waited for."""
+
+    work: dist.Work
+    written: list[torch.Tensor]
+    spans_written: list[Span]
+    spans_read: list[Span]
+    title: str
+    line: str
+    has_raced: bool = False
+
+
+class InFlight:
+    """Watches the tensors of collectives until somebody waits for their handles.
+
+    Args:
+        waited: called when one is over, with its title, the tensors that it has written, and its line.
+        raced: called when an operation comes too early, with the collective's title and line, with what the
+            operation did, and with the operation.
+    """
+
+    def __init__(
+        self,
+        waited: Callable[[str, list[torch.Tensor], str], None],
+        raced: Callable[[str, str, str, Any], None],
+    ) -> None:
+        self._waited, self._raced = waited, raced
+        self._begun: dict[int, _Begun] = {}
+        self._patched: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    def __enter__(self) -> Self:
+        work: Any = dist.Work
+        for name in filter(functools.partial(hasattr, work), _WAITS):
+            before = getattr(work, name)
+            after = self._noticing(before, name)
+            self._patched[name] = before, after
+            setattr(work, name, after)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        work: Any = dist.Work
+        for name, (before, after) in self._patched.items():
+            if getattr(work, name) is after:  # else another one has wrapped it since, and calls it
+                setattr(work, name, before)
+        self._patched.clear()
+        self._begun.clear()
+
+    def is_any(self) -> bool:
+        """Return whether a collective is in flight."""
+        return bool(self._begun)
+
+    def add(
+        self, out: Any, reads: list[torch.Tensor], writes: list[torch.Tensor], title: str, line: str
+    ) -> None:
+        """Watch a collective that has just begun.
+
+        Args:
+            out: what its operator returned: its handle is in there, unless it has none.
+        """
+        work = work_of(out)
+        if work is not None:
+            spans = [_span(each) for each in writes], [_span(each) for each in reads]
+            self._begun[id(work)] = _Begun(work, writes, *spans, title, line)
+
+    def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Report each collective in flight whose output `func` reads, or whose tensors it writes."""
+        name = func.overloadpacket.__name__
+        if is_view(func) or name.startswith(_HANDLES_NO_DATA) or name.endswith("_like"):
+            return
+        written = written_arguments(func, args, kwargs)
+        for tensor in named_tensors([args, kwargs]).values():
+            span = _span(tensor)
+            writes = any(tensor is each for each in written)
+            for begun in self._begun.values():
+                if begun.has_raced:  # once is enough
+                    continue
+                if _meet(span, begun.spans_written) or (writes and _meet(span, begun.spans_read)):
+                    begun.has_raced = True
+                    verb = "wrote to its tensors" if writes else "read its output"
+                    self._raced(begun.title, begun.line, verb, func)
+
+    def _noticing(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def noticing(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            # Before the call, in which some backends copy to its tensors.
+            begun = self._begun.pop(id(work), None) if self._begun else None
+            returned = method(work, *args, **kwargs)
+            if begun is not None and name == "is_completed" and not returned:
+                self._begun[id(work)] = begun
+            elif begun is not None:
+                # After `get_future` it may still be going on.
+                self._waited(begun.title, [] if name == "get_future" else begun.written, begun.line)
+            return returned
+
+        return noticing
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def _meet(span: Span, others: list[Span]) -> bool:
+    return any(span[0] < end and start < span[1] for start, end in others)

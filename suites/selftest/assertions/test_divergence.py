@@ -1,0 +1,98 @@
+"""The first place where two runs, or two ranks, part: as the report of a failed test says it."""
+
+import re
+
+import pytest
+
+from suites.selftest.project import line_of
+
+PLACE = {
+    "cast": "flat = flat.to(torch.bfloat16)",
+    "gather": "self.handle = dist.all_gather_into_tensor",
+    "reduce": "dist.reduce_scatter_tensor(own, flat)",
+    "optimizer": "optimizer.step()",
+    "forward": "return model(batch).square().mean()",
+}
+
+
+@pytest.fixture(scope="module")
+def report(shared_project):
+    """The text that one run of the project prints, by test."""
+    shared_project.copy("divergence", "filterwarnings = ignore::FutureWarning\n")
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(shared_project.path / "inductor")}  # which torch makes for DDP
+    output = shared_project.run(environ=cache)
+    shared_project.assert_nothing_is_left()
+    parts = re.split(r"^_{3,} (.+?) _{3,}$", output, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)) | {"": output}
+
+
+@pytest.fixture(scope="module")
+def place(shared_project):
+    """`file:line` of a line of the project."""
+
+    def find(name):
+        code = PLACE[name]
+        file = "engine.py" if name in ("cast", "gather", "reduce") else "test_divergence.py"
+        return f"{file}:{line_of(code, shared_project.path / file)}"
+
+    return find
+
+
+def errors(text):
+    return [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith("E ")]
+
+
+def test_a_cast_too_much_is_named_by_file_and_line(report, place):
+    head, values, difference, agreed, *more = errors(report["test_cast_too_much"])
+    assert "first divergence on all ranks: step 0, after backward: gradient of `0.weight`" in head
+    assert re.fullmatch(
+        r"candidate \S+ \(float32 \[3, 4\]\), reference \S+ \(float32 \[3, 4\]\) at .*", values
+    )
+    assert "greatest absolute difference" in difference
+    assert "last agreement: step 0, backward: gradient of `0.weight` before it is reduced" in agreed
+    assert more[0] == f"in between: cast float32 -> bfloat16 at {place('cast')} (2 times)"
+    assert f"in between: reduce_scatter_tensor bfloat16[8] at {place('reduce')}" in more
+
+
+def test_a_message_has_ten_lines_at_most(report):
+    for name in ("test_cast_too_much", "test_wrong_wait", "test_unreduced_gradient"):
+        assert len(errors(report[name])) <= 10, name
+
+
+def test_a_collective_that_is_not_waited_for_is_a_race(report, place):
+    lines = errors(report["test_wrong_wait"])
+    assert "first divergence" in lines[0]
+    assert "step 0, forward: parameter `2.weight`" in lines[0]
+    races = [line for line in lines if line.startswith("race: ")]
+    assert f"all_gather_into_tensor #2 float32[4], begun at {place('gather')}, was not waited for" in races[0]
+
+
+def test_passing_tests_run_once_and_failing_ones_twice(report, shared_project):
+    assert [len(shared_project.pids(name)) for name in ("sound", "cast")] == [1, 2]
+
+
+def test_only_the_failed_case_runs_again(report, shared_project):
+    cases = ("case-none", "case-cast", "case-other")
+    assert [len(shared_project.pids(name)) for name in cases] == [1, 2, 1]
+    assert "first divergence on all ranks" in report["test_one_case [fault=cast]"]
+
+
+def test_a_divergence_that_does_not_come_again_is_said_to_be_one(report):
+    text = report["test_not_every_time"]
+    assert "the test ran again, with recording, and passed" in text
+    assert "Greatest absolute difference" in text  # of the run that failed
+
+
+def test_ranks_part_at_the_gradient_that_nothing_reduces(report, place):
+    head, values, agreed, *_ = errors(report["test_unreduced_gradient"])
+    assert head.endswith(
+        f"step 0, after backward: gradient of `2.bias` that the optimizer reads at {place('optimizer')}"
+    )
+    assert re.fullmatch(r"rank 0 \S+, rank 1 \S+ at \(\d,\), \(float32 \[2\]\)", values)
+    assert agreed.startswith("last agreement: step 0, forward: parameter `2.bias`")
+
+
+def test_ranks_that_begin_with_different_weights_never_agreed(report, place):
+    head, _, never, *_ = errors(report["test_different_weights"])
+    assert f"step 0, forward: parameter `0.bias` as its module computes with it at {place('forward')}" in head
+    assert never.startswith("they never agreed")
