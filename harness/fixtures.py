@@ -1,4 +1,4 @@
-"""The fixtures `world`, `run_subtests` and `collectives`, of ranks. Must not import torch.
+"""The fixtures `world`, `run_subtests`, `golden` and `collectives`, of ranks. Must not import torch.
 
 A project that has fixtures of these names keeps them: a fixture of a conftest or a test file comes before one
 of a plugin. It reaches ours under other names by importing them in its conftest:
@@ -16,12 +16,13 @@ import pytest
 from harness.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
+    from harness.goldens.golden import Goldens
     from harness.rank.session import RankSession
     from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog
     from harness.subtests import RunSubtests
 
-__all__ = ["collectives", "run_subtests", "world"]
+__all__ = ["collectives", "golden", "run_subtests", "world"]
 
 
 def session_of(request: pytest.FixtureRequest) -> RankSession:
@@ -50,6 +51,14 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
     selection = parse_selection(request.config.getoption("subtest"))
     expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
     return RunSubtests(session_of(request).rank, subtests, selection, expected)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Goldens:
+    """Hold a training run to a text file beside the test, which `--update-goldens` writes."""
+    from harness.goldens.golden import Goldens
+
+    return Goldens(request, session_of(request).world)
 
 
 @pytest.fixture

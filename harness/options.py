@@ -104,6 +104,11 @@ def add_options(parser: pytest.Parser) -> None:
         help="run only the cases of run_subtests with these settings",
     )
     group.addoption(
+        "--update-goldens",
+        action="store_true",
+        help="write the files that the fixture `golden` holds runs to, instead of comparing",
+    )
+    group.addoption(
         "--ranks-adopt",
         metavar="KINDS",
         help="run existing test classes on ranks, unchanged: torch (MultiProcessTestCase and "

@@ -14,12 +14,12 @@ from collections.abc import Generator
 import pytest
 
 from harness import fixtures, hookspecs
-from harness.fixtures import collectives, run_subtests, world
+from harness.fixtures import collectives, golden, run_subtests, world
 from harness.hookspecs import RANK_PLUGIN
 from harness.marker import MarkError, read_mark
 from harness.options import add_options, add_short_options, adopted_kinds, default_backend
 
-__all__ = ["collectives", "run_subtests", "world"]
+__all__ = ["collectives", "golden", "run_subtests", "world"]
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -32,6 +32,7 @@ from harness.controller.termination import Termination
 from harness.controller.unsupported import note_on_snapshots
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
+from harness.goldens.summary import note_goldens
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.output import shows_live
@@ -214,8 +215,7 @@ class Controller:
                     last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
                 if (case := diverged_case(last)) is not None and self._debugging is None:
-                    order = recorded_order(begun.demand.run.order, item, case)
-                    run = ItemRun(order, request.timeout, self._live.show)
+                    run = ItemRun(recorded_order(order, item, case), request.timeout, self._live.show)
                     recorded = self._finish(self._begin(Demand(item, request, run)))
                     reported = with_explanation(reported, recorded, case)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
@@ -273,6 +273,8 @@ class Controller:
         reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
         if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:
             files.write(str(item.nodeid), outcomes.reported, reports)
+        if "golden" in getattr(item, "fixturenames", ()):
+            note_goldens(self._config, reports)
         return reports
 
     # The next test, begun while this one is reported

@@ -1,1 +1,1 @@
-"""Goldens: training runs held to text files beside their tests. Ranks use `golden`, the controller `summary`."""
+"""Goldens: runs held to text files beside their tests. Ranks use `golden`, the controller `summary`."""

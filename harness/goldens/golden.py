@@ -31,19 +31,22 @@ Line = tuple[str, str]
 class Goldens:
     """The value of the fixture `golden`: call it to record a run.
 
-        with golden("two_layers") as run:
-            for step in range(3):
-                ...
-                run.record("loss", loss)
-                run.record("gradients", named_gradients(model))
-                optimizer.step()
-            run.record("parameters", named_parameters(model))
+    with golden("two_layers") as run:
+        for step in range(3):
+            ...
+            run.record("loss", loss)
+            run.record("gradients", named_gradients(model))
+            optimizer.step()
+        run.record("parameters", named_parameters(model))
     """
 
     def __init__(self, request: pytest.FixtureRequest, world: RankWorld) -> None:
         self._request = request
         self._world = world
         self._used: set[str] = set()
+
+    def __repr__(self) -> str:
+        return "<goldens>"  # the same on every rank, so that equal tracebacks read the same
 
     def __call__(self, name: str, tolerance: Tolerance | torch.dtype | None = None) -> GoldenRun:
         """Return a context in which collectives, and what it is given, are recorded; all ranks enter it.
@@ -57,7 +60,7 @@ class Goldens:
             ValueError: the name is no word, or this test has used it already.
         """
         if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"golden({name!r}): the name becomes that of a file: letters, digits, `_`, `.`, `-`")
+            raise ValueError(f"golden({name!r}): it names a file: use letters, digits, `_`, `.` and `-`")
         if name in self._used:
             raise ValueError(f"golden({name!r}): this test has used the name already; give each run its own")
         self._used.add(name)
@@ -114,7 +117,9 @@ class Goldens:
         except ValueError as error:
             return f"the golden {where} cannot be read: {error}; write it again with: {command}"
         if golden.test != now.test:
-            return f"the golden {where} is that of {golden.test}: give this test's another name, or: {command}"
+            return (
+                f"the golden {where} is that of {golden.test}: give this test's another name, or: {command}"
+            )
         found = differences(golden, now, run.bounds)
         if not found:
             return ""
@@ -140,6 +145,9 @@ class GoldenRun:
         self._log = CollectivesLog()
         self._values: list[Line] = []
         self._counts: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<run held to {self.path.name}>"
 
     def __enter__(self) -> Self:
         self._log.__enter__()

@@ -21,7 +21,7 @@ def note_goldens(config: pytest.Config, reports: Sequence[pytest.TestReport]) ->
         config.pluginmanager.register(config.stash[_KEY], "harness-goldens")
     summary = config.stash[_KEY]
     for report in reports:
-        summary.used.update(Path(value) for name, value in report.user_properties if name == "golden")
+        summary.used.update(Path(str(value)) for name, value in report.user_properties if name == "golden")
 
 
 class GoldenSummary:
@@ -39,7 +39,7 @@ class GoldenSummary:
             terminalreporter.write_line(f"golden that no test has used: {where}; remove it")
 
     def _unused(self, terminalreporter: pytest.TerminalReporter) -> list[Path]:
-        """Return the files beside those that were used; nothing unless every test of their file has passed."""
+        """Return the files beside those that were used; nothing unless all tests ran and passed."""
         option = self._config.option
         selects = any(getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
         stats = terminalreporter.stats
@@ -49,6 +49,4 @@ class GoldenSummary:
         folders = sorted({path.parent for path in self.used})
         found = [path for folder in folders for path in sorted(folder.glob("*.txt"))]
         backends = {path.stem.rpartition("-")[2] for path in self.used}
-        return [
-            path for path in found if path not in self.used and path.stem.rpartition("-")[2] in backends
-        ]
+        return [path for path in found if path not in self.used and path.stem.rpartition("-")[2] in backends]

@@ -85,7 +85,7 @@ class Golden:
         for number, line in enumerate(lines[2:], 3):
             if number == middle + 1 or not line:
                 continue
-            if (match := _ENTRY.fullmatch(line.rstrip() + ("" if "| " in line[-2:] else " "))) is None:
+            if (match := _ENTRY.fullmatch(f"{line.rstrip()} ")) is None:
                 raise ValueError(f"line {number}: not a line of a golden: {line!r}")
             parts[number > middle + 1].append(
                 Entry(match["name"].strip(), match["ranks"], match["text"].strip())
@@ -146,29 +146,33 @@ def _is_close(golden: Entry | None, now: Entry | None, bounds: Bounds | None) ->
         return golden.text == now.text
     if golden.text.split(" ", 1)[0] != now.text.split(" ", 1)[0]:  # the dtype
         return False
-    shapes = [_SIZE.search(entry.text) for entry in (golden, now)]
-    if [shape and shape[1] for shape in shapes] != [shapes[0] and shapes[0][1]] * 2:
-        return False
-    sizes = [int(size) for size in shapes[0][1].split(",") if size.strip()] if shapes[0] else []
     ours, theirs = (dict(_NUMBER.findall(entry.text)) for entry in (now, golden))
-    if ours.keys() != theirs.keys() or not ours:
+    sizes = [found[1] if (found := _SIZE.search(entry.text)) else "" for entry in (golden, now)]
+    if sizes[0] != sizes[1] or ours.keys() != theirs.keys() or not ours:
         return False
-    norm = abs(float(theirs.get("norm", theirs.get("value", "0"))))
+    count = math.prod(int(size) for size in sizes[0].split(",") if size.strip())
+    # Each element is off by atol + rtol * |element|: the norm by this then, and a sum by sqrt(count) as much.
+    norm = abs(float(theirs.get("norm") or theirs.get("value") or 0))
+    slack = bounds.atol * math.sqrt(count) + bounds.rtol * norm
+    root = math.sqrt(count)
     return all(
-        _allowed(float(ours[key]), float(theirs[key]), key, math.prod(sizes), norm, bounds) for key in ours
+        _is_within(float(ours[key]), float(theirs[key]), slack * (root if key in ("sum", "mix") else 1))
+        for key in ours
     )
 
 
-def _allowed(now: float, golden: float, key: str, count: int, norm: float, bounds: Bounds) -> bool:  # noqa: PLR0913
+def _is_within(now: float, golden: float, slack: float) -> bool:
     if math.isnan(now) or math.isnan(golden):
         return math.isnan(now) and math.isnan(golden)
-    # If each element is off by atol + rtol * |element|, its norm is off by this, and a sum by sqrt(count) times.
-    slack = bounds.atol * math.sqrt(count) + bounds.rtol * norm
-    return abs(now - golden) <= slack * (math.sqrt(count) if key in ("sum", "mix") else 1.0)
+    return now == golden or abs(now - golden) <= slack
 
 
 def _diff(golden: Sequence[Entry], now: Sequence[Entry]) -> list[str]:
-    texts = [[f"{entry.name} {entry.text} ({entry.ranks})" for entry in each] for each in (golden, now)]
-    found = [line for line in difflib.unified_diff(*texts, n=2, lineterm="") if line[:3] not in ("---", "+++")]
+    before, after = ([f"{each.name} {each.text} ({each.ranks})" for each in of] for of in (golden, now))
+    found = [
+        line
+        for line in difflib.unified_diff(before, after, n=2, lineterm="")
+        if line[:3] not in ("---", "+++")
+    ]
     more = len(found) - MAX_DIFF
     return found if more <= 0 else [*found[:MAX_DIFF], f"and {more} more lines"]

@@ -39,7 +39,8 @@ def place(shared_project):
 
 
 def errors(text):
-    return [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith("E ")]
+    of_first_rank = re.split(r"^-{3,} ", text, flags=re.MULTILINE)[0]
+    return [line.removeprefix("E").strip() for line in of_first_rank.splitlines() if line.startswith("E ")]
 
 
 def test_a_cast_too_much_is_named_by_file_and_line(report, place):
@@ -62,7 +63,7 @@ def test_a_message_has_ten_lines_at_most(report):
 def test_a_collective_that_is_not_waited_for_is_a_race(report, place):
     lines = errors(report["test_wrong_wait"])
     assert "first divergence" in lines[0]
-    assert "step 0, forward: parameter `2.weight`" in lines[0]
+    assert "on rank 0: step 0, forward: parameter `2.weight`" in lines[0]
     races = [line for line in lines if line.startswith("race: ")]
     assert f"all_gather_into_tensor #2 float32[4], begun at {place('gather')}, was not waited for" in races[0]
 

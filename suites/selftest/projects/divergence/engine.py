@@ -32,7 +32,8 @@ class Unit:
     def before_forward(self, layer, args):
         if self.handle is None:
             self.begin_gather()
-        if self.fault != "wait":
+            self.handle.wait()
+        elif self.fault != "wait":
             self.handle.wait()
         self.show()
         if self.next is not None:
