@@ -103,11 +103,7 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="run only the cases of run_subtests with these settings",
     )
-    group.addoption(
-        "--update-goldens",
-        action="store_true",
-        help="write the files that the fixture `golden` holds runs to, instead of comparing",
-    )
+    group.addoption("--update-goldens", action="store_true", help="write the files of the fixture `golden`")
     group.addoption(
         "--ranks-adopt",
         metavar="KINDS",
