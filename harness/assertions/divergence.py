@@ -36,7 +36,7 @@ _RACES = 2
 
 @dataclass
 class Recording:
-    """What one training computed, in order.
+    """The values that one training computed, in order.
 
     Attributes:
         events: as `ExecutionLog` has them.

@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Golden:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         test: node id, without the directory.

@@ -35,7 +35,7 @@ class _Begun:
 
 
 class InFlight:
-    """Watches the tensors of collectives until somebody waits for their handles.
+    """Watches the tensors of collectives until a caller waits for their handles.
 
     Args:
         waited: called when one is over, with its title, the tensors that it has written, and its line.

@@ -63,7 +63,7 @@ def test_a_message_has_ten_lines_at_most(report):
 def test_a_collective_that_is_not_waited_for_is_a_race(report, place):
     lines = errors(report["test_wrong_wait"])
     assert "first divergence" in lines[0]
-    assert "on rank 0: step 0, forward: parameter `2.weight`" in lines[0]
+    assert "step 0, forward: parameter `2.weight`" in lines[0]  # on rank 0, or on both
     races = [line for line in lines if line.startswith("race: ")]
     assert f"all_gather_into_tensor #2 float32[4], begun at {place('gather')}, was not waited for" in races[0]
 
