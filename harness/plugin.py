@@ -8,12 +8,11 @@ PYTEST_DONT_REWRITE: in a rank the server has imported it before pytest could re
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Generator
 
 import pytest
 
-from harness import fixtures, hookspecs
+from harness import hookspecs
 from harness.fixtures import collectives, golden, run_subtests, world
 from harness.hookspecs import RANK_PLUGIN
 from harness.marker import MarkError, read_mark
@@ -95,7 +94,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         mark = read_mark(metafunc.definition)
     except MarkError as error:
         wrong = str(error)
-    if mark is None and not wrong and not _is_marked_later(metafunc) and (name := _name_of_world(metafunc)):
+    if mark is None and not wrong and (name := _name_of_world(metafunc)):
         wrong = (
             f"the fixture `{name}` exists only on ranks: mark the test, its class or its module with "
             "pytest.mark.ranks(2)"
@@ -114,26 +113,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("ranks_size", mark.sizes, ids=ids)
 
 
-def _is_marked_later(metafunc: pytest.Metafunc) -> bool:
-    """Return whether a parameter has the mark: `pytest.param(..., marks=pytest.mark.ranks(2))`."""
-    from harness.controller.pytest_internals import marks_of_parameters
-
-    return any(mark.name == "ranks" for mark in marks_of_parameters(metafunc))
-
-
 def _name_of_world(metafunc: pytest.Metafunc) -> str | None:
-    """Return the name under which a test uses our fixture `world`, or a stage; a project may have its own."""
-    from harness.controller.pytest_internals import fixture_function
+    """Return the name under which a test that nothing puts on ranks uses `world`, or a stage."""
+    from harness.controller.pytest_internals import marks_of_parameters, name_of_world
 
-    for name in metafunc.fixturenames:
-        function = fixture_function(metafunc, name)
-        module, function_name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-        if (module, function_name) == (fixtures.__name__, "world") or _is_stage(function):
-            return name
-    return None
-
-
-def _is_stage(function: object) -> bool:
-    """Return whether it is the function of a fixture that `stage` has made."""
-    stages = sys.modules.get(f"{__package__}.stages")  # else there is none
-    return stages is not None and stages.find_stage(function) is not None
+    if any(mark.name == "ranks" for mark in marks_of_parameters(metafunc)):  # pytest.param(..., marks=...)
+        return None
+    return name_of_world(metafunc)

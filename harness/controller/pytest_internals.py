@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 import pytest
 
+from lockstep.names import loaded, package
+
 
 def fixture_function(metafunc: pytest.Metafunc, name: str) -> Callable[..., object] | None:
     """Return the function of the fixture that a test gets under a name; None if that cannot be found out.
@@ -133,3 +135,19 @@ def make_report(item: pytest.Item, when: str, outcome: str, longrepr: object = N
     """Return a report of a phase that did not run in this process. The constructor is not documented."""
     keywords = dict.fromkeys(item.keywords, 1)
     return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, when)  # type: ignore[arg-type]
+
+
+def name_of_world(metafunc: pytest.Metafunc) -> str | None:
+    """Return the name under which a test uses our fixture `world`, or a stage; a project may have its own."""
+    for name in metafunc.fixturenames:
+        function = fixture_function(metafunc, name)
+        module, function_name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+        if (module, function_name) == (f"{package()}.fixtures", "world") or _is_stage(function):
+            return name
+    return None
+
+
+def _is_stage(function: object) -> bool:
+    """Return whether it is the function of a fixture that `stage` has made."""
+    stages = loaded("stages")  # else there is none
+    return stages is not None and stages.find_stage(function) is not None
