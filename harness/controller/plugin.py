@@ -215,7 +215,7 @@ class Controller:
                     last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
                 if (case := diverged_case(last)) is not None and self._debugging is None:
-                    run = ItemRun(recorded_order(order, item, case), request.timeout, self._live.show)
+                    run = ItemRun(recorded_order(order, item, case), request.timeout, self._live)
                     recorded = self._finish(self._begin(Demand(item, request, run)))
                     reported = with_explanation(reported, recorded, case)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
