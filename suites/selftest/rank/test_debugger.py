@@ -212,7 +212,7 @@ def test_a_world_without_the_debugged_rank_runs_as_always(talk: Conversation) ->
 def test_quitting_ends_the_run_and_reports_the_test(talk: Conversation) -> None:
     assert "the user quit the debugger, which ends the run" in report_of(talk, "test_quit")
     assert "Exit: Quitting debugger" in talk.text
-    assert "7 failed, 2 passed, 1 xfailed, 2 errors in " in talk.text
+    assert "7 failed, 2 passed, 1 xfailed, 2 errors, 1 subtests passed in " in talk.text
     assert talk.process.returncode == pytest.ExitCode.INTERRUPTED
     assert [entry.name for entry in (talk.path / "tmp").iterdir() if "pytest-of-" not in entry.name] == []
     assert processes_with(str(talk.path / "tmp")) == []
