@@ -26,6 +26,5 @@ def pytest_ranks_expected_failures(item: pytest.Item) -> Sequence[ExpectedFailur
 def pytest_ranks_rerun(item: pytest.Item) -> Sequence[str] | None:
     """Return a node id, and options, that select `item` in a run without others. Called in the controller.
 
-    The default is its own node id without options. Of an installed file it may be `--pyargs` and the node id
-    with the module's name for the path, where that module needs no ini file.
+    The default is its own node id. Of an installed file it may be `--pyargs`, and the module for the path.
     """

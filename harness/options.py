@@ -148,7 +148,7 @@ def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:
 def _add_ini_options(parser: pytest.Parser) -> None:
     parser.addini(
         "ranks_preload",
-        "modules that the server imports once for all ranks, in addition to torch",
+        "modules that the server imports once for all ranks, in addition to torch; replaces the default",
         "args",
         default=["torch.distributed.fsdp"],  # half a second of CPU, which each rank would need for itself
     )

@@ -32,6 +32,7 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
         torch.bfloat16: Tolerance(1e-5, 1.6e-2),  # eps 7.8e-3: 2 units
     }
 )
+"""The largest difference of close values, by the lowest precision in which they were computed."""
 
 
 def assert_named_close(

@@ -70,5 +70,6 @@ def _narrowed(cause: Cause, ran: list[Ran]) -> Cause:
 
 
 def _command(arguments: Sequence[str], engine: str) -> str:
-    chosen = [] if engine == DEFAULT else ["--engine", engine]
+    name = engine.split(" ")[0]  # without the version of torch
+    chosen = [] if name == DEFAULT else ["--engine", name]
     return shlex.join(["pytest", *arguments, "-p", f"{package()}.conformance.plugin", *chosen])

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.conformance.changes import has_worsened
 from harness.conformance.collecting import summary
 from harness.conformance.registry import INSTALLED_SUITES, built_in_names
+from harness.conformance.render import to_changes
 from harness.conformance.stored import NoTable, load, merge, write
+from harness.conformance.table import Table
 from lockstep.names import OURS, package
 
 
@@ -30,19 +33,42 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="NAME",
         help="may be given several times; default: all that come with Lockstep",
     )
-    parser.add_argument("--output", type=Path, default=Path("conformance-report"), metavar="DIR")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("conformance-report"),
+        metavar="DIR",
+        help="where to write (default: %(default)s)",
+    )
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="JSON", help="run nothing, bring these tables together"
+    )
+    parser.add_argument(
+        "--diff",
+        nargs=2,
+        type=Path,
+        metavar="JSON",
+        help="run nothing, print what changed from the first table to the second, and write it to changes.md;"
+        " the exit status is 1 if an engine breaks a claim that it did not break before",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    if options.merge is None:
+    if options.merge is None and options.diff is None:
         return _run_suites(options, others)
-    if options.engine or others:
-        return _refuse(f"--merge runs nothing; it has no use for {' '.join(others) or '--engine'}")
-    return _merge(options.merge, options.output)
+    name = "--diff" if options.merge is None else "--merge"
+    if options.engine or others or None not in (options.merge, options.diff):
+        useless = " ".join(others) or ("--engine" if options.engine else "--diff")
+        return _refuse(f"{name} runs nothing; it has no use for {useless}")
+    try:
+        tables = [load(path) for path in options.merge or options.diff]
+    except NoTable as error:
+        return _refuse(str(error))
+    if options.merge:
+        return _merge(tables, options.output)
+    old, new = tables
+    return _diff(old, new, options.output)
 
 
 def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -81,15 +107,20 @@ def _items(word: str, engines: Sequence[str]) -> list[str]:
     return [f"{word.removesuffix(']')}-{engine}]" for engine in engines]
 
 
-def _merge(paths: Sequence[Path], directory: Path) -> int:
-    try:
-        table = merge([load(path) for path in paths])
-    except NoTable as error:
-        return _refuse(str(error))
+def _merge(tables: Sequence[Table], directory: Path) -> int:
+    table = merge(tables)
     write(table, directory)
     lines = [*summary(table), f"written to {directory / 'conformance.html'}"]
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _diff(old: Table, new: Table, directory: Path) -> int:
+    text = to_changes(old, new)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "changes.md").write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+    return int(pytest.ExitCode.TESTS_FAILED if has_worsened(old, new) else pytest.ExitCode.OK)
 
 
 def _refuse(why: str) -> int:

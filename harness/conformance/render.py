@@ -17,6 +17,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.conformance.causes import Cause, causes
+from harness.conformance.changes import changes, only_in
 from harness.conformance.table import Claim, Outcome, Run, Table
 
 MARKS = {
@@ -63,6 +64,23 @@ def to_page(table: Table) -> str:
 def to_markdown(table: Table) -> str:
     """Return the whole report as Markdown."""
     return _render("report.md.j2", table)
+
+
+def to_changes(old: Table, new: Table) -> str:
+    """Return as Markdown what changed from one table to another, by engine."""
+    engines = [engine for engine in new.engines if engine in old.engines]
+    return (
+        _environment(html=False)
+        .get_template("changes.md.j2")
+        .render(
+            old=old,
+            new=new,
+            engines=engines,
+            missing=[each for each in dict.fromkeys([*old.engines, *new.engines]) if each not in engines],
+            changes=changes,
+            only_in=only_in,
+        )
+    )
 
 
 def _render(template: str, table: Table) -> str:

@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 
 from harness.conformance.capabilities import Capability
 
-# One group, or for hybrid sharding the pair (shard, replicate).
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
+"""One group, or for hybrid sharding the pair (shard, replicate)."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,9 @@ def merge(tables: Sequence[Table]) -> Table:
     """Merge tables. Where several hold the same claim of the same engine, the last one counts.
 
     Of a warning the largest number of tests counts: its tests in one table may be run again in another.
+    Where tables are of several torch versions, engines have it in their names: "torch-fsdp2 2.13".
     """
+    tables = _apart_by_torch(tables)
     merged = Table(list(dict.fromkeys(engine for table in tables for engine in table.engines)))
     for table in tables:
         for claim in table.claims.values():
@@ -103,3 +105,33 @@ def merge(tables: Sequence[Table]) -> Table:
             for text, number in found.items():
                 of_engine[text] = max(number, of_engine.get(text, 0))
     return merged
+
+
+def _apart_by_torch(tables: Sequence[Table]) -> list[Table]:
+    """Return the tables, with the version of torch behind the names of engines where there are several.
+
+    A table of several versions was merged before, and stays as it is.
+    """
+    of_tables = [sorted({run.versions.get("torch", "") for run in table.runs}) for table in tables]
+    versions = {of_table[0] for of_table in of_tables if len(of_table) == 1}
+    if len(set().union(*of_tables)) < 2:
+        return [*tables]
+    short = {version: ".".join(version.split(".")[:2]) for version in versions}
+    if len(set(short.values())) < len(versions):
+        short = {version: version for version in versions}
+    return [
+        _renamed(table, f" {short[of_table[0]]}") if len(of_table) == 1 else table
+        for table, of_table in zip(tables, of_tables, strict=True)
+    ]
+
+
+def _renamed(table: Table, ending: str) -> Table:
+    return dataclasses.replace(
+        table,
+        engines=[engine + ending for engine in table.engines],
+        cells={
+            claim: {engine + ending: cell for engine, cell in cells.items()}
+            for claim, cells in table.cells.items()
+        },
+        warnings={engine + ending: found for engine, found in table.warnings.items()},
+    )

@@ -51,6 +51,76 @@ def test_tables_of_single_engines_merge_and_the_last_one_counts(
     assert to_page(merged) == (tmp_path / "all" / "conformance.html").read_text()
 
 
+def test_tables_of_several_torch_versions_merge_into_columns_of_each() -> None:
+    claim = "s/test_x.py::test_1"
+    old, new = (
+        one("A", claim, Outcome.HELD, versions={"torch": version})
+        for version in ("2.13.0+cpu", "2.15.0.dev20261101+cpu")
+    )
+    merged = merge([old, new])
+    assert merged.engines == ["A 2.13", "A 2.15"]
+    assert [merged.cell(merged.claims[claim], name).held for name in merged.engines] == [1, 1]
+    assert "| claim | A 2.13 | A 2.15 |" in to_markdown(merged)
+    third = one("B", "s/test_x.py::test_2", Outcome.HELD, versions={"torch": "2.14.1"})
+    assert merge([merged, third]).engines == ["A 2.13", "A 2.15", "B 2.14"]
+    assert merge([old, old]).engines == ["A"]
+
+
+def test_builds_of_one_torch_version_are_named_in_full() -> None:
+    builds = ("2.13.0+cpu", "2.13.0+cu130")
+    tables = [one("A", "s/test_x.py::test_1", Outcome.HELD, versions={"torch": each}) for each in builds]
+    assert merge(tables).engines == ["A 2.13.0+cpu", "A 2.13.0+cu130"]
+
+
+CHANGES = """\
+# What changed
+
+* Before: 2026-01-01, 1 s, torch 2.13.0: pytest : ran to its end.
+* After: 2026-01-01, 1 s, torch 2.15.0: pytest : ran to its end.
+
+## A
+
+### held, now broken (1 claim)
+
+* `s/test_x.py::test_1`: 1/1 → 0/1: why
+
+### known deviation, now held (1 claim)
+
+* `s/test_x.py::test_2`: 0/1 → 1/1
+
+### Run only before (1 claim)
+
+* `s/test_x.py::test_4`
+
+Only one table has these engines: B, C.
+"""
+
+
+def test_what_changed_between_two_tables_is_listed_by_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    held, broken, known = Outcome.HELD, Outcome.BROKEN, Outcome.DEVIATION
+    old = joined("2.13.0", [("A", 1, held), ("A", 2, known), ("B", 1, held), ("A", 4, held)])
+    new = joined("2.15.0", [("A", 1, broken), ("A", 2, held), ("C", 1, held)])
+    for name, table in (("old", old), ("new", new)):
+        Path(f"{name}.json").write_text(dump(table))
+    assert main(["conformance", "--diff", "old.json", "new.json", "--output", "out"]) == 1
+    assert capsys.readouterr().out == CHANGES
+    assert Path("out/changes.md").read_text() == CHANGES
+    assert main(["conformance", "--diff", "new.json", "old.json", "--output", "out"]) == 0
+    assert main(["conformance", "--diff", "new.json", "new.json", "--output", "out"]) == 0
+    assert "## C\n\nNo claim has another outcome.\n" in Path("out/changes.md").read_text()
+
+
+def joined(torch: str, cells: list[tuple[str, int, Outcome]]) -> Table:
+    """Return the table of one run with several engines: engine, number of the claim, outcome."""
+    tables = [one(engine, f"s/test_x.py::test_{number}", outcome) for engine, number, outcome in cells]
+    table = merge(tables)
+    table.runs = one("A", "", Outcome.HELD, versions={"torch": torch}).runs
+    return table
+
+
 def test_warnings_of_all_tables_are_kept_and_tests_that_ran_twice_count_once() -> None:
     tables = [one("A", f"s/test_x.py::test_{number}", Outcome.HELD) for number in range(3)]
     tables[0].warnings = {"A": {"old": 3, "older": 1}}
@@ -80,6 +150,9 @@ def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str
         (["--merge", "away.json"], "away.json is no conformance.json: FileNotFoundError"),
         (["--engine", "lockstep", "--merge", "a.json"], "--merge runs nothing; it has no use for --engine"),
         (["--merge", "a.json", "-x"], "--merge runs nothing; it has no use for -x"),
+        (["--diff", "a.json", "b.json", "-x"], "--diff runs nothing; it has no use for -x"),
+        (["--diff", "a", "b", "--merge", "c"], "--merge runs nothing; it has no use for --diff"),
+        (["--diff", "away.json", "b.json"], "away.json is no conformance.json: FileNotFoundError"),
     ],
 )
 def test_merging_refuses_what_it_cannot_use(
