@@ -24,6 +24,7 @@ from harness.port.source import (
 INSTANCE_SETUP = ("setUp", "tearDown")
 CLASS_SETUP = ("setUpClass", "tearDownClass")
 SETUP_METHODS = (*INSTANCE_SETUP, *CLASS_SETUP)
+_SUPPRESS = ("contextlib.suppress", "suppress")
 
 
 @dataclass
@@ -167,6 +168,10 @@ def _is_launchers(statement: cst.CSTNode, source: Source) -> bool:
     if isinstance(statement, cst.Try):
         parts = [*statement.body.body, *(one for handler in statement.handlers for one in handler.body.body)]
         return all(_is_launchers(part, source) or _is_pass(part) for part in parts)
+    if isinstance(statement, cst.With):
+        items = [item.item for item in statement.items]
+        suppresses = all(isinstance(item, cst.Call) and source.code(item.func) in _SUPPRESS for item in items)
+        return suppresses and all(_is_launchers(part, source) for part in statement.body.body)
     if isinstance(statement, cst.If) and statement.orelse is None:
         return all(_is_launchers(part, source) for part in statement.body.body) and not any(
             _writes(statement)
