@@ -198,7 +198,7 @@ def summary(output: str) -> str:
     found = re.findall(
         r"^(?:(?:PASSED|FAILED|SKIPPED|ERROR) .*|\d+ (?:passed|failed|skipped).*)$", output, re.MULTILINE
     )
-    return "; ".join(found) or output.strip().splitlines()[-1][:200]
+    return "; ".join(found) or "nothing"
 
 
 def main() -> None:

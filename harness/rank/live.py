@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -98,18 +99,23 @@ def end_lines() -> None:
 
 
 class PrefixedStream:
-    """A text stream that writes whole lines, each with a prefix; all else is that of the stream below."""
+    """A text stream that writes whole lines, each with a prefix; all else is that of the stream below.
+
+    Threads may write at once, as to any text stream.
+    """
 
     def __init__(self, stream: Any, name: Callable[[], str]) -> None:
         self._stream = stream
         self._name = name
         self._begun = ""
         self._is_in_line = False
+        self._writing = threading.RLock()  # a finaliser may print, too
 
     def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
-        if lines:
-            self._put("\n".join([*lines, ""]))
+        with self._writing:
+            *lines, self._begun = (self._begun + text).split("\n")
+            if lines:
+                self._put("\n".join([*lines, ""]))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -117,13 +123,15 @@ class PrefixedStream:
 
     def flush(self) -> None:
         """Write what there is of a line, a progress bar for example."""
-        begun, self._begun = self._begun, ""
-        self._put(begun)
+        with self._writing:
+            begun, self._begun = self._begun, ""
+            self._put(begun)
 
     def end_line(self) -> None:
-        self.flush()
-        if self._is_in_line:
-            self._put("\n")
+        with self._writing:
+            self.flush()
+            if self._is_in_line:
+                self._put("\n")
 
     def _put(self, text: str) -> None:
         if not text:

@@ -75,7 +75,8 @@ class Rank:
         """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
         self._wire = wire
         self._outbox: list[FromRank] = []
-        self._sending = threading.Lock()
+        self._is_sending = False
+        self._sending = threading.RLock()
         self._standing = Standing(spec)
         self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
         self._activity = Activity()
@@ -140,8 +141,15 @@ class Rank:
         self.forks.end_child()
         with self._sending:
             self._outbox.append(message)
-            self._wire.send(tuple(self._outbox))
-            self._outbox.clear()
+            if self._is_sending:  # a finaliser logs while a message is pickled: what is being sent goes first
+                return
+            self._is_sending = True
+            try:
+                while self._outbox:
+                    sent, self._outbox = tuple(self._outbox), []
+                    self._wire.send(sent)
+            finally:
+                self._is_sending = False
 
     def record_phases_over(self, count: int) -> None:
         """Record how far the item has come, as posted reports are lost if the process dies."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -120,31 +119,6 @@ def test_a_rank_is_a_worker_with_a_number_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(HEADER + TESTS)
     done = run_pytest(tmp_path, "-p", "no:xdist")
     assert done.outcome("test_worker") == "passed", done.output
-
-
-@pytest.mark.parametrize(
-    ("module", "options"),
-    [
-        ("pytest_pretty", ["-p", "pretty"]),
-        ("random_order", ["-p", "pytest-random-order", "--random-order"]),
-        ("testmon", ["-p", "pytest-testmon", "--testmon"]),
-    ],
-)
-def test_verdicts_are_the_same_beside(tmp_path: Path, module: str, options: list[str]) -> None:
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed; docs/reference/plugins.md has what was tried")
-    copy_project("beside_plugins", tmp_path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
-    done = run_pytest(tmp_path, "-p", "lockstep", *options, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    assert "INTERNALERROR" not in done.output
-    failed = {
-        name for name, cases in done.cases.items() if any(case.find("failure") is not None for case in cases)
-    }
-    wanted = [
-        "test_fails",
-        *(f"test_{name}" for name in ("fails_on_one", "fails_on_all", "fails_in_set_up", "cases", "dies")),
-    ]
-    assert failed == set(wanted)
 
 
 OWN_OPTIONS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -95,3 +96,61 @@ def test_a_line_that_a_test_leaves_unfinished_ends_with_it() -> None:
         stream.write(text)
         stream.end_line()
     assert below.getvalue() == "rank 3: no end\nrank 3: next\n"
+
+
+def test_what_a_thread_prints_meanwhile_is_not_lost() -> None:
+    below = io.StringIO()
+    stream = PrefixedStream(below, lambda: "rank 3")
+    other = threading.Thread(target=stream.write, args=["of the other\n"])
+
+    class Interrupted(str):
+        """A text at whose addition to what was printed another thread prints."""
+
+        def __radd__(self, begun: str) -> str:
+            other.start()
+            other.join(0.2)
+            return begun + str(self)
+
+    stream.write("begun, ")
+    stream.write(Interrupted("ended\n"))
+    other.join()
+    assert below.getvalue() == "rank 3: begun, ended\nrank 3: of the other\n"
+
+
+FINALISERS = """
+import gc, logging
+
+records = []
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        if records:
+            records.pop()
+            Cycle()
+            logging.getLogger("mine").info("of a finaliser")
+
+def test_a(world):
+    thresholds = gc.get_threshold()
+    records.extend(range(40))
+    Cycle()
+    gc.set_threshold(1)
+    try:
+        for number in range(40):
+            logging.getLogger("mine").info("of the test")
+    finally:
+        gc.set_threshold(*thresholds)
+        records.clear()
+"""
+
+
+def test_a_finaliser_may_log_while_a_record_is_sent(project: Project) -> None:
+    project.write(FINALISERS)
+    output = project.run("--log-cli-level=INFO", "--world-timeout=15")
+    assert "1 passed" in output
+    for rank in (0, 1):
+        shown = [line for line in output.splitlines() if line.startswith(f"rank {rank}: INFO")]
+        assert len([line for line in shown if line.endswith("of the test")]) == 40
+        assert any(line.endswith("of a finaliser") for line in shown)

@@ -1,0 +1,120 @@
+"""Installed plugins beside tests on ranks: verdicts are as without them, and each plugin does its part.
+
+Plugins that do not meet share a session.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from suites.selftest.project import Run, copy_project, run_pytest
+
+# By session: the options of each plugin, and its line in the output or its file.
+REPORTERS = {
+    "pytest-html": ("-p metadata -p html -p html_fixtures --html=it.html", "Generated html report"),
+    "pytest-json-report": ("-p pytest_jsonreport --json-report", "report saved to: .report.json"),
+    "pytest-reportlog": ("-p pytest_reportlog --report-log=it.jsonl", "generated report log file"),
+    "allure-pytest": ("-p allure_pytest --alluredir=allure", ""),
+    "teamcity-messages": ("-p pytest-teamcity --teamcity", r"##teamcity\[testFailed .*test_fails_on_one"),
+    "pytest-metadata": ("--metadata key value", ""),
+    "pytest-instafail": ("-p instafail --instafail", "rank 1 of 2 failed"),
+    "pytest-icdiff": ("-p icdiff", r"\[1, 2\] == \[1, 3\]|\[1, 2\]"),
+    "pytest-randomly": ("-p randomly", "Using --randomly-seed="),
+}
+FIRST_LOOK = {
+    "pytest-sugar": ("-p sugar", r"FAILED|✗|Results"),
+    "pytest-clarity": ("-p clarity", r"\[1, 2\]"),
+    "pytest-random-order": ("-p random_order --random-order", "Using --random-order-bucket"),
+    "pytest-split": ("-p pytest-split --splits=1 --group=1", r"\[pytest-split\] Running group 1/1"),
+}
+SECOND_LOOK = {
+    "pytest-rich": ("-p rich --rich", "pytest"),
+    "pytest-testmon": ("-p pytest-testmon --testmon", "testmon"),
+}
+THIRD_LOOK = {
+    "pytest-pretty": ("-p pretty", "Summary of Failures"),
+    "pytest-flakefinder": ("-p flakefinder --flake-finder --flake-runs=2", "20 passed"),
+}
+SESSIONS = {"reporters": REPORTERS, "sugar": FIRST_LOOK, "rich": SECOND_LOOK, "pretty": THIRD_LOOK}
+OF_REPORTS = [(session, plugin) for session, plugins in SESSIONS.items() for plugin in plugins]
+
+WITH_FIXTURES = (
+    "pytest_mock asyncio anyio pytest_repeat pytest_order socket freezer pytest_lazyfixture dependency env "
+    "check subtests pytest-bdd"
+)
+ON_RANKS = ("fails_on_one", "fails_on_all", "fails_in_set_up", "cases", "dies")
+FAILED = {"test_fails", *(f"test_{what}" for what in ON_RANKS)}
+
+
+@pytest.fixture(scope="module")
+def run_session(
+    tmp_path_factory: pytest.TempPathFactory, plugin_path: dict[str, str]
+) -> Callable[[str], Run]:
+    """Return a function that runs a session once and returns it."""
+
+    @cache
+    def run_once(name: str) -> Run:
+        path = tmp_path_factory.mktemp(name)
+        if name == "fixtures":
+            copy_project("beside_fixtures", path)
+            options = [part for module in WITH_FIXTURES.split() for part in ("-p", module)]
+        else:
+            copy_project("beside_plugins", path)
+            (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+            options = [part for text, _ in SESSIONS[name].values() for part in text.split()]
+        return run_pytest(path, "-p", "lockstep", *options, **plugin_path)
+
+    return run_once
+
+
+@pytest.mark.parametrize(("session", "plugin"), OF_REPORTS, ids=[plugin for _, plugin in OF_REPORTS])
+def test_verdicts_are_the_same_beside(run_session: Callable[[str], Run], session: str, plugin: str) -> None:
+    done = run_session(session)
+    assert (done.path / "report.xml").exists(), done.output
+    assert "INTERNALERROR" not in done.output, done.output
+    failed = {
+        name.partition("[")[0]
+        for name, cases in done.cases.items()
+        if any(case.find("failure") is not None for case in cases)
+    }
+    assert failed == FAILED, done.output
+    assert re.search(SESSIONS[session][plugin][1], done.output), done.output
+
+
+OF_FIXTURES = {
+    "pytest-mock": ["test_mock"],
+    "pytest-asyncio": ["test_asyncio"],
+    "anyio": ["test_anyio"],
+    "pytest-repeat": ["test_repeat[1-2]", "test_repeat[2-2]"],
+    "pytest-order": ["test_order_first", "test_order_second"],
+    "pytest-socket": ["test_socket"],
+    "pytest-freezer": ["test_freezer"],
+    "pytest-lazy-fixtures": ["test_lazy_fixtures[one]"],
+    "pytest-env": ["test_env"],
+    "pytest-subtests": ["test_subtests"],
+    "pytest-bdd": ["test_bdd", "test_last"],
+}
+
+
+@pytest.mark.parametrize(("plugin", "names"), list(OF_FIXTURES.items()), ids=list(OF_FIXTURES))
+def test_fixtures_and_marks_work_on_ranks(
+    run_session: Callable[[str], Run], plugin: str, names: list[str]
+) -> None:
+    done = run_session("fixtures")
+    assert {name: done.outcome(name) for name in names} == dict.fromkeys(names, "passed"), done.output
+
+
+def test_a_dependency_that_fails_on_one_rank_skips(run_session: Callable[[str], Run]) -> None:
+    done = run_session("fixtures")
+    assert done.outcome("test_dependency_fails") == "failure"
+    assert done.outcome("test_dependency_skips").startswith("skipped: "), done.output
+
+
+def test_a_check_that_fails_on_one_rank_fails(run_session: Callable[[str], Run]) -> None:
+    done = run_session("fixtures")
+    assert done.outcome("test_check") == "failure", done.output
+    assert "rank 1 of 2 failed" in done.output

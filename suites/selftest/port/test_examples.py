@@ -1,0 +1,124 @@
+"""The examples of the porting guide: both sides pass, `port` writes those it converts, faults are found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.port.module import port
+from suites.selftest.project import PROJECTS, Run, run_pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "porting"
+KINDS = ("multi_process", "continuous", "spawn", "torchrun", "deepspeed", "pool")
+
+# The launchers start new interpreters, which import torch for seconds. Here their processes are forked.
+FORKS = """
+import multiprocessing.context
+
+contexts = multiprocessing.context._concrete_contexts
+contexts["spawn"] = contexts["fork"]
+"""
+
+# What torchrun starts: the same command for each rank, with these variables.
+TORCHRUN = """
+import os, sys, pytest, torch
+
+for rank in range(2):
+    if os.fork() == 0:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        os.environ["MASTER_PORT"] = sys.argv[1]
+        status = pytest.main(["-q", "torchrun/before"])
+        sys.stdout.flush()
+        os._exit(status)
+sys.exit(max(os.wait()[1] for rank in range(2)) != 0)
+"""
+
+
+def copy_examples(path: Path) -> None:
+    shutil.copytree(EXAMPLES, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of what all kinds became, and of the faults."""
+    path = tmp_path_factory.mktemp("after")
+    copy_examples(path)
+    arguments = ["-p", "lockstep", "-o", "ranks_preload=", *(f"{kind}/after" for kind in KINDS), "faulty.py"]
+    return run_pytest(path, *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+
+
+@pytest.mark.parametrize(("kind", "count"), list(zip(KINDS, (3, 4, 3, 3, 5, 5), strict=True)))
+def test_ported_tests_pass(on_ranks: Run, kind: str, count: int) -> None:
+    of_kind = [
+        on_ranks.outcome(name)
+        for name, (case, *_) in on_ranks.cases.items()
+        if case.attrib["classname"].startswith(f"{kind}.")
+    ]
+    assert of_kind == ["passed"] * count
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"),
+    [
+        ("killed", "rank 1 of 2 died: SIGKILL"),
+        ("exits", "rank 1 of 2 exited with code 0"),
+        ("hangs", "rank 0 waits in all_reduce #1 (float [1]), which rank 1 never reached"),
+        ("skips", "rank 1 of 2 skipped (not on this rank) and others did not: ranks disagree"),
+    ],
+)
+def test_the_faults_of_the_guide_are_named(on_ranks: Run, fault: str, verdict: str) -> None:
+    (failure,) = on_ranks.case(f"test_fault[{fault}]").iter("failure")
+    assert verdict in str(failure.text)
+
+
+def test_a_process_that_is_left_is_named_and_ended(on_ranks: Run) -> None:
+    assert on_ranks.outcome("test_fault[leaks]") == "passed"
+    assert "sleep 100" in on_ranks.output
+    assert on_ranks.outcome("test_healthy") == "passed"
+
+
+def test_the_originals_pass_under_their_launchers(tmp_path: Path) -> None:
+    copy_examples(tmp_path)
+    (tmp_path / "forks.py").write_text(FORKS)
+    (tmp_path / "deepspeed" / "unit").mkdir()
+    launcher = PROJECTS / "adopt" / "distributed_test" / "launcher.py"
+    shutil.copy(launcher, tmp_path / "deepspeed" / "unit" / "common.py")
+    folders = [f"{kind}/before" for kind in KINDS if kind not in ("torchrun", "pool")]
+    done = run_pytest(tmp_path, "-p", "forks", *folders, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=".")
+    assert done.count().startswith("15 passed"), done.output
+
+
+def test_the_original_of_the_pool_passes(tmp_path: Path) -> None:
+    copy_examples(tmp_path)
+    done = run_pytest(tmp_path, "pool/before", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert done.count().startswith("5 passed"), done.output
+
+
+def test_the_original_of_torchrun_passes_on_each_rank(tmp_path: Path) -> None:
+    copy_examples(tmp_path)
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        number = listener.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHRUN, str(number)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("3 passed") == 2
+
+
+@pytest.mark.parametrize("file", ["multi_process/{}/test_join.py", "continuous/{}/test_collectives.py"])
+def test_the_command_writes_what_the_guide_shows(file: str) -> None:
+    before, after = ((EXAMPLES / file.format(side)).read_text() for side in ("before", "after"))
+    assert port(before).code == after
