@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,16 @@ def test_a_check_that_fails_on_one_rank_fails(run_session: Callable[[str], Run])
     done = run_session("fixtures")
     assert done.outcome("test_check") == "failure", done.output
     assert "rank 1 of 2 failed" in done.output
+
+
+def test_the_page_of_plugins_has_the_versions_that_are_tested() -> None:
+    root = Path(__file__).parents[3]
+    text = (Path(__file__).parent / "requirements.txt").read_text()
+    pinned = dict(re.findall(r"^(\S+)==(\S+)$", text, re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| ([\w-]+) ([\d.]+) \|", (root / "docs/reference/plugins.md").read_text(), re.MULTILINE
+        )
+    )
+    tested = {*(plugin for _, plugin in OF_REPORTS), *OF_FIXTURES}
+    assert {plugin: rows.get(plugin) for plugin in tested} == {plugin: pinned[plugin] for plugin in tested}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -122,3 +123,27 @@ def test_the_original_of_torchrun_passes_on_each_rank(tmp_path: Path) -> None:
 def test_the_command_writes_what_the_guide_shows(file: str) -> None:
     before, after = ((EXAMPLES / file.format(side)).read_text() for side in ("before", "after"))
     assert port(before).code == after
+
+
+def test_the_guide_quotes_lines_of_the_examples() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "how_to" / "porting.md").read_text()
+    blocks = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == len(KINDS)
+    for kind, block in zip(KINDS, blocks, strict=True):
+        before, after = (
+            {line for path in (EXAMPLES / kind / side).glob("*.py") for line in path.read_text().splitlines()}
+            for side in ("before", "after")
+        )
+        for line in block.splitlines():
+            sides = {"-": [before], "+": [after]}.get(line[:1], [before, after])
+            assert not line.strip() or all(line[1:] in side for side in sides), line
+
+
+def test_the_guide_quotes_the_reports_of_the_faults(on_ranks: Run) -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "how_to" / "porting.md").read_text()
+    quoted = re.search(r"^    rank 0 waits in all_reduce.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    assert quoted is not None
+    (failure,) = on_ranks.case("test_fault[hangs]").iter("failure")
+    for line in quoted[0].splitlines():
+        text = re.sub(r"after [\d.]+ s", "after N s", str(failure.text))
+        assert re.sub(r"after [\d.]+ s", "after N s", line.strip()) in text
