@@ -167,12 +167,17 @@ def measure(kinds: list[str], repeats: int, base: Path, deepspeed: Path | None) 
                 f"{lines(kind, 'before')} to {lines(kind, 'after')}",
                 f"{median(one.wall for one in before):.1f} to {median(one.wall for one in after):.1f}",
                 f"{median(one.cpu for one in before):.1f} to {median(one.cpu for one in after):.1f}",
-                " to ".join(f"{1000 * median(side):.3g}" for side in tests),
-                f"{ratio(*tests):.3g}",
+                " to ".join(figure(1000 * median(side)) for side in tests),
+                figure(ratio(*tests)),
             ]
         )
     head = ["kind", "lines", "the file, s", "the same, CPU s", "a test, ms", "before / after"]
     return table(head, rows)
+
+
+def figure(value: float) -> str:
+    """Return a number with what of it means something."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def judge(kinds: list[str], base: Path, deepspeed: Path | None, limit: float) -> str:
