@@ -84,10 +84,13 @@ def run(kind: str, side: str, folder: Path, *args: str, limit: float = 240) -> R
             start_new_session=True,
         )
         status: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(limit)
-        wall = time.monotonic() - begun
-        left = end_children(process)
+        left: list[str] = []
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit)
+            wall = time.monotonic() - begun
+        finally:
+            left += end_children(process)
         output.seek(0)
         text = output.read()
     return Run(wall, cpu_of_children() - used, times(folder), status, text, left)
@@ -215,6 +218,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=40, help="seconds for a fault (default: %(default)s)")
     parser.add_argument("--deepspeed", type=Path, help="the folder `tests` of DeepSpeed's repository")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended first
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kinds = options.kinds.split(",") if options.kinds else [*KINDS, *(["ranks"] if options.faults else [])]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:

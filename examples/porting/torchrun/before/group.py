@@ -1,4 +1,4 @@
-"""Start and end of the process group, from the variables of torchrun."""
+"""The process group, from the variables of torchrun, and what surrounds each test."""
 
 import os
 
@@ -14,6 +14,5 @@ def initialize():
     dist.barrier()
 
 
-def destroy():
+def finish():
     dist.barrier()
-    dist.destroy_process_group()

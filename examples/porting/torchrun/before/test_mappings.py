@@ -15,7 +15,7 @@ def test_scatter():
     assert torch.equal(part, tensor[:, 2 * group.rank : 2 * group.rank + 2])
     part.backward(torch.full((2, 2), float(group.rank)))
     assert torch.equal(tensor.grad, torch.tensor([[0.0, 0, 1, 1]] * 2))
-    group.destroy()
+    group.finish()
 
 
 def test_reduce():
@@ -25,7 +25,7 @@ def test_reduce():
     assert torch.equal(total, torch.full((3,), 3.0))
     total.sum().backward()
     assert torch.equal(tensor.grad, torch.full((3,), group.rank + 1.0))
-    group.destroy()
+    group.finish()
 
 
 def test_copy():
@@ -33,4 +33,4 @@ def test_copy():
     tensor = torch.ones(2, requires_grad=True)
     mappings.Copy.apply(tensor).backward(torch.full((2,), group.rank + 1.0))
     assert torch.equal(tensor.grad, torch.full((2,), 3.0))
-    group.destroy()
+    group.finish()
