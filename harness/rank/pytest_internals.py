@@ -199,9 +199,13 @@ def captured_sections(item: pytest.Item) -> list[tuple[str, str, str]]:
 def set_argument(session: pytest.Session, argument: Path) -> None:
     """Let files outside of the rootdir have the ids that they have where pytest was given this argument.
 
+    In the rootdir ids need no argument. There the file stays one, as it is collected whatever its name is.
+
     If it moves: what the constructor of `FSCollector` makes a node id of.
     """
-    session._initialpaths = frozenset({argument})
+    root = session.config.rootpath
+    inside = {path for path in session._initialpaths if path.is_relative_to(root)}
+    session._initialpaths = frozenset({argument, *inside})
 
 
 def waiting_conftests(session: pytest.Session) -> dict[Path, object]:
