@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.conformance.causes import brief
 from harness.conformance.table import Claim, Outcome, Table
+from harness.reporting.causes import brief
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def changes(old: Table, new: Table, engine: str) -> dict[tuple[Outcome, Outcome]
         ]
         if before.outcome == after.outcome and (after.outcome == Outcome.HELD or counts[0] == counts[1]):
             continue
-        why = [brief(case) for case in after.having(Outcome.BROKEN)[:1]] or after.reasons(after.outcome)
+        why = [brief(case.text) for case in after.having(Outcome.BROKEN)[:1]] or after.reasons(after.outcome)
         change = Change(claim, before.outcome, after.outcome, ": ".join([" → ".join(counts), *why]))
         found.setdefault((before.outcome, after.outcome), []).append(change)
     order = list(Outcome)

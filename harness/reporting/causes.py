@@ -67,14 +67,14 @@ def cause_of(text: str) -> tuple[str, str]:
     places = list(pattern.finditer(first)) or list(pattern.finditer(text))
     own = [place for place in places if not is_foreign(place["file"])]
     where = f"{own[-1]['file']}:{own[-1]['line']}" if own else ""
-    message = _brief(text)
+    message = brief(text)
     kind = places[-1]["type"] if places else ""
     if kind not in ("", "in") and kind not in message:  # pytest leaves out that of a bare assert
         message = f"{kind}: {message}"
     return where, _without_details(message)
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
     """Return the line of a failure that says most: pytest's first line of the error."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = (line.removeprefix("E").strip() for line in lines if line.startswith("E  "))
