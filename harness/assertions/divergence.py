@@ -214,9 +214,9 @@ def first_parting_of_ranks(
 def outline(events: Sequence[Event]) -> list[tuple[tuple[str, str, int, int], str, tuple[int, ...]]]:
     """Return what other ranks need of events to compare them."""
     return [
-        (event.key, event.fingerprint, () if event.value is None else tuple(event.value.shape))
+        (event.key, event.fingerprint, tuple(event.value.shape))
         for event in events
-        if event.fingerprint
+        if event.value is not None
     ]
 
 
@@ -352,8 +352,11 @@ def _where(actual: torch.Tensor, wanted: torch.Tensor) -> tuple[int, ...]:
 
 
 def _number(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
-    if tensor.dim() != len(index) or not tensor.numel():
-        return "a tensor"
+    inside = tensor.dim() == len(index) and all(
+        at < size for at, size in zip(index, tensor.shape, strict=True)
+    )
+    if not (inside and tensor.numel()):
+        return f"a tensor {list(tensor.shape)}"
     value = tensor[index].item()
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 

@@ -61,7 +61,7 @@ def load(path: Path) -> Table:
         NoTable: the file cannot be read, or is no table of this format; the message names it.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise NoTable(f"{path}: format {content['format']}, this version reads {FORMAT}")
         return _to_table(content)

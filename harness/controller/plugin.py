@@ -216,11 +216,18 @@ class Controller:
                 reported = search.to_report(last)
                 if (case := diverged_case(last)) is not None and self._debugging is None:
                     run = ItemRun(recorded_order(order, item, case), request.timeout, self._live)
-                    recorded = self._finish(self._begin(Demand(item, request, run)))
-                    reported = with_explanation(reported, recorded, case)
+                    reported = self._explained(reported, Demand(item, request, run), case)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
         return Outcomes(reported, last, was_clean and last.has_passed())
+
+    def _explained(self, outcome: ItemOutcome, demand: Demand, case: str) -> ItemOutcome:
+        """Return the outcome with what the recorded run says, or why there is none."""
+        try:
+            recorded = self._finish(self._begin(demand))
+        except (WorldError, pytest.fail.Exception) as error:
+            return replace(outcome, notes={case: f"the test could not run again, with recording: {error}"})
+        return with_explanation(outcome, recorded, case)
 
     def _run_stage(self, item: pytest.Item, stage: StageRun) -> tuple[str, list[pytest.TestReport]]:
         order = replace(self._order(item, stage.request, item, stage.before), stage=stage.name)

@@ -88,14 +88,15 @@ class Progress:
 def way_of(config: pytest.Config, environ: Mapping[str, str]) -> Way:
     """Return how to show progress, where the terminal belongs to pytest's own report and to no one else."""
     option = config.option
-    if option.ranks_no_progress or option.verbose < 0 or debugged_rank(config) is not None:
+    if option.ranks_no_progress or getattr(option, "verbose", 0) < 0 or debugged_rank(config) is not None:
         return "off"
     if hasattr(config, "workerinput"):
         return "plain"
     reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if not isinstance(reporter, pytest.TerminalReporter):  # as under `-p no:terminal`
+        return "off"
     is_terminal = terminal_stream(config).isatty()
-    # pytest-sugar and others that take its place draw on a terminal themselves.
-    if not isinstance(reporter, pytest.TerminalReporter) or (is_terminal and is_replaced(reporter)):
+    if is_terminal and is_replaced(reporter):  # pytest-sugar and others draw on a terminal themselves
         return "off"
     writes = option.capture not in ("fd", "sys") or shows_live(config)
     in_ci = "CI" in environ or "BUILD_NUMBER" in environ  # as pytest finds it out

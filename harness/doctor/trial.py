@@ -65,16 +65,18 @@ def _read(path: Path) -> Configuration | None:
         text = path.read_text()
         if path.suffix == ".toml":
             content = tomllib.loads(text)
-            tool = content.get("tool", {}).get("pytest") if path.name == "pyproject.toml" else content
-            options = tool if tool is None or path.name != "pyproject.toml" else tool.get("ini_options", tool)
+            section = content.get("tool", {}) if path.name == "pyproject.toml" else content
+            options = section.get("pytest")
+            if options is not None and path.name == "pyproject.toml":
+                options = options.get("ini_options", options)
         else:
             parser = configparser.ConfigParser(interpolation=None)
             parser.read_string(text)
             section = "tool:pytest" if path.name == "setup.cfg" else "pytest"
             options = dict(parser[section]) if parser.has_section(section) else None
-    except (OSError, ValueError, configparser.Error):
+    except (OSError, ValueError, AttributeError, configparser.Error):  # the third: no table
         return None
-    if options is None:
+    if not isinstance(options, dict):
         return None
     ours = {key: value for key, value in options.items() if key.startswith("ranks_")}
     return Configuration(path, ours, str(options.get("addopts", "")))

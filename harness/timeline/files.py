@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.exceptions import WorldError
 from harness.output import OutputDirectory
 from harness.protocol import RunItem
 from harness.timeline import TIMELINES
@@ -50,6 +49,7 @@ class TimelineFiles:
         self._directory = OutputDirectory(folder)
         self._is_for_all = is_for_all
         self._has_perfetto: bool | None = None
+        self._error = ""
         worker = getattr(config, "workerinput", {"workerid": "master"})["workerid"]
         self._list = self._folder / f"tests-{worker}.jsonl"
 
@@ -60,11 +60,7 @@ class TimelineFiles:
                 path.unlink()
 
     def write(self, nodeid: str, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
-        """Write the files of a test that has any; failures point to them.
-
-        Raises:
-            WorldError: they cannot be written.
-        """
+        """Write the files of a test that has any; failures point to them, or say why there is none."""
         if not (self._is_for_all or outcome.has_fault()):
             return
         sentence = outcome.diagnosis.sentence if outcome.diagnosis is not None else ""
@@ -72,13 +68,14 @@ class TimelineFiles:
         if timeline is None:
             return
         folder = self._directory.of_test(RunItem(nodeid, "", None, "", stage=outcome.stage).label)
+        place = str(folder / PAGE)
         try:
             self._write(timeline, folder, reports)
-        except OSError as error:
-            raise WorldError(f"the timeline cannot be written: {error}") from error
+        except OSError as error:  # the report of the test must not be lost for its picture
+            place = self._error = f"cannot be written: {error}"
         for report in reports:
             if report.failed:
-                report.sections.append(("timeline", str(folder / PAGE)))
+                report.sections.append(("timeline", place))
 
     def _write(self, timeline: Timeline, folder: Path, reports: list[pytest.TestReport]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,4 +111,12 @@ class TimelineFiles:
             for path in sorted(self._folder.glob("tests-*.jsonl"))
             for line in path.read_text().splitlines()
         ]
-        write_text(self._folder / "index.html", index_of(map(json.loads, lines)))
+        try:
+            write_text(self._folder / "index.html", index_of(map(json.loads, lines)))
+        except OSError as error:
+            self._error = f"cannot be written: {error}"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say that a file is missing, where no failure says it."""
+        if self._error:
+            terminalreporter.write_line(f"timeline: {self._error}", red=True)

@@ -3,7 +3,10 @@
 import re
 
 import pytest
+import torch
 
+from harness.assertions.divergence import describe_ranks
+from harness.recorders import Event
 from suites.selftest.project import line_of
 
 PLACE = {
@@ -97,3 +100,9 @@ def test_ranks_that_begin_with_different_weights_never_agreed(report, place):
     head, _, never, *_ = errors(report["test_different_weights"])
     assert f"step 0, forward: parameter `0.bias` as its module computes with it at {place('forward')}" in head
     assert never.startswith("they never agreed")
+
+
+def test_a_rank_whose_tensor_has_another_shape_is_described_by_it():
+    values = {0: torch.zeros(4, 2), 1: torch.tensor([[0.0, 0.0]] * 3 + [[0.0, 1.0]]), 2: torch.zeros(1, 2)}
+    lines = describe_ranks(Event("gradient", "weight", 0, 0, ""), None, values, [])
+    assert lines[1] == "  rank 0 0, rank 1 1, rank 2 a tensor [1, 2] at (3, 1), (float32 [4, 2])"

@@ -244,7 +244,7 @@ def test_plugins_that_change_something(monkeypatch: Patch) -> None:
 
 
 FILES = {
-    "pytest.toml": "ranks_at_once = 1\n",
+    "pytest.toml": "[pytest]\nranks_at_once = 1\n",
     "pytest.ini": "[pytest]\nranks_at_once = 1\n",
     "pyproject.toml": "[tool.pytest.ini_options]\nranks_at_once = '1'\n",
     "tox.ini": "[pytest]\nranks_at_once = 1\n",

@@ -131,6 +131,13 @@ def test_a_plugins_own_report_keeps_the_terminal(
     assert way_of(config(monkeypatch, None, terminal=terminal), {"TERM": "xterm"}) == "off"
 
 
+def test_nothing_is_shown_without_a_report_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = config(monkeypatch, None, terminal=True)
+    del without.option.verbose  # as under `-p no:terminal`, where pytest cannot name the stream either
+    monkeypatch.setattr(progress, "terminal_stream", lambda _: pytest.fail("there is no terminal writer"))
+    assert way_of(without, {"TERM": "xterm"}) == "off"
+
+
 def test_a_log_gets_a_line_after_half_a_minute_and_each_minute_after(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

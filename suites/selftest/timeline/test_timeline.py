@@ -9,9 +9,11 @@ import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from harness.timeline import files
 from suites.selftest.project import Project, line_of
 
 
@@ -133,3 +135,17 @@ def test_a_trace_joins_the_bars_of_a_collective(drawn: Drawn) -> None:
     alone = [flow for flow in flows if flows.count(flow) == 1]
     assert {flows.count(flow) for flow in flows} == {1, 2}
     assert len(alone) == 2 * 3
+
+
+def test_a_folder_that_cannot_be_written_to_costs_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "read_timeline", lambda *_, **__: SimpleNamespace())
+    config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path))
+    written = files.TimelineFiles(config, str(tmp_path), is_for_all=False)  # type: ignore[arg-type]
+    (tmp_path / "test_a.py").touch()  # where a folder has to be
+    report = SimpleNamespace(failed=True, sections=[])
+    outcome = SimpleNamespace(has_fault=lambda: True, diagnosis=None, stage="")
+    written.write("test_a.py::test_b", outcome, [report])  # type: ignore[arg-type, list-item]
+    ((title, text),) = report.sections
+    assert (title, "cannot be written" in text, "test_a.py" in text) == ("timeline", True, True)
