@@ -350,8 +350,6 @@ class FlightRecord:
     """When the test began, nanoseconds since the epoch."""
     taken: int
     """When this was read, likewise."""
-    spans: tuple[tuple[str, int, int], ...] = ()
-    """Phases that were timed, under `--timeline`: name, beginning, end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ MOST = 64
 _NOTE = """From left to right in the order of time, which is not to scale: waits are compressed. Ranks share
 the clock of one host. A bar begins where its rank called the collective; where torch does not record the end
 (gloo), it ends soon after the last rank has called it."""
-_HINT = """Choose a bar: with the pointer, with Tab, with the arrow keys.
+_HINT = """Choose a bar: with the pointer, or with Tab and the arrow keys.
 Enter leads to its row in the table."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _COLOURS = {
@@ -33,7 +33,8 @@ def page_of(timeline: Timeline, outcome: str, report: str) -> str:
         report: text of its failure.
     """
     shown = timeline.last(MOST)
-    sentence = f'<p class="sentence">{escape(timeline.sentence)}</p>' if timeline.sentence else ""
+    cause = timeline.sentence or report.partition("\n")[0]
+    sentence = f'<p class="sentence">{escape(cause)}</p>' if cause else ""
     text = f"<section><h2>Report</h2><pre tabindex=0>{escape(report)}</pre></section>" if report else ""
     left_out = f" {shown.num_left_out} earlier calls are left out." if shown.num_left_out else ""
     body = f"""<h1>{escape(timeline.nodeid)}</h1>
@@ -76,7 +77,7 @@ def _rows(timeline: Timeline) -> str:
     calls = [(bar.begun, lane.rank, bar) for lane in timeline.lanes for bar in lane.bars]
     rows = []
     for _, rank, bar in sorted(calls, key=lambda call: call[:2]):
-        bad = ' class="bad"' if bar.state in ("waits", "failed") or bar.is_mismatch else ""
+        bad = ' class="bad"' if bar.is_in_vain or bar.is_mismatch else ""
         cells = (bar.key[0], times(bar, timeline), bar.tensors, _bytes(bar.num_bytes), bar.phase)
         rows.append(
             f'<tr id="{identify(rank, bar)}"><td>{rank}<td{bad}>{escape(bar.name)}'

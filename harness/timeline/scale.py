@@ -7,8 +7,11 @@ import math
 
 from harness.timeline.timeline import Timeline
 
-END = 30.0
-"""Units for the end of a collective that was not recorded: all that is known is that it came later."""
+END = 40.0
+"""Units for the end of a collective that was not recorded: all that is known is that it came later.
+Three characters of a label fit."""
+FAULT = 240.0
+"""Units before the end of a picture of a fault: labels of what waits there, and never came, can be read."""
 
 
 class Scale:
@@ -33,10 +36,16 @@ class Scale:
         for i, moment in enumerate(self._moments):
             if i:
                 at += 6 + 16 * math.log10(1 + (moment - self._moments[i - 1]) / 20_000)
+            if moment == timeline.end and timeline.has_fault():
+                at += FAULT
             self._lefts.append(at)
             at += END if moment in unknown_ends else 0.0
             self._rights.append(at)
         self.width = max(at, 1.0)
+
+    def units(self, left: float, right: float) -> float:
+        """Return a width in units, of two places in per cent."""
+        return (right - left) * self.width / 100
 
     def left(self, moment: int) -> float:
         """Return where a moment is, in per cent of the width."""

@@ -11,6 +11,8 @@ from harness.timeline.timeline import Bar, Key, Lane, Span, Timeline
 
 NAME, PHASES, BAR, GAP = 18, 14, 24, 16
 """Pixels, from the top of a lane: its name, its phases, a row of bars; and what is below."""
+CHARACTER = 9
+"""Units of a character of a label: the picture may be compressed to 0.7 pixels a unit."""
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 
 
@@ -93,7 +95,7 @@ class _Drawing:
 
     def _name(self, lane: Lane) -> str:
         """Return the name of a lane, which stays in sight where the picture is scrolled."""
-        blamed = ' class="blamed"' if lane.is_blamed or self._absent(lane) else ""
+        blamed = ' class="blamed"' if lane.rank in self._timeline.at_fault else ""
         state = f"{lane.fate}{': ' if lane.place else ''}{lane.place}"
         style = f'style="top:{self._tops[lane.rank]}px"'
         return f"<span{blamed} {style}><b>rank {lane.rank}</b> {escape(state)}</span>"
@@ -105,11 +107,21 @@ class _Drawing:
         keys = self._absent(lane)
         left = self._left_of_missing(lane, keys[0])
         name = ", ".join(self._label(next(iter(self._timeline.joins[each].values()))) for each in keys)
+        turn = "" if lane.rank in self._timeline.at_fault else " turn"
+        text = self._text(f"never came: {name}", left, 100.0, f"never{turn}")
         return (
             f'<svg x="{left:.2f}%" y="{y}" width="{max(100 - left, 3):.2f}%" height="{BAR - 2}">'
-            '<rect class="missing" x="1" y="1" width="calc(100% - 2px)" height="20" rx="3"/>'
-            f'<text class="never" x="6" y="15">never came: {escape(name)}</text></svg>'
+            f'<rect class="missing{turn}" x="1" y="1" width="calc(100% - 2px)" height="20" rx="3"/>'
+            f"{text}</svg>"
         )
+
+    def _text(self, text: str, left: float, right: float, kind: str = "") -> str:
+        """Return the label of a box, at both ends of one that may be wider than the window."""
+        kind = f' class="{kind}"' if kind else ""
+        parts = [f'<text{kind} x="5" y="15">{escape(text)}</text>']
+        if self._scale.units(left, right) > 900:
+            parts.append(f'<text{kind} x="100%" dx="-6" y="15" text-anchor="end">{escape(text)}</text>')
+        return "".join(parts)
 
     def _left_of_missing(self, lane: Lane, key: Key) -> float:
         """Return where others began what this rank did not, or where its own last call before that ended."""
@@ -126,17 +138,27 @@ class _Drawing:
         self._where[lane.rank, bar.key] = left, y
         kind = kind_of(bar)
         marks = "".join(f" {mark}" for mark in (bar.state, "mismatch" if bar.is_mismatch else "") if mark)
+        marks += " turn" if bar.is_in_vain and lane.rank not in self._timeline.at_fault else ""
         open_end = " open" if not bar.has_end and bar.state in ("over", "inferred") else ""
         word = {"waits": " waits", "failed": " failed"}.get(bar.state, "") + (" ≠" if bar.is_mismatch else "")
+        label = self._fitting(self._label(bar) + word, bar, self._scale.units(left, right))
         return (
             f'<a href="#{identify(lane.rank, bar)}" data-rank="{lane.rank}" '
             f'data-key="{escape("/".join(map(str, bar.key)))}">'
             f'<svg x="{left:.2f}%" y="{y}" width="{right - left:.2f}%" height="{BAR - 2}">'
             f'<rect class="bar {kind}{marks}{open_end}" x="1" y="1" '
             'width="calc(100% - 2px)" height="20" rx="3"/>'
-            f'<text x="5" y="15">{escape(self._label(bar) + word)}</text>'
+            f"{self._text(label, left, right)}"
             f"<title>{escape(describe(lane.rank, bar, self._timeline))}</title></svg></a>"
         )
+
+    def _fitting(self, label: str, bar: Bar, units: float) -> str:
+        """Return what fits of a label: all, or without the operation (the colour says it), or the number."""
+        short = label.removeprefix(bar.op).strip()
+        for each in (label, short, short.partition(" ")[0]):
+            if CHARACTER * len(each) + 5 <= units:
+                return each
+        return ""
 
     def _edges(self, bar: Bar) -> tuple[float, float]:
         left, right = self._scale.left(bar.begun), self._scale.right(bar.end)
@@ -145,12 +167,17 @@ class _Drawing:
     def _join(self, key: Key) -> str:
         bars = self._timeline.joins[key]
         members = [rank for rank in self._timeline.members(key[0]) if rank in self._tops]
-        is_fault = any(bar.state in ("waits", "failed") or bar.is_mismatch for bar in bars.values())
         lines = []
         places = [(rank, *self._place(rank, key)) for rank in members if self._place(rank, key)[1]]
         for (_, x1, y1), (_, x2, y2) in itertools.pairwise(places):
             lines.append(f'<line x1="{x1:.2f}%" y1="{y1 + BAR - 2}" x2="{x2:.2f}%" y2="{y2}"/>')
-        kind = " fault" if is_fault else ""
+        lanes = [lane for lane in self._timeline.lanes if lane.rank in members]
+        if any(bar.is_mismatch for bar in bars.values()) or any(
+            key in lane.missing and lane.rank in self._timeline.at_fault for lane in lanes
+        ):
+            kind = " fault"
+        else:
+            kind = " turn" if any(bar.is_in_vain for bar in bars.values()) else ""
         return f'<g class="join{kind}" data-key="{escape("/".join(map(str, key)))}">{"".join(lines)}</g>'
 
     def _place(self, rank: int, key: Key) -> tuple[float, int]:

@@ -17,17 +17,21 @@ _NEVER_CAME = "─ never came ─"
 def as_text(timeline: Timeline) -> str:
     """Return a line for each rank, or for several that did the same, and what letters mean."""
     keys = _columns(timeline)
-    rows: dict[tuple[object, ...], list[Lane]] = {}
+    rows: dict[tuple[str, ...], list[Lane]] = {}
     for lane in timeline.lanes:
-        row = tuple(_cell(timeline, lane, key) for key in keys)
-        rows.setdefault((*row, _place(lane, keys)), []).append(lane)
+        did = [_cell(timeline, lane, key).rstrip("█") for key in keys]
+        rows.setdefault((*did, _place(lane, keys)), []).append(lane)
+    # Of ranks that did the same, the longest bar.
+    cells = [
+        [max((_cell(timeline, lane, key) for lane in lanes), key=len) for key in keys]
+        for lanes in rows.values()
+    ]
     names = [_ranks(lane.rank for lane in lanes) for lanes in rows.values()]
     left = max(map(len, names))
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(keys))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(keys))]
     lines = []
-    for name, shown_row in zip(names, rows, strict=True):
-        *cells, place = shown_row
-        shown = "  ".join(str(cell).ljust(width) for cell, width in zip(cells, widths, strict=True))
+    for name, row, (*_, place) in zip(names, cells, rows, strict=True):
+        shown = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{name.ljust(left)}  {shown}  {place}".rstrip())
     notes = _notes(timeline, keys)
     room = MOST_LINES - len(notes)
@@ -41,15 +45,11 @@ def as_text(timeline: Timeline) -> str:
 def _columns(timeline: Timeline) -> list[Key]:
     """Return the collectives to show: the last ones, and of each rank that waits the one it waits in."""
     joins = timeline.joins
-    waited = [
-        bar.key
-        for lane in timeline.lanes
-        for bar in lane.bars
-        if bar.state in ("waits", "failed") or bar.is_mismatch
-    ]
+    waited = [bar.key for lane in timeline.lanes for bar in lane.bars if bar.is_in_vain or bar.is_mismatch]
     wanted = [key for key in dict.fromkeys(waited) if key in joins][:2]
     for key in reversed(joins):
-        if len(timeline.members(key[0])) == 1:
+        members = timeline.members(key[0])
+        if len(members) == 1 or (timeline.at_fault and timeline.at_fault.isdisjoint(members)):
             continue
         width = sum(len(_label(timeline, next(iter(joins[each].values())))) + 10 for each in (*wanted, key))
         if len(wanted) >= MOST_COLUMNS or (wanted and width > WIDTH):
@@ -71,7 +71,7 @@ def _cell(timeline: Timeline, lane: Lane, key: Key) -> str:
     label = _label(timeline, bar)
     if bar.state == "inferred":
         return f"{label} ░░"
-    blocks = "█" * (7 if bar.state in ("waits", "failed") else _length(bar))
+    blocks = "█" * (7 if bar.is_in_vain else _length(bar))
     mark = {"waits": " waits", "failed": " failed"}.get(bar.state, "")
     return f"{label} {blocks}{mark}" + (" ≠" if bar.is_mismatch else "")
 
@@ -85,7 +85,7 @@ def _length(bar: Bar) -> int:
 def _place(lane: Lane, keys: list[Key]) -> str:
     """Say where the rank stands: at its line in the collective it waits in, else at its own place."""
     shown = [bar for bar in lane.bars if bar.key in keys and bar.line]
-    waits = next((bar for bar in shown if bar.state in ("waits", "failed") or bar.is_mismatch), None)
+    waits = next((bar for bar in shown if bar.is_in_vain or bar.is_mismatch), None)
     if lane.died_at is not None:
         return f"✗ {lane.fate}{', ' if lane.place else ''}{lane.place}"
     if waits is not None:

@@ -58,6 +58,11 @@ class Bar:
         return self.lines[0] if self.lines else ""
 
     @property
+    def is_in_vain(self) -> bool:
+        """Whether it waits, or has ended without all ranks."""
+        return self.state in ("waits", "failed")
+
+    @property
     def name(self) -> str:
         """The operation with its number: `all_reduce #3`, or with the peer: `send to 1`."""
         return self.op if self.peer is not None else f"{self.op} #{self.key[2]}"
@@ -116,6 +121,21 @@ class Timeline:
         for bar, rank in sorted(bars, key=lambda each: each[0].begun):
             found[bar.key][rank] = bar
         return dict(found)
+
+    @cached_property
+    def at_fault(self) -> frozenset[int]:
+        """Return the ranks to blame, and those that others wait for and that wait for no other themselves."""
+        late = [lane for lane in self.lanes if lane.missing]
+        free = [lane for lane in late if not any(bar.is_in_vain for bar in lane.bars)]
+        blamed = [lane for lane in self.lanes if lane.is_blamed]
+        return frozenset(lane.rank for lane in (*blamed, *free)) or frozenset(lane.rank for lane in late)
+
+    def has_fault(self) -> bool:
+        """Whether a rank died, or a collective lacks one."""
+        return any(
+            lane.missing or lane.died_at is not None or any(bar.is_in_vain for bar in lane.bars)
+            for lane in self.lanes
+        )
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of a group."""
@@ -346,15 +366,13 @@ class _Reader:
         return f"{when}{f', in {bar.phase}' if bar.phase else ''}{f': {lines}' if lines else ''}"
 
     def _reported(self, rank: RankOutcome) -> list[Span]:
-        """Return the phases and subtests that the rank has reported, and those that it has timed."""
+        """Return the phases and subtests that the rank has reported."""
         spans = []
         for report in rank.reports:
             is_subtest = report.get("$report_type") != "TestReport"
             context = report.get("_subtest.context") or report.get("context") or {}
             name = f"[{context.get('msg') or 'subtest'}]" if is_subtest else str(report["when"])
             spans.append(Span(name, int(report["start"] * 1e9), int(report["stop"] * 1e9)))
-        if (record := self._records.get(rank.rank)) is not None:
-            spans += [Span(name, begun, end) for name, begun, end in record.spans]
         return spans
 
 

@@ -7,6 +7,7 @@
   const picture = document.querySelector(".picture");
   const marked = () => document.querySelectorAll(".same");
   function show(bar) {
+    for (const each of bars) each.tabIndex = each === bar ? 0 : -1;
     details.textContent = bar.querySelector("title").textContent;
     for (const each of marked()) each.classList.remove("same");
     const key = CSS.escape(bar.dataset.key);
@@ -24,8 +25,14 @@
       if (next) {
         event.preventDefault();
         next.focus();
+        next.scrollIntoView({ block: "nearest", inline: "center" });
       }
     });
   }
-  picture.scrollLeft = picture.scrollWidth; // the end, where the fault is
+  const fault = document.querySelector(".missing, .waits, .failed, .death");
+  if (fault) picture.scrollLeft = picture.scrollWidth; // the end, where the fault is
+  // Tab leads to one bar, arrow keys from there.
+  for (const bar of bars) bar.tabIndex = -1;
+  const first = bars.find((bar) => bar.querySelector(".waits, .failed, .mismatch")) || bars[0];
+  if (first) first.tabIndex = 0;
 })();
