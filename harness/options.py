@@ -29,6 +29,10 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "help": "device of the ranks (default: cpu, cuda under nccl)",
     },
     "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
+    "no-divergence": {
+        "action": "store_true",
+        "help": "where two runs, or ranks, differ, do not run the test again to find where they part first",
+    },
     "causes": {
         "choices": ("auto", "all", "no"),
         "default": "auto",

@@ -214,7 +214,8 @@ class Controller:
                     run = ItemRun(search.order(order), request.timeout, self._live)
                     last = self._finish(self._begin(Demand(item, request, run)))
                 reported = search.to_report(last)
-                if (case := diverged_case(last)) is not None and self._debugging is None:
+                runs_again = self._debugging is None and not self._config.option.ranks_no_divergence
+                if runs_again and (case := diverged_case(last)) is not None:
                     run = ItemRun(recorded_order(order, item, case), request.timeout, self._live)
                     reported = self._explained(reported, Demand(item, request, run), case)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline

@@ -47,7 +47,7 @@ class LockstepClock:
 class Examples:
     """Runs examples so that all ranks pass, fail, reject and skip them together."""
 
-    def __init__(self, rank: RankInStep) -> None:
+    def __init__(self, rank: RankInStep, records: bool) -> None:
         self.rank = rank.spec.rank
         self.clock = LockstepClock()
         self.is_active = False
@@ -56,6 +56,7 @@ class Examples:
         self.running = RunningExampleFile(rank.spec.path_of("running"))
         self.crash_guard = CrashGuard(self.running)
         self._rank = rank
+        self._records = records
         self._run = self._count = self._total = 0
         self._began = 0.0
         self._continues = True
@@ -79,6 +80,14 @@ class Examples:
 
     def end_item(self) -> None:
         self.is_active = False
+
+    def recorded(self) -> contextlib.AbstractContextManager[object]:
+        """Record what an example computes, so that its failure says where runs or ranks part first."""
+        if not self._records:
+            return contextlib.nullcontext()
+        from harness.recorders import ExecutionLog
+
+        return ExecutionLog(self._rank.spec.session.cwd)
 
     def run(self, runner: Runner, data: ConjectureData, function: Body) -> object:
         """Run an example where Hypothesis would call `runner(data, function)`; all ranks do.

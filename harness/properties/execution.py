@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.database import ExampleDatabase
 
-from harness.exceptions import PeerFailed
+from harness.exceptions import Diverged, PeerFailed
 from harness.properties import hypothesis_internals as internals
 from harness.properties.desync import LeftAlone
 from harness.properties.examples import Examples
@@ -100,6 +100,13 @@ class _Execution(internals.PropertyExecution):
     def _fetch(self, key: bytes, read: list[bytes] | None) -> list[bytes]:
         values: list[bytes] = self._examples.exchange(f"the database, {key.hex()[:8]}", read)[0]
         return values
+
+    def execute_once(self, data: ConjectureData, **options: Any) -> Any:
+        """Run an example; with recording if it is the last one, and runs or ranks part in it."""
+        __tracebackhide__ = True
+        error, _ = options.get("expected_failure") or (None, "")
+        with self._examples.recorded() if isinstance(error, Diverged) else contextlib.nullcontext():
+            return super().execute_once(data, **options)  # type: ignore[no-untyped-call]
 
     def run_engine(self) -> None:
         __tracebackhide__ = True

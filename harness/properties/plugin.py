@@ -23,8 +23,12 @@ class Properties:
 
     def __init__(self, rank: RankInStep) -> None:
         self._rank = rank
+        self._records = True
         self._examples: Examples | None = None
         self._unsupported = ""
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._records = not config.getoption("ranks_no_divergence")
 
     @contextlib.contextmanager
     def of_item(self, search: Search) -> Iterator[None]:
@@ -60,7 +64,7 @@ class Properties:
         from harness.properties.examples import Examples
         from harness.properties.execution import keep_in_step
 
-        examples = Examples(self._rank)
+        examples = Examples(self._rank, self._records)
         keep_in_step(examples)
         return examples
 

@@ -59,6 +59,14 @@ def test_a_failure_on_all_ranks_is_reported_once(session: FaultSession) -> None:
     assert verdict.text.count("seen 100") == 1
 
 
+def test_the_place_where_ranks_part_in_an_example_is_named(session: FaultSession) -> None:
+    text = session["test_ranks_part"].text
+    place = "step 0, forward: parameter `bias` as its module computes with it at test_faults.py:"
+    assert f"Diverged: first divergence between ranks: {place}" in text
+    assert "they never agreed" in text
+    assert "number=10," in _example(session, "test_ranks_part")
+
+
 def test_the_smallest_of_several_bugs_is_reported(session: FaultSession) -> None:
     example = _example(session, "test_unlike_bugs")
     assert ("first=5," in example) != ("second=5," in example)

@@ -56,11 +56,6 @@ def test_sound_engine(world, training):
     assert_parity(ddp(), sharded(), training)
 
 
-def test_cast_too_much(world, training):
-    note(world, "cast")
-    assert_parity(ddp(), sharded("cast"), training)
-
-
 def test_wrong_wait(world, training):
     candidate = sharded("wait")
     last = candidate.model.units["2"]

@@ -52,6 +52,18 @@ def test_unlike_progress(world, data):
     assert world.rank == 1 or sum(rest) < 10**6
 
 
+@settings(phases=[Phase.generate, Phase.shrink])
+@given(st.integers(0, 1000))
+def test_ranks_part(world, number):
+    from harness.assertions import assert_same_across_ranks
+
+    layer = torch.nn.Linear(2, 2)
+    if world.rank == 1 and number >= 10:
+        torch.nn.init.zeros_(layer.bias)
+    layer(torch.ones(1, 2))
+    assert_same_across_ranks(dict(layer.named_parameters()))
+
+
 @given(st.integers())
 def test_all_ranks(number):
     note(f"seen {number}")
