@@ -1,6 +1,6 @@
 """Installed pytest plugins that change how tests on ranks run. Standard library only.
 
-docs/reference/plugins.md has what was tried, and the others, of which nothing need be said.
+Sentences are those of docs/reference/plugins.md, which also has the others, of which nothing need be said.
 """
 
 from __future__ import annotations
@@ -11,35 +11,43 @@ from importlib import metadata
 from harness.doctor.finding import Finding, note, ok
 
 NOTES = {
-    "pytest-timeout": "its limit is the deadline of a world",
-    "pytest-rerunfailures": "a test is run again on all ranks, in a new world",
-    "pytest-xdist": "under -n each worker has worlds of its own: set ranks_at_once where cores are few",
-    "pytest-cov": "ranks are measured, and each is slower for it; --no-cov turns it off",
+    "pytest-timeout": "its limit is the deadline of the world",
+    "pytest-rerunfailures": "flaky, --reruns and its other options run the test again on all ranks",
+    "pytest-xdist": "each worker has warm worlds of its own: set ranks_at_once where cores are few",
+    "pytest-cov": "lines that ranks run count, and each rank is slower for it: --no-cov turns it off",
     "pytest-random-order": "shuffles in the controller; ranks have its seed",
-    "pytest-pretty": "is left out in ranks; the controller has it",
-    "pytest-playwright": "has `--device`: Lockstep's is `--ranks-device`",
+    "pytest-pretty": "is left out in ranks, and a warning names it; the controller has it",
+    "pytest-mpl": "without pytest-xdist it is left out in ranks; the controller has it",
+    "pytest-playwright": "has --device: Lockstep's is --ranks-device",
 }
-REFUSED = {
+LIMITS = {
     "pytest-benchmark": (
-        "a test on ranks that uses `benchmark` is refused: each rank would choose its own number of rounds",
+        "the fixture benchmark of pytest-benchmark does not work on ranks: "
+        "each would choose its own number of rounds",
         "run with --benchmark-disable, which calls the function once",
     ),
     "syrupy": (
-        "a test on ranks that uses its `snapshot` is refused: one process writes and counts snapshots",
-        "compare with a value, with inline-snapshot, or with pytest-regressions",
+        "the fixture snapshot of syrupy does not work on ranks: "
+        "its snapshots are written and counted by one process",
+        "compare with a value in the test, with inline-snapshot, or with pytest-regressions",
     ),
     "inline-snapshot": (
-        "snapshots of tests on ranks are compared, and not written",
+        "snapshots are compared on each rank, and not written",
         "create them in a test without ranks",
+    ),
+    "pytest-regressions": (
+        "each rank compares what it obtained with the same file, and writes it, "
+        "with --force-regen or where it is missing",
+        "let one rank check what differs between ranks",
     ),
     "pytest-testmon": (
         "what a test on ranks depends on is not recorded reliably",
-        "run tests on ranks without --testmon",
+        "run those tests without --testmon",
     ),
     "pytest-cases": ("3.10.1 does not work with pytest 9.2, with or without Lockstep", "uninstall it"),
     "pytest-monitor": ("1.6.6 does not work with pytest 9.2, with or without Lockstep", "uninstall it"),
 }
-"""What does not work, and what to do instead."""
+"""What does not work, and what to do instead; a self-test holds both tables to the page."""
 
 
 def plugins() -> Iterator[Finding]:
@@ -47,8 +55,8 @@ def plugins() -> Iterator[Finding]:
     count = 0
     for name, version in sorted(_installed().items()):
         count += 1
-        if name in REFUSED:
-            why, remedy = REFUSED[name]
+        if name in LIMITS:
+            why, remedy = LIMITS[name]
             yield note(f"plugin-{name}", f"{name} {version}", why, remedy)
         elif name in NOTES:
             yield ok(f"plugin-{name}", f"{name} {version}: {NOTES[name]}")

@@ -243,6 +243,21 @@ def test_plugins_that_change_something(monkeypatch: Patch) -> None:
     assert the(each, "plugins", "ok").what.startswith("3 installed")
 
 
+def test_plugins_are_described_as_on_their_page() -> None:
+    """Each row of a plugin that does not simply work has its finding, with sentences of that row."""
+    page = (Path(__file__).parents[3] / "docs/reference/plugins.md").read_text().replace("`", "")
+    tried, exceptions = page.split("## What was tried")
+    verdicts = dict(re.findall(r"^\| (\S+) [\d.]+ \| ([^|]*) \|", tried, re.M))
+    limited = {name for name, verdict in verdicts.items() if verdict != "works"}
+    others = set(re.findall(r"^\| (pytest-\w+) \|", exceptions, re.M))
+    said = {name: (sentence,) for name, sentence in plugins.NOTES.items()} | plugins.LIMITS
+    assert limited <= set(plugins.LIMITS)
+    assert others <= set(said) <= others | set(verdicts)
+    for name, sentences in said.items():
+        row = re.findall(rf"^\| {name} .*", page, re.M)[-1].lower()
+        assert [sentence for sentence in sentences if sentence.lower() not in row] == []
+
+
 FILES = {
     "pytest.toml": "[pytest]\nranks_at_once = 1\n",
     "pytest.ini": "[pytest]\nranks_at_once = 1\n",
