@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from harness.conformance import Capability, ShardSpec, offers
 
@@ -60,9 +61,13 @@ class Trained:
         return self.world.gather(self.scaler.get_scale())
 
     def finite(self):
-        """Return, for each rank, whether all it sees of gradients is finite."""
+        """Return, for each rank, whether its part of all gradients is finite.
+
+        In torch 2.15 `isfinite().all()` of a DTensor is the answer of all ranks, before it was that of one.
+        """
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return self.world.gather(all(bool(g.isfinite().all()) for g in gradients))
+        own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        return self.world.gather(all(bool(g.isfinite().all()) for g in own))
 
 
 @pytest.fixture

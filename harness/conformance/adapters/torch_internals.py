@@ -1,6 +1,6 @@
 """Private names of torch that the adapters of its engines read. Inside a rank; imports torch.
 
-Seen in torch 2.11 to 2.13. Where one moves, look for the public name or the attribute that its function
+Seen in torch 2.11 to 2.15. Where one moves, look for the public name or the attribute that its function
 describes; nothing else of this package touches them.
 """
 
@@ -160,7 +160,9 @@ def _fsdp2_snapshot(group: Any, name: str, names: Mapping[nn.Module, str]) -> Sn
     gradients += [p.unsharded_accumulated_grad for p in parameters]
     local = sum(p._sharded_param_data.numel() for p in parameters)
     full = local * getattr(group.mesh_info, "shard_mesh_size", 1)
-    dtype, policy = parameters[0].sharded_param.dtype, group.mp_policy
+    dtype = parameters[0].sharded_param.dtype
+    # The group's in torch 2.13, each parameter's own in 2.15.
+    policy = group.mp_policy if hasattr(group, "mp_policy") else parameters[0].mp_policy
     compute = policy.param_dtype or dtype
     missing = {"post_backward_hooks": Capability.HOOKS, "sharding_strategy": Capability.GROUPS}
     shown: dict[str, Any] = {}
