@@ -303,9 +303,13 @@ class Warned:
     lineno: int
 
 
+MEETING = "meeting"
+"""Stands for the name of a group that `init_process_group` is to make, of all ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A collective that a rank has begun in this test."""
+    """A collective that a rank has begun in this test, or a call of `init_process_group`."""
 
     group: str
     """The name of its process group, the same on every rank."""

@@ -69,7 +69,6 @@ class Rank:
     def __init__(self, spec: RankSpec, wire: Connection, lease: LeaseShare | None) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
-        self._rendezvous = Rendezvous(spec)
         self.world = RankWorld(spec, self.group.device)
         self.interrupted = False
         """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
@@ -80,6 +79,7 @@ class Rank:
         self._standing = Standing(spec)
         self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
         self._activity = Activity()
+        self._rendezvous = Rendezvous(spec, self._activity)
         self.exchanges = Exchanges(spec.session.cwd)
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
@@ -163,7 +163,7 @@ class Rank:
                 if order.follows and not self._gets_its_turn():
                     continue
                 self._activity.state, self._activity.began = "runs", time.time_ns()
-                self._rendezvous.item += 1
+                self._rendezvous.begin_item()
             return order
 
     def _gets_its_turn(self) -> bool:

@@ -3,38 +3,80 @@
 The port is the world's own for as long as it lives: the controller holds it, bound and not listening, so that
 nothing else is given it, while a test may listen there. `init_process_group()` that reads the environment
 meets in a file instead, a new one each time: torch's last server may still be closing.
+
+Calls of `init_process_group` are counted where tests make the default group, so that one which other ranks
+never make is found.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from harness.protocol import RankSpec
-from harness.rank.torch_internals import replace_store_maker
+from harness.protocol import MEETING, Issued, RankSpec
+from harness.rank.status import Activity
+from harness.rank.torch_internals import replace_store_maker, wrap_init_process_group
 
 _HERE = frozenset({"127.0.0.1", "localhost"})
 
 
 class Rendezvous:
-    """Makes the stores of groups that the environment describes.
+    """Makes the stores of groups that the environment describes, and counts what meets.
 
-    Attributes:
-        item: number of the current item of this world, the same on all ranks.
+    Args:
+        activity: of the rank, which is given the call of `init_process_group` under way.
     """
 
-    def __init__(self, spec: RankSpec) -> None:
-        self.item = 0
+    def __init__(self, spec: RankSpec, activity: Activity) -> None:
+        self._item = 0
         self._spec = spec
+        self._activity = activity
         self._meetings: Counter[tuple[int, int]] = Counter()
 
     def install(self) -> None:
         """Set the variables, and serve `env://` and `tcp://` at their port."""
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._spec.port))
         self._make_torchs = replace_store_maker(self._make)
+        if not self._spec.key.has_group:
+            wrap_init_process_group(self._count)
+
+    def begin_item(self) -> None:
+        """Count from the beginning: all ranks of the world begin the same item."""
+        self._item += 1
+        self._activity.meeting = None
+
+    def _count(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Return `init_process_group` that says when this rank is in it, for a group of all ranks."""
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            last = self._activity.meeting
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # torch says so
+                given = {"world_size": 0}
+            size = given.get("world_size", -1)
+            if (int(os.environ.get("WORLD_SIZE", "0")) if size == -1 else size) != self._spec.key.size:
+                return init(*args, **kwargs)
+            timeout = given.get("timeout")
+            seconds = timeout.total_seconds() if timeout is not None else float("inf")
+            number = 1 if last is None else last.number + 1
+            meeting = Issued(MEETING, (), number, "init_process_group", (), (), True, seconds)
+            self._activity.meeting = meeting
+            try:
+                return init(*args, **kwargs)
+            finally:
+                self._activity.meeting = replace(meeting, in_flight=False)
+
+        return wrapper
 
     def _make(
         self, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
@@ -43,7 +85,7 @@ class Rendezvous:
         if port != self._spec.port or hostname not in _HERE:
             store: dist.Store = self._make_torchs(hostname, port, rank, world_size, *args, **kwargs)
             return store
-        self._meetings[self.item, world_size] += 1
+        self._meetings[self._item, world_size] += 1
         alone = f"-of-{self._spec.rank}" if world_size == 1 else ""
-        name = f"meeting-{self.item}-{world_size}-{self._meetings[self.item, world_size]}{alone}"
+        name = f"meeting-{self._item}-{world_size}-{self._meetings[self._item, world_size]}{alone}"
         return dist.FileStore(f"{self._spec.directory}/{name}", world_size)

@@ -19,6 +19,7 @@ import pluggy
 import torch.distributed as dist
 
 import harness.properties
+from harness.process_tree import children_of
 from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued, Probe, Progress, RankStatus, State
 from harness.rank import pytest_internals
 from harness.rank.flight_record import read_record
@@ -44,6 +45,8 @@ class Activity:
     """Which case of how many that is."""
     began: int = 0
     """When the item began, nanoseconds since the epoch."""
+    meeting: Issued | None = None
+    """The last call of `init_process_group` in the item, for a group of all ranks."""
 
 
 class StatusReader:
@@ -68,7 +71,7 @@ class StatusReader:
     def answer(self, probe: Probe) -> RankStatus | Progress:
         """Return the status, or only that the main thread has run since the last time if that is so."""
         try:
-            before, self._progress = self._progress, progress()
+            before, self._progress = self._progress, self._waits_in_meeting() or progress()
             if not probe.full and self._activity.state != "runs":
                 return self.collectives()
             if probe.full or (before == self._progress and not self._others_run_users_code()):
@@ -81,7 +84,17 @@ class StatusReader:
         """Return the collectives that this rank has begun in this test, and no more."""
         issued, before = issued_since(self._activity.began, self._group.has_begun)
         activity = self._activity
+        if activity.meeting is not None:
+            issued = (activity.meeting, *issued)
         return RankStatus("", "", "", issued, before, activity.state, activity.case, activity.count)
+
+    def _waits_in_meeting(self) -> Issued | None:
+        """Return the call of `init_process_group` that the main thread is in, which polls a store there.
+
+        None where this rank has child processes: one of them may come in place of another rank.
+        """
+        meeting = self._activity.meeting
+        return meeting if meeting and meeting.in_flight and not children_of(os.getpid()) else None
 
     def _place(self) -> Progress:
         """Name the user's line that the main thread is at, at the cost of its stack alone."""

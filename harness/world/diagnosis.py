@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from harness.properties.messages import EXAMPLE
-from harness.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged, Issued, RankStatus
+from harness.protocol import ANY_RANK, DEFAULT_GROUP, MEETING, Exchanged, Issued, RankStatus
 
 # In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(
@@ -98,6 +98,8 @@ def in_flight(status: RankStatus) -> Issued | None:
 
 def name_of(issued: Issued) -> str:
     """Name a collective: `all_reduce #3 (float [4])`, and the group unless it is the default one."""
+    if issued.group == MEETING:
+        return issued.op if issued.number == 1 else f"{issued.op} #{issued.number}"
     tensors = ", ".join(
         f"{dtype} {list(shape)}" for dtype, shape in zip(issued.dtypes, issued.shapes, strict=False)
     )

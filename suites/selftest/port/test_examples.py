@@ -18,26 +18,33 @@ from suites.selftest.project import PROJECTS, Run, run_pytest
 EXAMPLES = Path(__file__).parents[3] / "examples" / "porting"
 KINDS = ("multi_process", "continuous", "spawn", "torchrun", "deepspeed", "pool")
 
-# The launchers start new interpreters, which import torch for seconds. Here their processes are forked.
-FORKS = """
-import multiprocessing.context
+# The launchers start new interpreters, which import torch for seconds. Here all processes are forked from one
+# that has: a pytest for the launchers that tests call, and what torchrun starts, one for each rank with these
+# variables.
+ORIGINALS = """
+import multiprocessing.context, os, sys, pytest, torch
 
 contexts = multiprocessing.context._concrete_contexts
 contexts["spawn"] = contexts["fork"]
-"""
 
-# What torchrun starts: the same command for each rank, with these variables.
-TORCHRUN = """
-import os, sys, pytest, torch
 
-for rank in range(2):
+def fork(name, *args):
     if os.fork() == 0:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-        os.environ["MASTER_PORT"] = sys.argv[1]
-        status = pytest.main(["-q", "torchrun/before"])
+        output = os.open(name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        status = pytest.main(["-q", "-p", "no:cacheprovider", *args])
         sys.stdout.flush()
         os._exit(status)
-sys.exit(max(os.wait()[1] for rank in range(2)) != 0)
+
+
+port, *folders = sys.argv[1:]
+fork("launchers", *folders)
+for rank in ("0", "1"):
+    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    fork(f"torchrun-{rank}", "torchrun/before")
+for _ in range(3):
+    os.wait()
 """
 
 
@@ -86,37 +93,30 @@ def test_a_process_that_is_left_is_named_and_ended(on_ranks: Run) -> None:
 
 def test_the_originals_pass_under_their_launchers(tmp_path: Path) -> None:
     copy_examples(tmp_path)
-    (tmp_path / "forks.py").write_text(FORKS)
     (tmp_path / "deepspeed" / "unit").mkdir()
     launcher = PROJECTS / "adopt" / "distributed_test" / "launcher.py"
     shutil.copy(launcher, tmp_path / "deepspeed" / "unit" / "common.py")
-    folders = [f"{kind}/before" for kind in KINDS if kind not in ("torchrun", "pool")]
-    done = run_pytest(tmp_path, "-p", "forks", *folders, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONPATH=".")
-    assert done.count().startswith("15 passed"), done.output
-
-
-def test_the_original_of_the_pool_passes(tmp_path: Path) -> None:
-    copy_examples(tmp_path)
-    done = run_pytest(tmp_path, "pool/before", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    assert done.count().startswith("5 passed"), done.output
-
-
-def test_the_original_of_torchrun_passes_on_each_rank(tmp_path: Path) -> None:
-    copy_examples(tmp_path)
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         number = listener.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-c", TORCHRUN, str(number)],
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            ORIGINALS,
+            str(number),
+            *(f"{kind}/before" for kind in KINDS if kind != "torchrun"),
+        ],
         cwd=tmp_path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": "."},
+        timeout=240,
+        check=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("3 passed") == 2
+    outputs = {name: (tmp_path / name).read_text() for name in ("launchers", "torchrun-0", "torchrun-1")}
+    line = r"^(\d+ passed)(?:, \d+ warnings)? in "
+    counts = {name: re.findall(line, text, re.MULTILINE) for name, text in outputs.items()}
+    expected = {"launchers": ["20 passed"], "torchrun-0": ["3 passed"], "torchrun-1": ["3 passed"]}
+    assert counts == expected, "\n".join(outputs.values())
 
 
 @pytest.mark.parametrize("file", ["multi_process/{}/test_join.py", "continuous/{}/test_collectives.py"])

@@ -6,7 +6,8 @@ import pytest
 
 from suites.selftest.project import Run, copy_project, run_pytest
 
-BAD = ("test_hang", "test_mismatch", "test_death", "test_failure")
+MISSING = tuple(f"test_missing[{method}]" for method in ("None", "file", "tcp"))
+BAD = (*MISSING, "test_hang", "test_mismatch", "test_death", "test_failure")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def test_groups_of_tests_work_and_end_with_them(run: Run) -> None:
             "test_second",
             "test_after_the_fixture",
             "test_without_group",
+            "test_caught",
             "test_end",
         ],
         "passed",
@@ -39,6 +41,10 @@ def test_what_they_leave_is_no_warning(run: Run) -> None:
     ("name", "verdict"),
     [
         ("test_hang", "rank 0 waits in barrier #1, which rank 1 never reached: it has ended the test"),
+        *(
+            (name, "rank 0 waits in init_process_group, which rank 1 never reached: it has ended the test")
+            for name in MISSING
+        ),
         ("test_mismatch", "mismatch: rank "),
         ("test_death", "rank 1 of 2 died: SIGKILL"),
         ("test_failure", "rank 1 of 2 failed\nrank 0: lost its connection to rank 1 at "),

@@ -1,8 +1,10 @@
 """Tests that make their own process groups, in worlds that start without one."""
 
+import datetime
 import os
 import signal
 import socket
+import threading
 
 import pytest
 import torch
@@ -71,6 +73,28 @@ def test_hang(world):
     dist.init_process_group("gloo")
     if world.rank == 0:
         dist.barrier()
+
+
+@pytest.mark.parametrize("method", [None, "file", "tcp"])
+def test_missing(world, method, tmp_path_factory):
+    rest = {"rank": world.rank, "world_size": world.size}
+    if method == "file":
+        rest["init_method"] = f"file://{tmp_path_factory.mktemp('meeting')}/store"
+    elif method == "tcp":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            rest["init_method"] = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    if world.rank == 0:
+        dist.init_process_group("gloo", **rest)
+
+
+def test_caught(world):
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+        event = threading.Event()
+        threading.Timer(1, event.set).start()
+        event.wait()
 
 
 def test_mismatch(world):
