@@ -184,15 +184,6 @@ class RunItem:
     subtests: tuple[str, ...] = ()
     """The cases of `run_subtests` to run, as `--subtest` has them; empty for those that the user selected."""
 
-    @property
-    def label(self) -> str:
-        """The node id of what runs: of the item, or of its stage."""
-        if not self.stage:
-            return self.nodeid
-        file, _, names = self.nodeid.partition("::")
-        name, bracket, parameters = names.partition("[")
-        return f"{file}::{name}::{self.stage}{bracket}{parameters}"
-
 
 @dataclass(frozen=True, slots=True)
 class Vote:

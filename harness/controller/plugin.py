@@ -22,7 +22,13 @@ from harness.backends import BACKENDS, backends_of
 from harness.controller.crashed_examples import CrashSearch
 from harness.controller.debugging import Debugging, check_debuggers, debugged_rank
 from harness.controller.live import LiveOutput
-from harness.controller.pytest_internals import basetemp_of, has_to_tear_down, make_report, tear_down
+from harness.controller.pytest_internals import (
+    add_failed_tear_down,
+    basetemp_of,
+    has_to_tear_down,
+    make_report,
+    tear_down,
+)
 from harness.controller.recorded_run import diverged_case, recorded_order, with_explanation
 from harness.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
 from harness.controller.rerun import rerun_line
@@ -37,7 +43,7 @@ from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.output import shows_live
 from harness.protocol import RunItem, Search, WorldKey
-from harness.reporting.differences import merge_warnings, to_message
+from harness.reporting.differences import pass_on_warnings
 from harness.reporting.merge import merge
 from harness.timeline import TIMELINES
 from harness.world.item_run import ItemRun
@@ -192,7 +198,7 @@ class Controller:
             self._begin_ahead(coming)
         reports = self._report(item, outcomes)
         if torn_down.excinfo is not None:
-            _add_failed_tear_down(item, torn_down, reports)
+            add_failed_tear_down(item, torn_down, reports)
         return reports
 
     def _run(
@@ -276,7 +282,7 @@ class Controller:
             return outcomes.reports(item)
         if isinstance(outcomes, Refusal):
             return report_refusal(item, outcomes)
-        self._pass_on_warnings(item, outcomes.last)
+        pass_on_warnings(item, outcomes.last)
         seed = self._config.getoption("world_seed")
         reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
         if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:
@@ -366,21 +372,7 @@ class Controller:
             position = self._positions.get(item, len(items))
         return position
 
-    # What ranks send besides their reports
-
-    def _pass_on_warnings(self, item: pytest.Item, outcome: ItemOutcome) -> None:
-        """Pass each warning on to pytest once, however many ranks raised it."""
-        if not any(rank.warnings for rank in outcome.ranks):
-            return
-        for warned in merge_warnings(outcome):
-            self._config.hook.pytest_warning_recorded.call_historic(
-                kwargs={
-                    "warning_message": to_message(warned),
-                    "when": "runtest",
-                    "nodeid": str(item.nodeid),
-                    "location": None,
-                }
-            )
+    # Worlds
 
     def _fail_last_item(self, world: World, text: str) -> None:
         """Fail the last item of a world for what broke as it closed: the tear-down of a wide fixture, say.
@@ -392,8 +384,6 @@ class Controller:
             assert self._current is not None, "no item has begun"
             item, text = self._current, f"after {item.nodeid}: {text}"
         item.ihook.pytest_runtest_logreport(report=make_report(item, "teardown", "failed", text))
-
-    # Worlds
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # before pytest-cov combines what ranks leave
     def pytest_runtestloop(self) -> Generator[None, object, object]:
@@ -458,17 +448,6 @@ class Outcomes:
     last: ItemOutcome
     passed: bool
     """Whether that is clear before reports are compared."""
-
-
-def _add_failed_tear_down(
-    item: pytest.Item, call: pytest.CallInfo[None], reports: list[pytest.TestReport]
-) -> None:
-    # Not by the hook: plugins expect it for the other phases first, which ranks have made reports of.
-    failed = pytest.TestReport.from_item_and_call(item, call)
-    if reports[-1].failed:  # what went wrong on ranks is reported too
-        reports.append(failed)
-    else:
-        reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
 
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:

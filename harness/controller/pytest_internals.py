@@ -53,6 +53,18 @@ def tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> pytest.CallInf
     return pytest.CallInfo.from_call(lambda: state.teardown_exact(nextitem), when="teardown")
 
 
+def add_failed_tear_down(
+    item: pytest.Item, call: pytest.CallInfo[None], reports: list[pytest.TestReport]
+) -> None:
+    """Add to reports of an item that `tear_down` failed."""
+    # Not by the hook: plugins expect it for the other phases first, which ranks have made reports of.
+    failed = pytest.TestReport.from_item_and_call(item, call)
+    if reports[-1].failed:  # what went wrong on ranks is reported too
+        reports.append(failed)
+    else:
+        reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
+
+
 def has_to_tear_down(item: pytest.Item) -> bool:
     """Return whether something is set up in this process that `tear_down` would tear down before an item."""
     return not item.session._setupstate.stack.keys() <= set(item.listchain())

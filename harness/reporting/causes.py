@@ -30,6 +30,8 @@ _ID_OR_NUMBER = re.compile(
     r"(?P<id>0x[0-9a-f]+|\b(?=\w*[a-f])(?=\w*\d)[0-9a-f]{12,}\b)|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 )
 _SHAPE = re.compile(r"([\[(])(?:N(?:, ?|(?=[\])])))+(?=[\])])")
+_NAME = re.compile(r"[^\s:]+(?=: Mismatched elements)")  # of a tensor that is compared
+_DIFFERENCE = re.compile(r"; Greatest absolute difference: .*")
 _TENSOR = re.compile(r"\btensor\(.*?\)(?=$|[^\w)\]])")
 
 
@@ -85,6 +87,7 @@ def brief(text: str) -> str:
 
 def _without_details(message: str) -> str:
     """Return a message without what differs between failures of one cause, and not too long."""
+    message = _DIFFERENCE.sub("", _NAME.sub("NAME", message))
     message = _FOLDER.sub(".../", message)
     message = _TENSOR.sub("tensor(...)", message)
     message = _ID_OR_NUMBER.sub(lambda found: "ID" if found["id"] else "N", message)

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from harness.protocol import Warned
 from harness.world.outcome import ItemOutcome
 
@@ -38,7 +40,22 @@ def without_own_number(text: str, rank: int) -> str:
     return re.sub(rf"(?:(?<![\w.+#[-])|(?<=rank)|(?<=rank[_=-])){rank}(?!\w|\.\d)", "<its rank>", text)
 
 
-def merge_warnings(outcome: ItemOutcome) -> list[Warned]:
+def pass_on_warnings(item: pytest.Item, outcome: ItemOutcome) -> None:
+    """Pass each warning of an item on to pytest once, however many ranks raised it."""
+    if not any(rank.warnings for rank in outcome.ranks):
+        return
+    for warned in _merge_warnings(outcome):
+        item.config.hook.pytest_warning_recorded.call_historic(
+            kwargs={
+                "warning_message": _to_message(warned),
+                "when": "runtest",
+                "nodeid": str(item.nodeid),
+                "location": None,
+            }
+        )
+
+
+def _merge_warnings(outcome: ItemOutcome) -> list[Warned]:
     """Return each warning of an item once, however many ranks raised it.
 
     Those on what a test left behind name the ranks unless all have left the same.
@@ -55,7 +72,7 @@ def merge_warnings(outcome: ItemOutcome) -> list[Warned]:
     return [*merged, *(_merge_one(each, everywhere) for each in of_ranks.values())]
 
 
-def to_message(warned: Warned) -> warnings.WarningMessage:
+def _to_message(warned: Warned) -> warnings.WarningMessage:
     """Rebuild a warning; one whose class is unknown here keeps its name in the text."""
     category = getattr(sys.modules.get(warned.module), warned.category, None)
     text = warned.text

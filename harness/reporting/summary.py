@@ -36,6 +36,8 @@ class Cause:
     failed: list[Ran] = field(default_factory=list)
     rerun: str = ""
     """The command that runs the first of them again."""
+    options: tuple[str, ...] = ()
+    """What that command has besides the test and its case."""
 
 
 class Summary:
@@ -73,7 +75,9 @@ class Summary:
             key = self._cause_of(report)
             cause = found.setdefault(key, Cause(*key))
             cause.failed.append(self._as_ran(report))
-            cause.rerun = cause.rerun or _rerun(report)
+            if not cause.rerun:
+                cause.rerun = _rerun(report)
+                cause.options = _options(cause.rerun, self._config.getoption("subtest"))
         return sorted(found.values(), key=lambda cause: -len(cause.failed))
 
     def _cause_of(self, report: pytest.TestReport) -> tuple[str, str]:
@@ -115,7 +119,7 @@ def lines(causes: list[Cause], ran: list[Ran], most: int | None) -> Iterator[str
                 continue
             others = narrowed.num_selected - len(cause.failed)
             more = f" (and {others:,} more)" if others > 0 else ""
-            yield f"      all of them: pytest {narrowed}{more}"
+            yield f"      all of them: {shlex.join(['pytest', *narrowed.arguments, *cause.options])}{more}"
     if most is not None and len(causes) > most:
         yield f"      and {_counted(len(causes) - most, 'cause')} more: --causes=all"
 
@@ -145,6 +149,16 @@ def _is_sum(report: pytest.TestReport) -> bool:
 def _rerun(report: pytest.TestReport) -> str:
     properties = dict(pair for pair in report.user_properties if isinstance(pair[0], str))
     return str(properties.get("rerun") or shlex.join(["pytest", str(report.nodeid)]))
+
+
+def _options(rerun: str, subtests: list[str]) -> tuple[str, ...]:
+    """Return the options of a command; of `--subtest` those that the user has given to the whole run."""
+    _, *words = shlex.split(rerun)
+    words = words[2:] if words[0] == "--pyargs" else words[1:]
+    while "--subtest" in words:
+        place = words.index("--subtest")
+        del words[place : place + 2]
+    return (*words, *(word for each in subtests for word in ("--subtest", each)))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from harness.output import OutputDirectory
-from harness.protocol import RunItem
 from harness.timeline import TIMELINES
 from harness.timeline.flight_files import remove_flight_files, write_flight_files
 from harness.timeline.page import index_of, page_of, write_text
 from harness.timeline.timeline import Timeline, read_timeline
 from harness.timeline.trace import can_write_trace, write_trace
-from harness.world.outcome import ItemOutcome
+from harness.world.outcome import ItemOutcome, label_of
 
 PAGE, TRACE = "timeline.html", "timeline.pftrace"
 
@@ -67,7 +66,7 @@ class TimelineFiles:
         timeline = read_timeline(nodeid, outcome, self._base, sentence=sentence)
         if timeline is None:
             return
-        folder = self._directory.of_test(RunItem(nodeid, "", None, "", stage=outcome.stage).label)
+        folder = self._directory.of_test(label_of(nodeid, outcome.stage))
         place = str(folder / PAGE)
         try:
             self._write(timeline, folder, reports)

@@ -36,7 +36,7 @@ from harness.protocol import (
 from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
 from harness.world.glance import Glance, Onlooker, Places
 from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
-from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase
+from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
@@ -63,6 +63,7 @@ class ItemRun:
 
     def __init__(self, order: RunItem, timeout: float, onlooker: Onlooker | None = None) -> None:
         self.order = order
+        self.label = label_of(order.nodeid, order.stage)
         self._onlooker = onlooker
         self._places: Places | None = None
         self._names_place = False
@@ -294,7 +295,7 @@ class ItemRun:
         if self._collecting:
             activity = f"imports {min(self._collecting.values())}"
         glance = Glance(
-            self.order.label,
+            self.label,
             now - self._begun,
             self._deadline - self._begun,
             activity,

@@ -182,6 +182,15 @@ class ItemOutcome:
         return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
 
 
+def label_of(nodeid: str, stage: str) -> str:
+    """Return the node id of what runs: of the item, or of its stage."""
+    if not stage:
+        return nodeid
+    file, _, names = nodeid.partition("::")
+    name, bracket, parameters = names.partition("[")
+    return f"{file}::{name}::{stage}{bracket}{parameters}"
+
+
 def in_stage(name: str, ranks: int) -> str:
     """Return the words before what is said of a stage."""
     return f"in the stage `{name}`, on {ranks} rank{'s' if ranks > 1 else ''} before the test:"

@@ -114,7 +114,7 @@ class World:
             WorldError: what `--rank-output-dir` holds cannot be replaced.
         """
         if self._kept is not None:
-            self._kept.clear(run.order.label)
+            self._kept.clear(run.label)
         self._run = run
         run.begin(self._handles)
 
@@ -153,7 +153,7 @@ class World:
                 if self._kept is None or isinstance(rank.fate, Finished):  # that rank has kept it
                     continue
                 try:
-                    handle.output().append_to(self._kept.of_test(run.order.label), rank.rank)
+                    handle.output().append_to(self._kept.of_test(run.label), rank.rank)
                 except OSError as error:
                     text = f"--rank-output-dir: output of rank {rank.rank} is missing: {error}"
                     rank.warnings.append(Warned("pytest", "PytestWarning", text, __file__, 0))

@@ -26,14 +26,15 @@ def test_subtests_are_counted(output: list[str]) -> None:
 def test_failures_are_grouped_by_cause_below_all_else(output: list[str]) -> None:
     summary = output[output.index("9 failures, 4 causes:") : -1]
     check, bad = line_of("assert value", FILE), line_of("raise ValueError", FILE)
-    rerun = "pytest test_many.py::test_cases -p no:cacheprovider -p harness.plugin --subtest"
+    options = "-p no:cacheprovider -p harness.plugin"
+    rerun = f"pytest test_many.py::test_cases {options} --subtest"
     assert summary[1:7] == [
         f"    4 at test_many.py:{check}: AssertionError: value of N at ID",
         f"      one of them: {rerun} lr=2,size=1",
-        "      all of them: pytest test_many.py (and 11 more)",
+        f"      all of them: pytest test_many.py {options} (and 11 more)",
         f"    2 at test_many.py:{bad}: ValueError: bad shape [...]",
         f"      one of them: {rerun} lr=0,size=3",
-        "      all of them: pytest test_many.py::test_cases --subtest size=3 (and 1 more)",
+        f"      all of them: pytest test_many.py::test_cases --subtest size=3 {options} (and 1 more)",
     ]
     assert summary[7] == f"    2 at test_many.py:{line_of('raise KeyError', FILE)}: KeyError: N"
     assert summary[9] == "      all of them: pytest test_many.py::test_plain -k bf16"
@@ -71,6 +72,10 @@ def test_a_cause_is_narrowed_to_what_its_failures_share_and_others_lack() -> Non
         ("OSError: no '/tmp/pytest-of-me/pytest-3/test_a0/state.pt'", "OSError: no '.../state.pt'"),
         ("KeyError: 'layers.11.weight'", "KeyError: 'layers.N.weight'"),
         ("AssertionError: off by 1e-05 at 0x7f12ab", "AssertionError: off by N at ID"),
+        (
+            "AssertionError: mlp.0.weight: Mismatched elements: 3 / 8; Greatest absolute difference: 2.0",
+            "AssertionError: NAME: Mismatched elements: N / N",
+        ),
     ],
 )
 def test_numbers_shapes_and_folders_are_left_out(message: str, what: str) -> None:

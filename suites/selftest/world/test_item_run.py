@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> N
 def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
-    theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport"}),))
+    theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport", "longrepr": ""}),))
     outcome = _run(rank, 1.5).finish()
     assert outcome.timed_out
     assert rank.reads < 30
