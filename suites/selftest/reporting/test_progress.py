@@ -31,6 +31,7 @@ def looks(shared_project: Project) -> list[list[str]]:
     shared_project.copy("progress")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "harness.plugin", "--tb=no"]
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TERM": "xterm"}
+    environ.pop("COLUMNS", None)  # a worker of xdist has it
     screen = run_in_terminal(command, shared_project.path, environ, 120, look)
     return [*seen, screen.rows]
 
