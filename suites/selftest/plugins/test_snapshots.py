@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from suites.selftest.project import Project
 
 
-def test_inline_snapshots_are_compared_and_not_written(project: Project, plugin_path: dict[str, str]) -> None:
+def test_inline_snapshots_are_compared_and_not_written(
+    project: Project, plugin_path: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of this process; it refuses to write under -n
     project.copy("snapshots")
     before = (project.path / "test_inline.py").read_text()
     output = project.run(
