@@ -282,7 +282,8 @@ class Controller:
             return outcomes.reports(item)
         if isinstance(outcomes, Refusal):
             return report_refusal(item, outcomes)
-        pass_on_warnings(item, outcomes.last)
+        if any(rank.warnings for rank in outcomes.last.ranks):
+            pass_on_warnings(item, outcomes.last)
         seed = self._config.getoption("world_seed")
         reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
         if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:

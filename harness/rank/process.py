@@ -163,7 +163,8 @@ class Rank:
                 if order.follows and not self._gets_its_turn():
                     continue
                 self._activity.state, self._activity.began = "runs", time.time_ns()
-                self._rendezvous.begin_item()
+                self._rendezvous.item += 1
+                self._activity.meeting = None
             return order
 
     def _gets_its_turn(self) -> bool:

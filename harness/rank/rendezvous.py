@@ -32,10 +32,13 @@ class Rendezvous:
 
     Args:
         activity: of the rank, which is given the call of `init_process_group` under way.
+
+    Attributes:
+        item: number of the current item of this world, the same on all ranks.
     """
 
     def __init__(self, spec: RankSpec, activity: Activity) -> None:
-        self._item = 0
+        self.item = 0
         self._spec = spec
         self._activity = activity
         self._meetings: Counter[tuple[int, int]] = Counter()
@@ -46,11 +49,6 @@ class Rendezvous:
         self._make_torchs = replace_store_maker(self._make)
         if not self._spec.key.has_group:
             wrap_init_process_group(self._count)
-
-    def begin_item(self) -> None:
-        """Count from the beginning: all ranks of the world begin the same item."""
-        self._item += 1
-        self._activity.meeting = None
 
     def _count(self, init: Callable[..., None]) -> Callable[..., None]:
         """Return `init_process_group` that says when this rank is in it, for a group of all ranks."""
@@ -85,7 +83,7 @@ class Rendezvous:
         if port != self._spec.port or hostname not in _HERE:
             store: dist.Store = self._make_torchs(hostname, port, rank, world_size, *args, **kwargs)
             return store
-        self._meetings[self._item, world_size] += 1
+        self._meetings[self.item, world_size] += 1
         alone = f"-of-{self._spec.rank}" if world_size == 1 else ""
-        name = f"meeting-{self._item}-{world_size}-{self._meetings[self._item, world_size]}{alone}"
+        name = f"meeting-{self.item}-{world_size}-{self._meetings[self.item, world_size]}{alone}"
         return dist.FileStore(f"{self._spec.directory}/{name}", world_size)

@@ -42,8 +42,6 @@ def without_own_number(text: str, rank: int) -> str:
 
 def pass_on_warnings(item: pytest.Item, outcome: ItemOutcome) -> None:
     """Pass each warning of an item on to pytest once, however many ranks raised it."""
-    if not any(rank.warnings for rank in outcome.ranks):
-        return
     for warned in _merge_warnings(outcome):
         item.config.hook.pytest_warning_recorded.call_historic(
             kwargs={
