@@ -359,13 +359,16 @@ class ItemRun:
         for rank in ranks:
             self._handles[rank].send(Probe(full=True))
         until = time.monotonic() + ANSWER_WITHIN
-        while (
-            silent := [rank for rank in ranks - self._answers.keys() if self._handles[rank].died is None]
-        ) and time.monotonic() < until:
+        while (silent := self._without_full_answer(ranks)) and time.monotonic() < until:
             self._listen(until - time.monotonic())
-        for rank in silent:
+        for rank in silent - self._answers.keys():
             self._answers[rank] = self._handles[rank].describe_silent()
-        return dict(self._answers)
+        return {rank: answer for rank, answer in self._answers.items() if rank in ranks}
+
+    def _without_full_answer(self, ranks: set[int]) -> set[int]:
+        """Return the living ranks without one: what has come may answer an earlier probe, and say less."""
+        full = {rank for rank, answer in self._answers.items() if answer.record is not None}
+        return {rank for rank in ranks - full if self._handles[rank].died is None}
 
     def _find_diagnosis(self) -> Diagnosis | None:
         """Return what was wrong between ranks that were ended or that failed, as far as is known."""
