@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from harness.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
-from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE
+from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Finished
 from harness.reporting.problems import Problem
 from harness.reporting.pytest_internals import (
     ExceptionChainRepr,
@@ -85,7 +85,24 @@ def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> st
     """Say what was wrong between the ranks, unless the first cause explains the failure without it."""
     stuck = any(isinstance(rank.fate, Stuck) for rank in ranks if rank.rank == first.rank)
     needed = stuck or first.is_mismatch or first.is_victim()
-    return context.diagnosis.sentence if context.diagnosis is not None and needed else ""
+    if not needed:
+        return ""
+    return context.diagnosis.sentence if context.diagnosis is not None else _early_end_of_a_group(ranks)
+
+
+def _early_end_of_a_group(ranks: list[RankReports]) -> str:
+    """Say that gloo could not connect a rank to a group that another had made, and ended, by then."""
+    failed = {rank.rank: [report for report in rank.phases.values() if report.failed] for rank in ranks}
+    connecting = [rank for rank, reports in failed.items() if any(map(_was_connecting, reports))]
+    passed = [rank.rank for rank in ranks if isinstance(rank.fate, Finished) and not failed[rank.rank]]
+    if not connecting or not passed:
+        return ""
+    what = f"rank {passed[0]} ended a process group to which rank {connecting[0]} was still connecting"
+    return f"{what}: ranks need a barrier between making a group and destroying it"
+
+
+def _was_connecting(report: pytest.TestReport) -> bool:
+    return any("connectFullMesh" in message for message in messages(report))
 
 
 def _timeline(context: Context, first: Problem, report: pytest.TestReport | None) -> str:

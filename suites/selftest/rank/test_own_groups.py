@@ -7,7 +7,7 @@ import pytest
 from suites.selftest.project import Run, copy_project, run_pytest
 
 MISSING = tuple(f"test_missing[{method}]" for method in ("None", "file", "tcp"))
-BAD = (*MISSING, "test_hang", "test_mismatch", "test_death", "test_failure")
+BAD = (*MISSING, "test_hang", "test_mismatch", "test_death", "test_failure", "test_ended_early")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def test_what_they_leave_is_no_warning(run: Run) -> None:
         ("test_mismatch", "mismatch: rank "),
         ("test_death", "rank 1 of 2 died: SIGKILL"),
         ("test_failure", "rank 1 of 2 failed\nrank 0: lost its connection to rank 1 at "),
+        ("test_ended_early", "rank 0 ended a process group to which rank 1 was still connecting: "),
     ],
 )
 def test_faults_are_reported_as_in_other_worlds(run: Run, name: str, verdict: str) -> None:

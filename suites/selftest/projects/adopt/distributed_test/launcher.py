@@ -76,6 +76,7 @@ class Exec:
             self.run(**self.kwargs)
         except pytest.skip.Exception as skip:
             skip_msg.put(skip.msg)
+        self._dist_destroy()  # together: a rank that ends would break the connections that others still make
 
     def _dist_destroy(self):
         if dist.is_initialized():
