@@ -19,13 +19,7 @@ class PeerFailed(AssertionError):
 
 
 class Diverged(AssertionError):
-    """Two runs, or the ranks of one, differ: the test runs again with recording, to find where they parted.
-
-    Attributes:
-        is_explained: Whether the message says that already.
-    """
-
-    is_explained = False
+    """Two runs, or the ranks of one, differ: the test runs again to find where they parted."""
 
 
 class FakeValueError(Failed):

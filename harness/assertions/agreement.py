@@ -83,9 +83,7 @@ def _diverged(message: str, local: Mapping[str, torch.Tensor], group: dist.Proce
         return Diverged(message)
     with log.paused():
         paragraph = _explanation(log, {name: tuple(tensor.shape) for name, tensor in local.items()}, group)
-    error = Diverged(f"{paragraph}\n{divergence.shortened(message)}")
-    error.is_explained = True
-    return error
+    return Diverged(f"{paragraph}\n{divergence.shortened(message)}")
 
 
 def _explanation(

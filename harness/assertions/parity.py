@@ -199,9 +199,7 @@ def _diverged(message: str, expected: Run, actual: Run, training: Training) -> D
         parting = divergence.first_parting(expected.recording, actual.recording, training.tolerance)
         by_rank = gathered(parting)
         raced = gathered(divergence.races(actual.recording.events))
-    error = Diverged(f"{divergence.describe(by_rank, raced)}\n{divergence.shortened(message)}")
-    error.is_explained = True
-    return error
+    return Diverged(f"{divergence.describe(by_rank, raced)}\n{divergence.shortened(message)}")
 
 
 def train(trainee: Trainee, training: Training) -> Run:

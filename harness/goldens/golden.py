@@ -86,7 +86,10 @@ class Goldens:
         self._request.node.user_properties.append(("golden", str(run.path)))
         done = ""
         if self._world.rank == 0:  # one rank reads and writes, so that all say the same
-            done = self._write(run.path, now) if updates else self._compare(run, now)
+            try:
+                done = self._write(run.path, now) if updates else self._compare(run, now)
+            except OSError as error:  # the other ranks wait for what this one says
+                done = f"the golden {run.path} cannot be read or written: {error}"
         if done := gathered(done)[0]:
             raise AssertionError(done)
 

@@ -245,8 +245,11 @@ def recorded_calls() -> list[dict[str, Any]]:
     dump = getattr(torch._C._distributed_c10d, name, None)
     if dump is None:
         return recorded_collectives()
-    with _without_inductor():
-        entries: list[dict[str, Any]] = pickle.loads(dump(True, True, False)).get("entries", [])
+    try:
+        with _without_inductor():
+            entries: list[dict[str, Any]] = pickle.loads(dump(True, True, False)).get("entries", [])
+    except (ValueError, EOFError, pickle.UnpicklingError):  # of a name that is no text: without stacks then
+        return recorded_collectives()
     return [entry for entry in entries if entry.keys() >= _KEYS]
 
 

@@ -57,7 +57,6 @@ class Event:
         value: a copy on the CPU; None where there is none, or no more room for it.
         fingerprint: of its dtype, shape and bits; empty without a value.
         line: `file:line` of the user's code; of a gradient, the line whose forward it belongs to.
-        inputs: fingerprint of what the module was called with, where it is an output.
         in_backward: whether autograd was running.
     """
 
@@ -68,7 +67,6 @@ class Event:
     line: str
     value: torch.Tensor | None = None
     fingerprint: str = ""
-    inputs: str = ""
     in_backward: bool = False
 
     @property
@@ -165,7 +163,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 self._names.setdefault(each, name)
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record what the module computed, and with what: here an engine has not resharded it yet."""
+        """Record what the module computed, and its parameters: here an engine has not resharded it yet."""
         if self._is_quiet:
             return
         name, line = self._names.get(module, type(module).__name__), self.user_line()
@@ -176,11 +174,9 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                     full = f"{name}.{key}" if name else key
                     self._add(kind, full, tensor, line)
                     self._watch_leaf(full, tensor, line)
-        with self.paused():
-            inputs = _digest(fingerprint(_local(each)) for each in named_tensors(args).values())
         for path, tensor in named_tensors(output).items():
             place = f"{name}[{path}]" if path else name
-            self._add("output", place, tensor, line, inputs)
+            self._add("output", place, tensor, line)
             if tensor.requires_grad:
                 tensor.register_hook(self._hook("gradient of output", place, line))  # type: ignore[no-untyped-call]
 
@@ -285,7 +281,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if source.is_floating_point and to.is_floating_point and to.itemsize < source.itemsize:
                 self._add("cast", f"{short(source)} -> {short(to)}", None, self.user_line())
 
-    def _add(self, kind: str, name: str, value: torch.Tensor | None, line: str, inputs: str = "") -> None:
+    def _add(self, kind: str, name: str, value: torch.Tensor | None, line: str) -> None:
         if self._is_quiet:
             return
         with self.paused():
@@ -298,7 +294,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if kept is not None:
             self._room -= kept.numel() * kept.itemsize
             kept = kept if self._room >= 0 else None
-        self.events.append(Event(kind, name, self.step, number, line, kept, print_of, inputs, in_backward()))
+        self.events.append(Event(kind, name, self.step, number, line, kept, print_of, in_backward()))
 
     def user_line(self) -> str:
         """Return `file:line` of the innermost frame that is the user's, "" if there is none."""
@@ -315,10 +311,6 @@ def fingerprint(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     bits = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
     return f"{short(tensor.dtype)}{list(tensor.shape)} {bits[:16]}"
-
-
-def _digest(texts: Iterator[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:

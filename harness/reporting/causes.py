@@ -6,7 +6,6 @@ Used by the summary of a run and by the page of conformance. Runs in the control
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -52,9 +51,6 @@ class Narrowed:
     arguments: tuple[str, ...]
     num_selected: int
     """How many of the tests and subtests that have run they select."""
-
-    def __str__(self) -> str:
-        return shlex.join(self.arguments)
 
 
 def cause_of(text: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ Runs in the controller, and in the main process of pytest-xdist; must not import
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Generator, Iterable, Iterator
@@ -74,9 +75,10 @@ class Summary:
         for report in reports:
             key = self._cause_of(report)
             cause = found.setdefault(key, Cause(*key))
-            cause.failed.append(self._as_ran(report))
+            ran = self._as_ran(report)
+            cause.failed.append(ran)
             if not cause.rerun:
-                cause.rerun = _rerun(report)
+                cause.rerun = _rerun(report, ran.nodeid)
                 cause.options = _options(cause.rerun, self._config.getoption("subtest"))
         return sorted(found.values(), key=lambda cause: -len(cause.failed))
 
@@ -90,12 +92,22 @@ class Summary:
     def _as_ran(self, report: pytest.TestReport) -> Ran:
         context = getattr(report, "context", None)
         case = (context.msg or "") if context is not None else ""
-        return Ran(str(report.nodeid), case, self._marks.intersection(report.keywords))
+        return Ran(
+            self._from_here(str(report.nodeid)),
+            case,
+            self._marks.intersection(report.keywords),
+        )
+
+    def _from_here(self, nodeid: str) -> str:
+        """Return a node id of the rootdir as one of the directory where pytest was started."""
+        file, *names = nodeid.split("::")
+        path = os.path.relpath(self._config.rootpath / file, self._config.invocation_params.dir)
+        return "::".join((path, *names))
 
     def _ran(self, reports: Iterable[object]) -> Iterator[Ran]:
         """Yield each test and subtest that has run, once."""
         tests = [report for report in reports if isinstance(report, pytest.TestReport)]
-        with_cases = {str(report.nodeid) for report in tests if hasattr(report, "context")}
+        with_cases = {self._as_ran(report).nodeid for report in tests if hasattr(report, "context")}
         seen = set()
         for report in tests:
             ran = self._as_ran(report)
@@ -146,9 +158,9 @@ def _is_sum(report: pytest.TestReport) -> bool:
     return _ONLY_SUBTESTS.fullmatch(_OF_WORKER.sub("", report.longreprtext)) is not None
 
 
-def _rerun(report: pytest.TestReport) -> str:
+def _rerun(report: pytest.TestReport, nodeid: str) -> str:
     properties = dict(pair for pair in report.user_properties if isinstance(pair[0], str))
-    return str(properties.get("rerun") or shlex.join(["pytest", str(report.nodeid)]))
+    return str(properties.get("rerun") or shlex.join(["pytest", nodeid]))
 
 
 def _options(rerun: str, subtests: list[str]) -> tuple[str, ...]:

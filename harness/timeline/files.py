@@ -105,14 +105,14 @@ class TimelineFiles:
         """Write the index, in the process that the user started."""
         if not self._is_for_all or hasattr(session.config, "workerinput"):
             return
-        lines = [
-            line
-            for path in sorted(self._folder.glob("tests-*.jsonl"))
-            for line in path.read_text().splitlines()
-        ]
         try:
+            lines = [
+                line
+                for path in sorted(self._folder.glob("tests-*.jsonl"))
+                for line in path.read_text().splitlines()
+            ]
             write_text(self._folder / "index.html", index_of(map(json.loads, lines)))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a line is written in part where the disk was full
             self._error = f"cannot be written: {error}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

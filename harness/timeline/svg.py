@@ -43,7 +43,6 @@ class _Drawing:
             self._tops[lane.rank] = top
             top += NAME + PHASES + BAR * (max(1, len(self._rows[lane.rank])) + bool(self._absent(lane))) + GAP
         self._height = top
-        self._where: dict[tuple[int, Key], tuple[float, int]] = {}
 
     def svg(self) -> str:
         lanes = "".join(self._lane(lane) for lane in self._timeline.lanes)
@@ -135,7 +134,6 @@ class _Drawing:
 
     def _bar(self, lane: Lane, bar: Bar, y: int) -> str:
         left, right = self._edges(bar)
-        self._where[lane.rank, bar.key] = left, y
         kind = kind_of(bar)
         marks = "".join(f" {mark}" for mark in (bar.state, "mismatch" if bar.is_mismatch else "") if mark)
         marks += " turn" if bar.is_in_vain and lane.rank not in self._timeline.at_fault else ""

@@ -194,7 +194,9 @@ class World:
         complaints = []
         for handle in self._handles:
             if not handle.await_end(until):
-                complaints.append(f"{handle} of {self.key} did not end in {timeout:.2g} s and was killed")
+                complaints.append(
+                    f"{handle} of {self.key} did not end in {round(timeout, 1):g} s and was killed"
+                )
             elif died := handle.how_it_closed():
                 complaints.append(f"{handle} of {self.key} {died.how} while closing\n{died.output}")
         self.kill()

@@ -42,6 +42,16 @@ def test_failures_are_grouped_by_cause_below_all_else(output: list[str]) -> None
     assert len(summary) == 12
 
 
+def test_commands_are_of_the_directory_where_pytest_was_started(project: Project) -> None:
+    (project.path / "deep").mkdir()
+    project.write_ini("")
+    tests = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_b(n): assert n < 0\n"
+    (project.path / "test_plain.py").write_text(f"{tests}def test_a(): pass\n")
+    output = project.start("..", cwd="deep").communicate(timeout=300)[0]
+    assert "      one of them: pytest '../test_plain.py::test_b[1]'\n" in output
+    assert "      all of them: pytest ../test_plain.py::test_b\n" in output
+
+
 def test_one_cause_for_each_failure_is_no_news(project: Project) -> None:
     project.write("def test_a(world): assert 0\ndef test_b(world): assert not world\n")
     assert "cause" not in project.run()

@@ -11,7 +11,16 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.protocol import AbortGroup, Collecting, Finished, Probe, RankStatus, Reported, RunItem
+from harness.protocol import (
+    AbortGroup,
+    Collecting,
+    Finished,
+    FlightRecord,
+    Probe,
+    RankStatus,
+    Reported,
+    RunItem,
+)
 from harness.world import item_run
 from harness.world.handle import RankHandle
 from harness.world.item_run import ItemRun
@@ -168,3 +177,24 @@ def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
         finally:
             process.kill()
     assert not is_stopped
+
+
+class LateRank(SilentRank):
+    """A rank whose answer to an earlier probe comes when it is asked for its whole status."""
+
+    def __init__(self, wire: Connection, own: Connection) -> None:
+        super().__init__(wire)
+        self.own = own
+
+    def send(self, message: Any) -> None:
+        if message == Probe(full=True):
+            whole = RankStatus("all threads", "save()", record=FlightRecord((), {}, {}, 0, 0))
+            self.own.send((RankStatus("", "earlier"),))
+            self.own.send((whole,))
+
+
+def test_a_rank_is_ended_with_its_whole_status() -> None:
+    (rank,) = _run(LateRank(*multiprocessing.Pipe()), 0.1).finish().ranks
+    assert isinstance(rank.fate, Stuck)
+    assert rank.fate.status.where == "save()"
+    assert rank.record == FlightRecord((), {}, {}, 0, 0)
