@@ -146,8 +146,8 @@ class Rank:
             self._is_sending = True
             try:
                 while self._outbox:
-                    sent, self._outbox = tuple(self._outbox), []
-                    self._wire.send(sent)
+                    outbox, self._outbox = self._outbox, []  # one step: a finaliser may post in between
+                    self._wire.send(tuple(outbox))
             finally:
                 self._is_sending = False
 
