@@ -150,6 +150,11 @@ class OtherNames(MetaPathFinder):
         return None if below == PACKAGE else ModuleSpec(name, _LoaderOfOther(f"harness.{below}"))
 
 
+def come_first() -> None:
+    """Put our finder before that of pytest, which would load `lockstep.x.y` of a wheel a second time."""
+    sys.meta_path.sort(key=lambda finder: not isinstance(finder, OtherNames))
+
+
 class _LoaderOfOther(Loader):
     """Puts a module that has the other name into the place of one that is being imported."""
 

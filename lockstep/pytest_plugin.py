@@ -30,6 +30,7 @@ MOST_FOLDERS = 5000
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Load the plugin under the name that is free; where it must be asked for and was not, note why not."""
+    names.come_first()
     config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
     named = _named_plugins(config)
     if pluginmanager.hasplugin(PLUGIN) or pluginmanager.is_blocked(PLUGIN):
@@ -49,7 +50,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         return
     pluginmanager.register(importlib.import_module(f"{package}.plugin"), PLUGIN)
     if config is not None and _runs_suites(config):
-        pluginmanager.import_plugin(f"{package}.conformance.plugin")
+        engines = importlib.import_module(f"{package}.conformance.plugin")
+        if not pluginmanager.is_registered(engines):  # `-p` may have named it by either name
+            pluginmanager.register(engines, f"{package}.conformance.plugin")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness import fixtures
-from harness.conformance import plugin
-from harness.conformance.registry import built_in_names, engine_of
+from lockstep import fixtures
+from lockstep.conformance import plugin
+from lockstep.conformance.registry import built_in_names, engine_of
 
 SUITES = Path(__file__).parent
 
@@ -87,7 +87,7 @@ def batch(world):
 @pytest.fixture
 def batches(world):
     """Turn `make(generator)` into a function from a step's number to this rank's batch on its device."""
-    from harness.assertions import per_rank_batches
+    from lockstep.assertions import per_rank_batches
 
     def batches(make):
         of_step = per_rank_batches(make, world.seed, world.rank)
@@ -156,7 +156,7 @@ class Front:
 
     def shard(self, bare, **spec):
         """Shard a bare model. Its units are those that it names; `mesh` has the axes (replicate, shard)."""
-        from harness.conformance import ShardSpec
+        from lockstep.conformance import ShardSpec
 
         spec = {"units": getattr(bare, "units", ()), "device": self.device, **self.settings, **spec}
         if mesh := spec.pop("mesh", None):
@@ -324,9 +324,9 @@ def check_reads(world, engine, fronts):
     import torch
     import torch.distributed as dist
 
-    from harness.assertions import assert_named_close
-    from harness.conformance import Capability, require
-    from harness.conformance.models.readers import Reader
+    from lockstep.assertions import assert_named_close
+    from lockstep.conformance import Capability, require
+    from lockstep.conformance.models.readers import Reader
 
     require(engine, Capability.OUTSIDE_READS)
 

@@ -90,7 +90,8 @@ def _words_of_suites(others: Sequence[str]) -> list[str]:
     is_installed = INSTALLED_SUITES.is_dir()
     suites = INSTALLED_SUITES if is_installed else OURS.with_name("suites")
     words = [
-        f"{suites}/{word.removeprefix('suites/')}" if word.startswith("suites/") else word for word in others
+        f"{suites}{word.removeprefix('suites')}" if word.split("/")[0] == "suites" else word
+        for word in others
     ]
     if words == [*others]:
         # Models that are drawn meet now one, now another known deviation: no case is sure to fail.

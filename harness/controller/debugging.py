@@ -109,7 +109,7 @@ def _check_debugpy(config: pytest.Config, given: str) -> None:
     if getattr(config.option, "dist", "no") != "no":
         raise pytest.UsageError(f"{error}: each process of pytest -n would listen there; leave out -n")
     if importlib.util.find_spec("debugpy") is None:
-        raise pytest.UsageError(f"{error}: needs debugpy: pip install 'lockstep-harness[debug]'")
+        raise pytest.UsageError(f"{error}: needs debugpy: pip install debugpy")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

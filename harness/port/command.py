@@ -19,7 +19,7 @@ ALL_CONVERTED, SOME_LEFT, NOT_RUN = 0, 1, 2
 """Exit status: nothing is left to do; comments say what is; wrong usage or a file that is no Python."""
 
 COMMAND = f"python -m {package()} port"
-NEEDS_LIBCST = f"{COMMAND} needs libcst: pip install 'lockstep-harness[port]'"
+NEEDS_LIBCST = f"{COMMAND} needs libcst: pip install 'libcst>=1.5'"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

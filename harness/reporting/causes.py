@@ -48,9 +48,16 @@ class Ran:
 class Narrowed:
     """Arguments of pytest that select the failures of a cause, and as few other tests as was found."""
 
-    arguments: tuple[str, ...]
+    path: str
+    """What the node ids of all failures begin with; "" if there is nothing."""
+    selecting: tuple[str, ...]
+    """Options."""
     num_selected: int
     """How many of the tests and subtests that have run they select."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (self.path, *self.selecting) if self.path else self.selecting
 
 
 def cause_of(text: str) -> tuple[str, str]:
@@ -109,16 +116,15 @@ def narrow(failed: Sequence[Ran], ran: Iterable[Ran]) -> Narrowed:
     part of their node ids, settings of their subtests, marks, words of their parameters.
     """
     path = _common_path([each.nodeid for each in failed])
-    arguments = [path] if path else []
     left = [each for each in ran if not path or _is_below(each.nodeid, path)]
     common = frozenset.intersection(*(_settings(each.case) for each in failed))
     settings, left = _fewer(common, left, _has_setting)
-    arguments += ["--subtest", ",".join(settings)] if settings else []
+    selecting = ["--subtest", ",".join(settings)] if settings else []
     marks, left = _fewer(frozenset.intersection(*(each.marks for each in failed)), left, _has_mark)
     words, left = _fewer(frozenset.intersection(*(_parameters(each) for each in failed)), left, _has_word)
-    arguments += ["-m", " and ".join(marks)] if marks else []
-    arguments += ["-k", " and ".join(words)] if words else []
-    return Narrowed(tuple(arguments), len(left))
+    selecting += ["-m", " and ".join(marks)] if marks else []
+    selecting += ["-k", " and ".join(words)] if words else []
+    return Narrowed(path, tuple(selecting), len(left))
 
 
 def _fewer(

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -34,11 +34,47 @@ class Cause:
 
     where: str
     what: str
-    failed: list[Ran] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
     rerun: str = ""
     """The command that runs the first of them again."""
     options: tuple[str, ...] = ()
     """What that command has besides the test and its case."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failed test or subtest, and how a command names it.
+
+    Attributes:
+        target: a path from where pytest was started, or a module of `--pyargs`, then its names, which have
+            no parameter for the engine.
+    """
+
+    ran: Ran
+    target: str
+    is_module: bool
+
+    @property
+    def selectable(self) -> Ran:
+        """The test, with the parameters that the command has."""
+        own, bracket, parameters = self.ran.nodeid.partition("[")
+        if bracket:
+            bracket, parameters = self.target.partition("[")[1:]
+        return replace(self.ran, nodeid=f"{own}{bracket}{parameters}")
+
+    def command_of(self, path: str) -> list[str]:
+        """Return the words that select what is at or below the path, which leads to this node id."""
+        file, _, names = path.partition("::")
+        place = self.target.partition("::")[0]
+        up = _depth(self.ran.nodeid.partition("::")[0]) - _depth(file)
+        if self.is_module:
+            parts = place.split(".")
+            place = ".".join(parts[: len(parts) - up])
+        else:
+            place = os.path.normpath(os.path.join(place, *[".."] * up))
+            if place == ".":
+                return []
+        return [*(["--pyargs"] if self.is_module else []), f"{place}::{names}" if names else place]
 
 
 class Summary:
@@ -75,11 +111,12 @@ class Summary:
         for report in reports:
             key = self._cause_of(report)
             cause = found.setdefault(key, Cause(*key))
-            ran = self._as_ran(report)
-            cause.failed.append(ran)
+            rerun = _rerun(report, self._from_here(str(report.nodeid)))
+            is_module, target, *_ = _selection(rerun)
+            cause.failed.append(Failed(self._as_ran(report), target, is_module))
             if not cause.rerun:
-                cause.rerun = _rerun(report, ran.nodeid)
-                cause.options = _options(cause.rerun, self._config.getoption("subtest"))
+                cause.rerun = rerun
+                cause.options = _options(rerun, self._config.getoption("subtest"))
         return sorted(found.values(), key=lambda cause: -len(cause.failed))
 
     def _cause_of(self, report: pytest.TestReport) -> tuple[str, str]:
@@ -92,11 +129,7 @@ class Summary:
     def _as_ran(self, report: pytest.TestReport) -> Ran:
         context = getattr(report, "context", None)
         case = (context.msg or "") if context is not None else ""
-        return Ran(
-            self._from_here(str(report.nodeid)),
-            case,
-            self._marks.intersection(report.keywords),
-        )
+        return Ran(str(report.nodeid), case, self._marks.intersection(report.keywords))
 
     def _from_here(self, nodeid: str) -> str:
         """Return a node id of the rootdir as one of the directory where pytest was started."""
@@ -107,7 +140,7 @@ class Summary:
     def _ran(self, reports: Iterable[object]) -> Iterator[Ran]:
         """Yield each test and subtest that has run, once."""
         tests = [report for report in reports if isinstance(report, pytest.TestReport)]
-        with_cases = {self._as_ran(report).nodeid for report in tests if hasattr(report, "context")}
+        with_cases = {str(report.nodeid) for report in tests if hasattr(report, "context")}
         seen = set()
         for report in tests:
             ran = self._as_ran(report)
@@ -126,12 +159,14 @@ def lines(causes: list[Cause], ran: list[Ran], most: int | None) -> Iterator[str
         yield f"{len(cause.failed):>5}{where}: {cause.what}"
         yield f"      one of them: {cause.rerun}"
         if len(cause.failed) > 1:
-            narrowed = narrow(cause.failed, ran)
-            if not narrowed.arguments:
+            narrowed = narrow([each.selectable for each in cause.failed], ran)
+            first, *rest = [each.command_of(narrowed.path) for each in cause.failed]
+            words = [*first, *narrowed.selecting]
+            if not words or any(each != first for each in rest):
                 continue
             others = narrowed.num_selected - len(cause.failed)
             more = f" (and {others:,} more)" if others > 0 else ""
-            yield f"      all of them: {shlex.join(['pytest', *narrowed.arguments, *cause.options])}{more}"
+            yield f"      all of them: {shlex.join(['pytest', *words, *cause.options])}{more}"
     if most is not None and len(causes) > most:
         yield f"      and {_counted(len(causes) - most, 'cause')} more: --causes=all"
 
@@ -163,10 +198,20 @@ def _rerun(report: pytest.TestReport, nodeid: str) -> str:
     return str(properties.get("rerun") or shlex.join(["pytest", nodeid]))
 
 
+def _selection(rerun: str) -> tuple[bool, str, list[str]]:
+    """Return whether a command names a module, what it selects, and its other words."""
+    _, *words = shlex.split(rerun)
+    is_module = words[0] == "--pyargs"
+    return is_module, words[is_module], words[is_module + 1 :]
+
+
+def _depth(path: str) -> int:
+    return len(path.split("/")) if path else 0
+
+
 def _options(rerun: str, subtests: list[str]) -> tuple[str, ...]:
     """Return the options of a command; of `--subtest` those that the user has given to the whole run."""
-    _, *words = shlex.split(rerun)
-    words = words[2:] if words[0] == "--pyargs" else words[1:]
+    _, _, words = _selection(rerun)
     while "--subtest" in words:
         place = words.index("--subtest")
         del words[place : place + 2]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance import Capability, Precision, offers, require
-from harness.conformance.models import KnownGradient, KnownGradients
+from lockstep.conformance import Capability, Precision, offers, require
+from lockstep.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

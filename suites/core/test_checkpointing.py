@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import assert_named_close, named_gradients
-from harness.conformance import Capability, offers
+from lockstep.assertions import assert_named_close, named_gradients
+from lockstep.conformance import Capability, offers
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import (
+from lockstep.assertions import (
     assert_named_close,
     assert_same_across_ranks,
     assert_sharded_parity,
     named_gradients,
 )
-from harness.conformance import Capability, Precision, offers, require
-from harness.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
+from lockstep.conformance import Capability, Precision, offers, require
+from lockstep.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance import Capability, Precision, offers
-from harness.conformance.models import KnownGradient, NestedWrappedModule
+from lockstep.conformance import Capability, Precision, offers
+from lockstep.conformance.models import KnownGradient, NestedWrappedModule
 
 # On three ranks every group of the model has some padding.
 pytestmark = pytest.mark.ranks(2, 3, needs=())

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.assertions import assert_named_close, named_gradients
-from harness.assertions.parity import sgd_with_momentum
-from harness.conformance import Capability, Precision, ShardSpec, require
-from harness.conformance.models import NestedWrappedModule, TransformerWithSharedParams
+from lockstep.assertions import assert_named_close, named_gradients
+from lockstep.assertions.parity import sgd_with_momentum
+from lockstep.conformance import Capability, Precision, ShardSpec, require
+from lockstep.conformance.models import NestedWrappedModule, TransformerWithSharedParams
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close
+from lockstep.assertions import assert_named_close
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import (
+from lockstep.assertions import (
     Trainee,
     Training,
     assert_named_close,
@@ -21,9 +21,9 @@ from harness.assertions import (
     named_gradients,
     train,
 )
-from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, Precision, offers, trainee
-from harness.conformance.models import (
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Capability, Precision, offers, trainee
+from lockstep.conformance.models import (
     KnownGradient,
     KnownGradients,
     NestedWrappedModule,

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from harness.assertions import assert_named_close
-from harness.conformance import Capability, Precision, require
-from harness.conformance.models.readers import (
+from lockstep.assertions import assert_named_close
+from lockstep.conformance import Capability, Precision, require
+from lockstep.conformance.models.readers import (
     AFTER,
     BEFORE,
     Reader,

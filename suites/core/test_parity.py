@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import (
+from lockstep.assertions import (
     Run,
     Trainee,
     Training,
@@ -24,8 +24,8 @@ from harness.assertions import (
     named_parameters,
     train,
 )
-from harness.conformance import Capability, Precision, ShardSpec, offers, trainee
-from harness.conformance.models import (
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, trainee
+from lockstep.conformance.models import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,
     InHalf,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_same_across_ranks
-from harness.conformance import Precision
-from harness.conformance.models import KnownGradient, KnownGradients
+from lockstep.assertions import assert_same_across_ranks
+from lockstep.conformance import Precision
+from lockstep.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

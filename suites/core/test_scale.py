@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.assertions import local_part
-from harness.conformance import Capability, Precision, offers, require
+from lockstep.assertions import local_part
+from lockstep.conformance import Capability, Precision, offers, require
 
 MESHES = {8: (2, 4), 64: (8, 8), 1024: (32, 32)}
 """By the number of ranks, how many replicas there are, and how many shards each has."""

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import (
+from lockstep.assertions import (
     assert_named_close,
     assert_same_across_ranks,
     assert_sharded_parity,
     named_gradients,
 )
-from harness.conformance import Capability, offers
-from harness.conformance.models import AlwaysWrapNestedWrappedModule, NestedWrappedModule
-from harness.recorders.tensors import named_tensors
+from lockstep.conformance import Capability, offers
+from lockstep.conformance.models import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from lockstep.recorders.tensors import named_tensors
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import local_part
-from harness.conformance import Capability, Precision, offers, require
-from harness.conformance.models import NestedWrappedModule
+from lockstep.assertions import local_part
+from lockstep.conformance import Capability, Precision, offers, require
+from lockstep.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

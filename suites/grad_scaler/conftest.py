@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness.conformance import Capability, ShardSpec, offers
+from lockstep.conformance import Capability, ShardSpec, offers
 
 
 class Trained:

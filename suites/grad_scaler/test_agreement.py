@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.assertions import local_part
-from harness.conformance import Capability, offers, require
-from harness.conformance.models import KnownGradient
-from harness.conformance.models.nested import pause
+from lockstep.assertions import local_part
+from lockstep.conformance import Capability, offers, require
+from lockstep.conformance.models import KnownGradient
+from lockstep.conformance.models.nested import pause
 
 pytestmark = pytest.mark.ranks(2, 3)
 

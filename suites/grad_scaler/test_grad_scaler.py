@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import (
+from lockstep.assertions import (
     Trainee,
     Training,
     assert_named_close,
@@ -22,9 +22,9 @@ from harness.assertions import (
     named_parameters,
     per_rank_batches,
 )
-from harness.assertions.closeness import EXACT
-from harness.conformance import Precision, ShardSpec, trainee
-from harness.conformance.models import (
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Precision, ShardSpec, trainee
+from lockstep.conformance.models import (
     InHalf,
     NestedWrappedModule,
     NonUniformReqGradNWM,

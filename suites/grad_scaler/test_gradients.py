@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance import Precision
-from harness.conformance.models import KnownGradient
+from lockstep.conformance import Precision
+from lockstep.conformance.models import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
 

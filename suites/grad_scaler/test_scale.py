@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.conformance.models import KnownGradient
+from lockstep.conformance.models import KnownGradient
 
 pytestmark = pytest.mark.ranks(2, 3)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import (
+from lockstep.assertions import (
     Training,
     assert_parity,
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision, trainee
-from harness.recorders import ForwardDtypes
+from lockstep.conformance import Precision, trainee
+from lockstep.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32
 

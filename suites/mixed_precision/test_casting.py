@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
-from harness.conformance import Capability, Precision, offers, require
-from harness.conformance.models import KnownGradient
-from harness.recorders import ForwardDtypes
-from harness.recorders.tensors import named_tensors
+from lockstep.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
+from lockstep.conformance import Capability, Precision, offers, require
+from lockstep.conformance.models import KnownGradient
+from lockstep.recorders import ForwardDtypes
+from lockstep.recorders.tensors import named_tensors
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import Training, assert_parity, train, unsharded_with_casts
-from harness.conformance import Capability, Precision, ShardSpec, offers, trainee
-from harness.conformance.models import TransformerWithSharedParams
-from harness.recorders import ForwardDtypes
+from lockstep.assertions import Training, assert_parity, train, unsharded_with_casts
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, trainee
+from lockstep.conformance.models import TransformerWithSharedParams
+from lockstep.recorders import ForwardDtypes
 
 F16, F32, I64 = torch.float16, torch.float32, torch.int64
 STEPS = 6

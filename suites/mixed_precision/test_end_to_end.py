@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from harness.assertions import (
+from lockstep.assertions import (
     Tolerance,
     Training,
     assert_gradient_dtypes,
@@ -20,9 +20,9 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Capability, Precision, ShardSpec, offers, trainee
-from harness.conformance.models import LinearMixedPrecision, NestedLinearMixedPrecision
-from harness.recorders import CollectivesLog, ForwardDtypes
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, trainee
+from lockstep.conformance.models import LinearMixedPrecision, NestedLinearMixedPrecision
+from lockstep.recorders import CollectivesLog, ForwardDtypes
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_gradient_dtypes
-from harness.conformance import Precision
-from harness.conformance.models import TransformerWithSharedParams
-from harness.recorders import CollectivesLog, ForwardDtypes
+from lockstep.assertions import assert_gradient_dtypes
+from lockstep.conformance import Precision
+from lockstep.conformance.models import TransformerWithSharedParams
+from lockstep.recorders import CollectivesLog, ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 

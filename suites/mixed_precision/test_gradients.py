@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import (
+from lockstep.assertions import (
     assert_gradient_dtypes,
     assert_named_close,
     assert_parameter_dtypes,
     named_gradients,
     unsharded_with_casts,
 )
-from harness.conformance import Precision, ShardSpec
+from lockstep.conformance import Precision, ShardSpec
 
 F16, F32 = torch.float16, torch.float32
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

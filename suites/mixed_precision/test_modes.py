@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import Tolerance, assert_buffer_dtypes, assert_named_close
-from harness.conformance import Capability, Precision, offers
-from harness.recorders import CollectivesLog, ForwardDtypes
+from lockstep.assertions import Tolerance, assert_buffer_dtypes, assert_named_close
+from lockstep.conformance import Capability, Precision, offers
+from lockstep.recorders import CollectivesLog, ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 

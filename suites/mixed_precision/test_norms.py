@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.assertions import (
+from lockstep.assertions import (
     Training,
     assert_parity,
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Precision, ShardSpec, trainee
-from harness.conformance.models import BatchNormNet, resnet50
-from harness.recorders import ForwardDtypes
+from lockstep.conformance import Precision, ShardSpec, trainee
+from lockstep.conformance.models import BatchNormNet, resnet50
+from lockstep.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32
 IN_FP16 = {"param_dtype": F16, "reduce_dtype": F16, "buffer_dtype": F16}

@@ -6,10 +6,10 @@ Values are such that a sum in low precision, another order or an early division 
 import pytest
 import torch
 
-from harness.assertions import TOLERANCES, assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance import Precision
-from harness.conformance.models import KnownGradient, KnownGradients
+from lockstep.assertions import TOLERANCES, assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Precision
+from lockstep.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2, 4)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import (
+from lockstep.assertions import (
     Training,
     assert_gradient_dtypes,
     assert_parameter_dtypes,
@@ -14,9 +14,9 @@ from harness.assertions import (
     train,
     unsharded_with_casts,
 )
-from harness.conformance import Capability, Precision, offers, trainee
-from harness.conformance.models import KnownGradients, LinearMixedPrecision, NestedLinearMixedPrecision
-from harness.recorders import ForwardDtypes
+from lockstep.conformance import Capability, Precision, offers, trainee
+from lockstep.conformance.models import KnownGradients, LinearMixedPrecision, NestedLinearMixedPrecision
+from lockstep.recorders import ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import assert_named_close, named_gradients
-from harness.assertions.closeness import EXACT
-from harness.conformance import Precision
-from harness.recorders import ForwardDtypes
+from lockstep.assertions import assert_named_close, named_gradients
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Precision
+from lockstep.recorders import ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close, assert_parameter_dtypes, named_gradients
-from harness.conformance import Precision, ShardSpec
-from harness.recorders import ForwardDtypes
+from lockstep.assertions import assert_named_close, assert_parameter_dtypes, named_gradients
+from lockstep.conformance import Precision, ShardSpec
+from lockstep.recorders import ForwardDtypes
 
 F16, F32 = torch.float16, torch.float32
 HALF = Precision(F16, cast_forward_inputs=True)

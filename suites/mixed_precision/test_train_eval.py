@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.assertions import assert_named_close
-from harness.conformance import Precision, ShardSpec
+from lockstep.assertions import assert_named_close
+from lockstep.conformance import Precision, ShardSpec
 
 F16 = torch.float16
 WIDTH = 16

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import Phase, settings
 
-from harness.conformance import Capability, offers
+from lockstep.conformance import Capability, offers
 
 # The capability that an option requires of an engine.
 REQUIRED = {

@@ -18,10 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from harness.assertions import assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, ShardSpec, offers
-from harness.conformance.models.strategies import trees
+from lockstep.assertions import assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Capability, ShardSpec, offers
+from lockstep.conformance.models.strategies import trees
 
 SETTINGS = settings(stateful_step_count=30)  # of the profile under which this is imported
 STRATEGIES = st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])

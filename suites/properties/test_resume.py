@@ -9,10 +9,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.assertions import assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, ShardSpec, require
-from harness.conformance.models.strategies import rewraps, trees
+from lockstep.assertions import assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Capability, ShardSpec, require
+from lockstep.conformance.models.strategies import rewraps, trees
 
 SPECS = st.fixed_dictionaries(
     {"ranks": st.integers(1, 3)},

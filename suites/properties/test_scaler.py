@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.conformance import ShardSpec
-from harness.conformance.models import KnownGradient
-from harness.conformance.models.trees import Tree
+from lockstep.conformance import ShardSpec
+from lockstep.conformance.models import KnownGradient
+from lockstep.conformance.models.trees import Tree
 
 INF, NAN = float("inf"), float("nan")
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.conformance import Capability, Precision, ShardSpec, offers, require
-from harness.conformance.models.strategies import trees
-from harness.recorders import CollectivesLog
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, require
+from lockstep.conformance.models.strategies import trees
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.inside
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.assertions import TOLERANCES, Tolerance, assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance import Capability, Precision, ShardSpec, offers, require
-from harness.conformance.models.strategies import trees
+from lockstep.assertions import TOLERANCES, Tolerance, assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, require
+from lockstep.conformance.models.strategies import trees
 
 BF16, F32 = torch.bfloat16, torch.float32
 

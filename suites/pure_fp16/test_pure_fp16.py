@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import (
+from lockstep.assertions import (
     Trainee,
     Training,
     assert_gradient_dtypes,
@@ -16,8 +16,8 @@ from harness.assertions import (
     assert_parity,
     per_rank_batches,
 )
-from harness.conformance import Capability, Precision, ShardSpec, offers, trainee
-from harness.conformance.models import NestedWrappedModule
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, trainee
+from lockstep.conformance.models import NestedWrappedModule
 
 HALF = torch.float16
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance.models import KnownGradients
-from harness.recorders import CollectivesLog
+from lockstep.conformance.models import KnownGradients
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(2)
 

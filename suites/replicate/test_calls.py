@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import assert_named_close, assert_sharded_parity
-from harness.assertions.closeness import EXACT
-from harness.conformance.models import KnownGradient, NestedWrappedModule
-from harness.recorders import ForwardDtypes, named_tensors
+from lockstep.assertions import assert_named_close, assert_sharded_parity
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance.models import KnownGradient, NestedWrappedModule
+from lockstep.recorders import ForwardDtypes, named_tensors
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance.models import NestedWrappedModule
+from lockstep.conformance.models import NestedWrappedModule
 
 # On three ranks every parameter of the model has some padding.
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.inside]

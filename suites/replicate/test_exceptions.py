@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from harness.assertions import assert_sharded_parity
-from harness.conformance.models import NestedWrappedModule
+from lockstep.assertions import assert_sharded_parity
+from lockstep.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from harness.assertions import assert_same_across_ranks
-from harness.conformance.models import KnownGradient, KnownGradients
+from lockstep.assertions import assert_same_across_ranks
+from lockstep.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

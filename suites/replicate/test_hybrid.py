@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
+from lockstep.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(4)
 

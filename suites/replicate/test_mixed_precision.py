@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close, assert_sharded_parity, per_rank_batches
-from harness.assertions.closeness import EXACT, Tolerance
-from harness.conformance.models import MLP, CastingLayers, ExternalInput
-from harness.recorders import CollectivesLog, ForwardDtypes
+from lockstep.assertions import assert_named_close, assert_sharded_parity, per_rank_batches
+from lockstep.assertions.closeness import EXACT, Tolerance
+from lockstep.conformance.models import MLP, CastingLayers, ExternalInput
+from lockstep.recorders import CollectivesLog, ForwardDtypes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

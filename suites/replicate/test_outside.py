@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.conformance.models.readers import (
+from lockstep.conformance.models.readers import (
     AFTER,
     BEFORE,
     before_its_unit,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from harness.conformance.models import KnownGradient, KnownGradients
+from lockstep.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
 

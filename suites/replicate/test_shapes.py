@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.assertions import assert_named_close, assert_same_across_ranks, assert_sharded_parity
-from harness.conformance.models import NestedWrappedModule
+from lockstep.assertions import assert_named_close, assert_same_across_ranks, assert_sharded_parity
+from lockstep.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.assertions import assert_named_close, assert_sharded_parity
-from harness.assertions.closeness import EXACT
-from harness.conformance.models import NestedWrappedModule
+from lockstep.assertions import assert_named_close, assert_sharded_parity
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance.models import NestedWrappedModule
 
 pytestmark = pytest.mark.ranks(2, 3)
 

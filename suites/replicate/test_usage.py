@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance.models import KnownGradient
+from lockstep.conformance.models import KnownGradient
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close, assert_sharded_parity
-from harness.conformance.models import TensorParallelModel
+from lockstep.assertions import assert_named_close, assert_sharded_parity
+from lockstep.conformance.models import TensorParallelModel
 
 pytestmark = pytest.mark.ranks(4)
 

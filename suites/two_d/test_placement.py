@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.assertions import assert_named_close, assert_sharded_parity
-from harness.assertions.closeness import EXACT
+from lockstep.assertions import assert_named_close, assert_sharded_parity
+from lockstep.assertions.closeness import EXACT
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import assert_named_close, assert_sharded_parity
-from harness.conformance.models import TensorParallelModel
+from lockstep.assertions import assert_named_close, assert_sharded_parity
+from lockstep.conformance.models import TensorParallelModel
 
 pytestmark = pytest.mark.ranks(4)
 

@@ -91,7 +91,7 @@ def test_bad_input_is_refused_with_status_2(tmp_path: Path, args: list[str], why
 def test_without_libcst_it_says_what_to_install(tmp_path: Path) -> None:
     done = run_port(tmp_path, "test_left.py", prepare="sys.modules['libcst'] = None")
     assert done.returncode == 2
-    assert done.stderr == "python -m harness port needs libcst: pip install 'lockstep-harness[port]'\n"
+    assert done.stderr == "python -m harness port needs libcst: pip install 'libcst>=1.5'\n"
 
 
 def test_the_command_imports_neither_torch_nor_libcst_before_it_must() -> None:
