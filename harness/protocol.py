@@ -336,7 +336,8 @@ class FlightRecord:
     """The calls of a rank in a test, with times and stacks: what a timeline is made of."""
 
     entries: tuple[dict[str, Any], ...]
-    """The latest ones, oldest first, in the shape of torch's flight recorder, `frames` without pytest's."""
+    """The latest ones, oldest first, in the shape of torch's flight recorder: `frames` are the user's alone,
+    and `phase` says what called them."""
     groups: dict[str, tuple[int, ...]]
     """Members of the groups that the rank is in, by torch's name."""
     before: dict[str, int]

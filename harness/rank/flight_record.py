@@ -1,48 +1,145 @@
-"""The flight record of this rank: its calls in a test, with times and stacks. Imports torch."""
+"""The calls of this rank as torch's flight recorder, and that of shm, have them. Imports torch."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from harness.protocol import DEFAULT_GROUP, FlightRecord
+from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued
 from harness.rank import pytest_internals
-from harness.rank.torch_internals import group_members, recorded_calls
-from harness.timeline.entries import group_name
+from harness.rank.process_group import MAX_RECORDED
+from harness.rank.torch_internals import group_members, phases_by_code, recorded_calls, recorded_collectives
+from harness.timeline.entries import Entry, dtypes, group_in_process, group_name, operation, shapes
+from harness.tracebacks import is_installed
 from lockstep.names import loaded
 
-MOST = 256
-"""Calls of a record: what torch's flight recorder keeps by default."""
+
+def issued_since(began: int, is_current: Callable[[int], bool]) -> tuple[tuple[Issued, ...], dict[str, int]]:
+    """Return the collectives that this rank has begun since then, and each group's number of them before.
+
+    Those of groups that are gone, or hidden, do not count: one of them has the same name.
+
+    Read from torch's flight recorder, which keeps the latest of all groups, and from that of shm. A group
+    whose last collective before `began` is forgotten there is missing from the second value.
+    """
+    recorded = _Recorded.read(recorded_collectives)
+    current = recorded.current(is_current)
+    news = [entry for entry in current if entry["time_created_ns"] >= began and not entry["is_p2p"]]
+    members = _members()
+    return tuple(_issued(entry, members) for entry in news), recorded.before(current, began)
 
 
-def read_record(began: int, before: dict[str, int]) -> FlightRecord:
-    """Return the calls of this rank since then, of groups that are gone as well.
+def read_record(began: int, is_current: Callable[[int], bool]) -> FlightRecord:
+    """Return the calls of this rank since then, with times and stacks; of groups that are gone as well.
 
     Args:
         began: nanoseconds since the epoch.
-        before: by group, how many collectives it had seen by then, where that is known.
+        is_current: whether the groups of a moment are those of the rank now.
     """
-    entries, shm = recorded_calls(), loaded("shm")
-    if shm is not None and (own := shm.record()):
-        entries = sorted(entries + own, key=lambda entry: entry["time_created_ns"])
-    entries = [entry for entry in entries if entry["time_created_ns"] >= began][-MOST:]
+    recorded = _Recorded.read(recorded_calls)
+    before = recorded.before(recorded.current(is_current), began)
+    entries = [entry for entry in recorded.entries if entry["time_created_ns"] >= began][-MAX_RECORDED:]
+    stacks = StackReader(phases_by_code())
     for entry in entries:
-        if frames := entry.get("frames"):
-            entry["frames"] = _without_pytest(frames)
-    default = dist.group.WORLD
-    groups = {
-        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
-    }
+        stacks.shorten(entry)
     seen = {group_name(entry) for entry in entries}
-    groups = {name: ranks for name, ranks in groups.items() if name in seen}
+    groups = {name: ranks for name, ranks in _members().items() if name in seen}
     return FlightRecord(tuple(entries), groups, before, began, time.time_ns())
 
 
-def _without_pytest(frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a stack, innermost first, up to the first frame of pytest's: it says what called the user."""
-    for number, frame in enumerate(frames):
-        if pytest_internals.FOLDER in frame["filename"]:
-            return frames[: number + 1]
-    return frames
+@dataclass(frozen=True)
+class _Recorded:
+    """The latest calls of this process, oldest first."""
+
+    entries: list[dict[str, Any]]
+    is_whole: bool
+    """Whether none is forgotten yet."""
+
+    @classmethod
+    def read(cls, of_torch: Callable[[], list[dict[str, Any]]]) -> _Recorded:
+        entries, shm = of_torch(), loaded("shm")
+        own = [] if shm is None else shm.record()
+        most = int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
+        is_whole = max(len(entries), len(own)) < most
+        if own:
+            entries = sorted(entries + own, key=lambda entry: entry["time_created_ns"])
+        return cls(entries, is_whole)
+
+    def current(self, is_current: Callable[[int], bool]) -> list[dict[str, Any]]:
+        """Return the calls of the groups that this rank has now."""
+        # By group, too: one that is kept, or lent, for an adopted test has collectives from before.
+        current = {group_in_process(each) for each in self.entries if is_current(each["time_created_ns"])}
+        entries = [entry for entry in self.entries if group_in_process(entry) in current]
+        # A repaired group takes over a name.
+        latest = {group_name(entry): group_in_process(entry) for entry in entries}
+        return [entry for entry in entries if group_in_process(entry) == latest[group_name(entry)]]
+
+    def before(self, current: list[dict[str, Any]], began: int) -> dict[str, int]:
+        """Return by group how many collectives it had seen by then, where that is known."""
+        names = {group_name(entry) for entry in current}
+        return (dict.fromkeys(names, 0) if self.is_whole else {}) | {
+            group_name(entry): entry["collective_seq_id"]
+            for entry in current
+            if entry["time_created_ns"] < began and not entry["is_p2p"]  # which have a number of their own
+        }
+
+
+def _members() -> dict[str, tuple[int, ...]]:
+    default = dist.group.WORLD
+    return {
+        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
+    }
+
+
+def _issued(entry: Entry, members: dict[str, tuple[int, ...]]) -> Issued:
+    name = group_name(entry)
+    return Issued(
+        group=name,
+        ranks=members.get(name, ()),
+        number=entry["collective_seq_id"],
+        op=operation(entry),
+        dtypes=dtypes(entry),
+        shapes=shapes(entry),
+        in_flight=not entry["retired"],
+        timeout=entry.get("timeout_ms", float("inf")) / 1000,
+    )
+
+
+class StackReader:
+    """Replaces the stack of a call by what a timeline shows of it.
+
+    Args:
+        phases: by file and name of a function of torch, the phase of a step that it runs.
+    """
+
+    ORDER = ("backward", "optimizer", "forward", "fixture")
+    """A module that runs in backward, as a checkpoint does, is in backward."""
+
+    def __init__(self, phases: dict[tuple[str, str], str]) -> None:
+        self._phases = phases
+        self._is_users: dict[str, bool] = {}
+
+    def shorten(self, entry: dict[str, Any]) -> None:
+        """Leave the user's frames in a call, and say which phase it is in, "" if the stack shows none."""
+        found = {"backward"} if str(entry.get("thread_name", "")).startswith("pt_autograd") else set()
+        frames = []
+        for frame in entry.get("frames") or ():
+            file, function = frame["filename"], frame["name"]
+            if (is_users := self._is_users.get(file)) is None:
+                is_users = self._is_users[file] = not (is_installed(file) or file == "??")
+            if is_users:
+                frames.append(frame)
+            elif phase := self._phases.get((file, function)):
+                found.add(phase)
+            elif pytest_internals.FOLDER in file:
+                if function == "pytest_fixture_setup":
+                    found.add("fixture")
+                if function in ("pytest_fixture_setup", "pytest_pyfunc_call"):
+                    break  # the rest is what called the user
+        entry["frames"] = frames
+        entry["phase"] = next((name for name in self.ORDER if name in found), "")

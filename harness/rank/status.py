@@ -10,22 +10,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pluggy
-import torch.distributed as dist
 
 import harness.properties
 from harness.process_tree import children_of
-from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued, Probe, Progress, RankStatus, State
+from harness.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
 from harness.rank import pytest_internals
-from harness.rank.flight_record import read_record
-from harness.rank.process_group import MAX_RECORDED, DefaultGroup
-from harness.rank.torch_internals import build_locks, group_members, recorded_collectives
-from harness.timeline.entries import dtypes, group_in_process, group_name, operation, shapes
+from harness.rank.flight_record import issued_since, read_record
+from harness.rank.process_group import DefaultGroup
+from harness.rank.torch_internals import build_locks
 from harness.tracebacks import Stack, is_installed, parse
 from lockstep.names import loaded
 
@@ -107,8 +103,7 @@ class StatusReader:
 
     def record(self) -> FlightRecord:
         """Return the calls of this test, with times and stacks."""
-        _, before = issued_since(self._activity.began, self._group.has_begun)
-        return read_record(self._activity.began, before)
+        return read_record(self._activity.began, self._group.has_begun)
 
     def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""
@@ -131,7 +126,7 @@ class StatusReader:
             call=call,
             state="reports" if is_reporting else status.state,
             build_locks=locks,
-            record=read_record(self._activity.began, status.before) if full else None,
+            record=self.record() if full else None,
         )
 
     def _others_run_users_code(self) -> bool:
@@ -192,55 +187,6 @@ def _user_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:
             return f"{frame.filename}:{frame.lineno} in {frame.name}", called
         called = frame.name if frame.name != "wrapper" else called  # torch wraps its collectives
     return (f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "?"), ""
-
-
-def issued_since(begun: int, is_current: Callable[[int], bool]) -> tuple[tuple[Issued, ...], dict[str, int]]:
-    """Return the collectives that this rank has begun since then, and each group's number of them before.
-
-    Those of groups that are gone, or hidden, do not count: one of them has the same name.
-
-    Read from torch's flight recorder, which keeps the latest of all groups, and from that of shm. A group
-    whose last collective before `begun` is forgotten there is missing from the second value.
-    """
-    entries, shm = recorded_collectives(), loaded("shm")
-    own = [] if shm is None else shm.record()
-    most = int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
-    may_have_forgotten = max(len(entries), len(own)) >= most
-    if own:
-        entries = sorted(entries + own, key=lambda entry: entry["time_created_ns"])
-    # By group, too: one that is kept, or lent, for an adopted test has collectives from before.
-    current = {group_in_process(entry) for entry in entries if is_current(entry["time_created_ns"])}
-    entries = [entry for entry in entries if group_in_process(entry) in current]
-    generation = {
-        group_name(entry): group_in_process(entry) for entry in entries
-    }  # a repaired group takes over a name
-    entries = [entry for entry in entries if group_in_process(entry) == generation[group_name(entry)]]
-    news = [entry for entry in entries if entry["time_created_ns"] >= begun]
-    before = {} if may_have_forgotten else dict.fromkeys(generation, 0)
-    before |= {
-        group_name(entry): entry["collective_seq_id"]
-        for entry in entries
-        if entry["time_created_ns"] < begun and not entry["is_p2p"]  # which have a number of their own
-    }
-    default = dist.group.WORLD
-    members = {
-        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
-    }
-    return tuple(_issued(entry, members) for entry in news if not entry["is_p2p"]), before
-
-
-def _issued(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Issued:
-    name = group_name(entry)
-    return Issued(
-        group=name,
-        ranks=members.get(name, ()),
-        number=entry["collective_seq_id"],
-        op=operation(entry),
-        dtypes=dtypes(entry),
-        shapes=shapes(entry),
-        in_flight=not entry["retired"],
-        timeout=entry.get("timeout_ms", float("inf")) / 1000,
-    )
 
 
 class Stacks:

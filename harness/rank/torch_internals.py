@@ -270,6 +270,22 @@ def _without_inductor() -> Iterator[None]:
             del torch._inductor
 
 
+def phases_by_code() -> dict[tuple[str, str], str]:
+    """Return by file and function, as stacks have them, the phase of a training step that it runs.
+
+    The functions are public; those that torch wraps or renames are found by their code.
+    """
+    step = torch.optim.Optimizer.profile_hook_step(lambda *_: None)  # what wraps `step` of all optimizers
+    found: dict[Callable[..., Any], str] = {
+        torch.autograd.backward: "backward",
+        torch.autograd.grad: "backward",
+        step: "optimizer",
+        torch.nn.Module.__call__: "forward",
+    }
+    codes = {function.__code__: phase for function, phase in found.items()}
+    return {(code.co_filename, code.co_name): phase for code, phase in codes.items()}
+
+
 def build_locks() -> tuple[BuildLock, ...]:
     """Return the locks of `torch.utils.cpp_extension` that are held or waited for in this process.
 

@@ -83,7 +83,8 @@ class TimelineFiles:
         text = "\n\n".join(report.longreprtext for report in failed)
         write_text(folder / PAGE, page_of(timeline, verdict, text))
         remove_flight_files(folder)
-        write_flight_files(timeline, folder)
+        if failed:
+            write_flight_files(timeline, folder)
         if self._has_perfetto is None:
             self._has_perfetto = can_write_trace()
         if self._has_perfetto:

@@ -37,6 +37,13 @@ class _Drawing:
         self._scale = Scale(timeline)
         self._letters = timeline.letters()
         self._rows = {lane.rank: _rows(lane, self._scale) for lane in timeline.lanes}
+        self._row_of = {
+            (rank, bar.key, bar.begun): number
+            for rank, rows in self._rows.items()
+            for number, row in enumerate(rows)
+            for bar in row
+        }
+        self._lanes = {lane.rank: lane for lane in timeline.lanes}
         self._tops: dict[int, int] = {}
         top = 4
         for lane in timeline.lanes:
@@ -166,8 +173,8 @@ class _Drawing:
         bars = self._timeline.joins[key]
         members = [rank for rank in self._timeline.members(key[0]) if rank in self._tops]
         lines = []
-        places = [(rank, *self._place(rank, key)) for rank in members if self._place(rank, key)[1]]
-        for (_, x1, y1), (_, x2, y2) in itertools.pairwise(places):
+        places = [place for rank in members if (place := self._place(rank, key))[1]]
+        for (x1, y1), (x2, y2) in itertools.pairwise(places):
             lines.append(f'<line x1="{x1:.2f}%" y1="{y1 + BAR - 2}" x2="{x2:.2f}%" y2="{y2}"/>')
         lanes = [lane for lane in self._timeline.lanes if lane.rank in members]
         if any(bar.is_mismatch for bar in bars.values()) or any(
@@ -181,11 +188,10 @@ class _Drawing:
     def _place(self, rank: int, key: Key) -> tuple[float, int]:
         """Return where a join meets a lane: at the bar's beginning, or where the missing end should be."""
         bar = self._timeline.joins[key].get(rank)
-        lane = next(lane for lane in self._timeline.lanes if lane.rank == rank)
+        lane = self._lanes[rank]
         top = self._tops[rank] + NAME + PHASES
         if bar is not None:
-            number = next(i for i, row in enumerate(self._rows[rank]) if bar in row)
-            return self._scale.left(bar.begun), top + number * BAR
+            return self._scale.left(bar.begun), top + self._row_of[rank, key, bar.begun] * BAR
         if key in lane.missing:
             return self._left_of_missing(lane, key), top + BAR * len(self._rows[rank])
         return 0.0, 0

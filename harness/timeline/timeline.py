@@ -196,7 +196,7 @@ class _Reader:
     ) -> None:
         self._outcome = outcome
         self._records = records
-        self._base = base
+        self._base = f"{base}/"
         self._is_part = until is not None
         self._groups: dict[str, tuple[int, ...]] = {}
         self._names = _tell_apart(records)
@@ -222,6 +222,12 @@ class _Reader:
             for rank in by_rank:
                 place = name, generation, rank
                 self._latest[place] = max(self._latest.get(place, number), number)
+        self._missing = {key: self._find_missing(key) for key in self._called}
+        self._mismatches = {key for key in self._called if self._is_mismatch(key)}
+        self._joined = {
+            key: max(entry["time_created_ns"] for entry in by_rank.values())
+            for key, by_rank in self._called.items()
+        }
 
     def _renumber(self) -> None:
         """Count the collectives of each group from the test's beginning, where a rank knows when that was."""
@@ -265,7 +271,7 @@ class _Reader:
         return Lane(
             rank=rank.rank,
             bars=bars,
-            missing=tuple(key for key in self._called if rank.rank in self._missing(key)),
+            missing=tuple(key for key in self._called if rank.rank in self._missing[key]),
             spans=(*self._reported(rank), *_spans_of(bars)),
             fate=how,
             place=place,
@@ -276,53 +282,50 @@ class _Reader:
 
     def _bars(self, rank: RankOutcome) -> tuple[Bar, ...]:
         record, keys = self._records[rank.rank], self._keys[rank.rank]
-        bars = []
-        for key, entry in zip(keys, record.entries, strict=True):
-            bar = self._bar(key, entry)
-            if bar.peer is None:
-                bar = self._ended(bar, entry)
-            bars.append(bar)
-        return tuple(bars)
+        return tuple([self._bar(key, entry) for key, entry in zip(keys, record.entries, strict=True)])
 
     def _bar(self, key: Key, entry: Entry) -> Bar:
-        tensors = zip(entries.dtypes(entry), entries.shapes(entry), strict=False)
-        end = entry.get("time_discovered_completed_ns") or 0
-        is_over = bool(entry["retired"])
-        peer = int(entry.get("peer", -1)) if entry["is_p2p"] else None
+        dtypes, shapes = entries.dtypes(entry), entries.shapes(entry)
+        begun, state = entry["time_created_ns"], self._state(key, entry)
+        recorded = min(int(entry.get("time_discovered_completed_ns") or 0), self._end)
+        # Without a record, a collective cannot have ended before its last rank began it.
+        end = self._joined[key] if state == "over" and not entry["is_p2p"] else self._end
         return Bar(
             key=key,
             op=entries.operation(entry),
-            begun=entry["time_created_ns"],
-            end=min(int(end), self._end) or (entry["time_created_ns"] if is_over else self._end),
-            state="failed" if entry.get("failed") else "over" if is_over else "waits",
-            has_end=bool(end),
-            tensors=", ".join(f"{dtype} {list(shape)}" for dtype, shape in tensors),
-            num_bytes=entries.num_bytes(entry),
+            begun=begun,
+            end=recorded or (begun if state == "over" and entry["is_p2p"] else end),
+            state=state,
+            has_end=bool(recorded),
+            tensors=", ".join(
+                [f"{dtype} {list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=False)]
+            ),
+            num_bytes=entries.num_bytes(dtypes, shapes),
             lines=entries.user_lines(entry, self._base),
-            phase=entries.phase(entry),
-            peer=peer,
-            is_mismatch=peer is None and self._is_mismatch(key),
+            phase=str(entry.get("phase", "")),
+            peer=int(entry.get("peer", -1)) if entry["is_p2p"] else None,
+            is_mismatch=key in self._mismatches and not entry["is_p2p"],
         )
 
-    def _ended(self, bar: Bar, entry: Entry) -> Bar:
-        """Find where a collective ended that has no recorded end, and whether it ended without all ranks."""
-        if bar.state == "over" and (bar.key in self._lost or self._missing(bar.key)):
-            return replace(bar, state="failed", end=bar.end if bar.has_end else self._end)
-        if bar.state != "over" or bar.has_end:
-            return bar
-        joined = max(each["time_created_ns"] for each in self._called[bar.key].values())
-        return replace(bar, end=joined)
+    def _state(self, key: Key, entry: Entry) -> State:
+        if entry.get("failed"):
+            return "failed"
+        if not entry["retired"]:
+            return "waits"
+        is_in_vain = not entry["is_p2p"] and (key in self._lost or bool(self._missing[key]))
+        return "failed" if is_in_vain else "over"
 
     def _is_mismatch(self, key: Key) -> bool:
-        called = self._called[key].values()
-        if len({entries.operation(entry) for entry in called}) > 1:
+        if len({entries.operation(entry) for entry in self._called[key].values()}) > 1:
             return True
-        diagnosis = self._outcome.diagnosis
-        is_suspect = diagnosis is not None and diagnosis.sentence.startswith("mismatch")
-        sizes = {(entries.dtypes(entry), entries.shapes(entry)) for entry in called}
-        return is_suspect and len(sizes) > 1 and f"#{key[2]} " in f"{diagnosis.sentence} "  # type: ignore[union-attr]
+        found = None if self._outcome.diagnosis is None else self._outcome.diagnosis.mismatch
+        ranks = self._called[key]
+        return found is not None and (
+            (0, found.number) == key[1:]
+            and all(self._names[rank].get(found.group, found.group) == key[0] for rank in ranks)
+        )
 
-    def _missing(self, key: Key) -> list[int]:
+    def _find_missing(self, key: Key) -> list[int]:
         """Return the members that have begun neither this collective nor a later one of its group.
 
         Of a rank without a record that is known from the others: they wait for it, or have lost it there.
@@ -345,9 +348,9 @@ class _Reader:
         """Return the collectives that ended on other ranks, and so on the one without a record."""
         bars = []
         for key, by_rank in self._called.items():
-            if rank.rank in self._members(key[0]) and rank.rank not in self._missing(key):
+            if rank.rank in self._members(key[0]) and rank.rank not in self._missing[key]:
                 model = self._bar(key, next(iter(by_rank.values())))
-                end = max(entry["time_created_ns"] for entry in by_rank.values())
+                end = self._joined[key]
                 bars.append(replace(model, begun=end, end=end, state="inferred", has_end=False))
         return tuple(bars)
 
@@ -355,7 +358,7 @@ class _Reader:
         if where := user_line(died.output, self._base):
             return where
         # Nothing says where it was: between two collectives of the others.
-        awaited = [key for key in self._called if rank.rank in self._missing(key)]
+        awaited = [key for key in self._called if rank.rank in self._missing[key]]
         last = bars[-1].name if bars else ""
         if not awaited:
             return f"after {last}" if last else ""

@@ -36,6 +36,8 @@ class Diagnosis:
     """The ranks that did not do the same as the others, as far as is known."""
     is_hopeless: bool
     """Whether no rank can get on any more without help."""
+    mismatch: Issued | None = None
+    """The collective that ranks called differently, as one of them did; its number is that in the test."""
 
 
 def diagnose(statuses: Mapping[int, RankStatus], size: int, deadline: float = math.inf) -> Diagnosis | None:
@@ -146,7 +148,7 @@ class _Ranks:
                     for ranks in parties
                 )
                 few = frozenset(parties[0]) if len(parties[0]) < len(parties[-1]) else frozenset[int]()
-                return Diagnosis(f"mismatch: {parts}", few, is_hopeless=True)
+                return Diagnosis(f"mismatch: {parts}", few, is_hopeless=True, mismatch=issued)
         return None
 
     def _verb(self, ranks: list[int], begun: Mapping[int, Issued]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.protocol import Probe, RankStatus
-from harness.rank import process_group, status
+from harness.rank import flight_record, process_group
 from harness.rank.process_group import DefaultGroup
 from harness.rank.status import Activity, StatusReader
 
@@ -30,7 +30,7 @@ def test_connections_that_are_already_closed_are_skipped(monkeypatch: Any) -> No
 
 
 def test_a_rank_whose_status_cannot_be_read_answers_why(monkeypatch: Any) -> None:
-    monkeypatch.setattr(status, "recorded_collectives", lambda: 1 // 0)
+    monkeypatch.setattr(flight_record, "recorded_collectives", lambda: 1 // 0)
     group: Any = SimpleNamespace(joined=0, has_begun=lambda at: True)
     answer = StatusReader(Activity("votes"), group, "/base").answer(Probe())
     assert isinstance(answer, RankStatus)
