@@ -97,6 +97,20 @@ def _tail(text: str) -> str:
     return text[start + 1 :]
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once: who reads it meanwhile sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left behind.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 class OutputDirectory:
     """The folder of the output of each test and world.
 

@@ -15,13 +15,13 @@ from harness.assertions.parity import (
     Training,
     assert_parity,
     assert_sharded_parity,
-    local_part,
     named_gradients,
     named_parameters,
     per_rank_batches,
     train,
 )
 from harness.assertions.reference import unsharded_with_casts
+from harness.recorders.tensors import local_part
 
 __all__ = [
     "TOLERANCES",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from harness.assertions import divergence
 from harness.assertions.closeness import EXACT, differences
 from harness.exceptions import Diverged
 from harness.recorders import ExecutionLog, active_log
+from harness.recorders.tensors import local_part
 
 _SHOWN = 5  # names in one message; a model that was never synchronised differs in hundreds
 
@@ -53,7 +53,7 @@ def assert_same_across_ranks(
         AssertionError: nothing can be compared: no tensor, a group of one rank.
     """
     __tracebackhide__ = True
-    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    local = {name: local_part(tensor).detach().cpu() for name, tensor in tensors.items()}
     own = {name: _fingerprint(tensor) for name, tensor in local.items()}
     if _is_same_everywhere(own, group) and own and dist.get_world_size(group) > 1:
         return
@@ -157,8 +157,3 @@ def _disagreement(name: str, by_rank: Mapping[int, torch.Tensor | None], first: 
 def _fingerprint(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).digest()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu()

@@ -20,6 +20,7 @@ from harness.assertions.agreement import fail_together, gathered
 from harness.assertions.closeness import EXACT, Named, Tolerance, differences
 from harness.exceptions import Diverged
 from harness.recorders import active_log
+from harness.recorders.tensors import local_part
 
 Batch = TypeVar("Batch")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -334,11 +335,6 @@ def _part(whole: torch.Tensor | None, of: DTensor) -> torch.Tensor | None:
         return None
     # Without a source rank each rank shards its own copy: no collective.
     return distribute_tensor(whole.detach(), of.device_mesh, of.placements, src_data_rank=None).to_local()
-
-
-def local_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return this rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

@@ -38,7 +38,6 @@ from harness.controller.termination import Termination
 from harness.controller.unsupported import note_on_snapshots
 from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
-from harness.goldens.summary import note_goldens
 from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.output import shows_live
@@ -288,8 +287,6 @@ class Controller:
         reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
         if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:
             files.write(str(item.nodeid), outcomes.reported, reports)
-        if "golden" in getattr(item, "fixturenames", ()):
-            note_goldens(self._config, reports)
         return reports
 
     # The next test, begun while this one is reported

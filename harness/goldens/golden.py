@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +14,14 @@ from typing import Any, Self
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from harness.assertions.agreement import gathered
 from harness.assertions.closeness import TOLERANCES, Tolerance
-from harness.goldens.text import Bounds, Entry, Golden, differences
+from harness.goldens.text import Entry, Golden, differences
+from harness.output import write_text
 from harness.rank.world_fixture import RankWorld
 from harness.recorders import CollectivesLog, named_tensors
+from harness.recorders.tensors import local_part, short
 
 __all__ = ["GoldenRun", "Goldens"]
 
@@ -95,19 +96,16 @@ class Goldens:
 
     def _write(self, path: Path, now: Golden) -> str:
         # Another test of this run may have written it: its mark is in the directory that tests share.
-        marks = self._world.shared_tmp_path.parent / "goldens"
-        mark = marks / hashlib.sha256(str(path).encode()).hexdigest()[:16]
-        marks.mkdir(exist_ok=True)
-        if mark.exists() and mark.read_text() != now.test:
-            return f"two tests use the golden {path.name}: {mark.read_text()} and {now.test}; rename one"
-        mark.write_text(now.test)
+        shared = self._world.shared_tmp_path.parent
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            shared = shared.parents[1]  # that of a worker is below the one of all
+        mark = shared / "goldens" / hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        if (other := _leave_mark(mark, now.test)) != now.test:
+            return f"two tests use the golden {path.name}: {other} and {now.test}; rename one"
         text = now.render()
-        if not path.exists() or _without_maker(path.read_text()) != _without_maker(text):
+        if not path.exists() or _without_maker(_read(path)) != _without_maker(text):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                file.write(text)
-            Path(file.name).chmod(0o644)
-            os.replace(file.name, path)
+            write_text(path, text)
         return ""
 
     def _compare(self, run: GoldenRun, now: Golden) -> str:
@@ -116,7 +114,7 @@ class Goldens:
         if not run.path.exists():
             return f"there is no golden {where}: write it with: {command}"
         try:
-            golden = Golden.parse(run.path.read_text())
+            golden = Golden.parse(_read(run.path))
         except ValueError as error:
             return f"the golden {where} cannot be read: {error}; write it again with: {command}"
         if golden.test != now.test:
@@ -142,8 +140,7 @@ class GoldenRun:
 
     def __init__(self, goldens: Goldens, path: Path, tolerance: Tolerance | torch.dtype | None) -> None:
         self.path = path
-        row = TOLERANCES[tolerance] if isinstance(tolerance, torch.dtype) else tolerance
-        self.bounds = None if row is None else Bounds(*row)
+        self.bounds = TOLERANCES[tolerance] if isinstance(tolerance, torch.dtype) else tolerance
         self._goldens = goldens
         self._log = CollectivesLog()
         self._values: list[Line] = []
@@ -182,9 +179,8 @@ class GoldenRun:
 
 def describe(tensor: torch.Tensor) -> str:
     """Return dtype and shape, numbers that stand for the values, and a digest of the bits."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.detach().cpu().contiguous()
-    head = f"{str(local.dtype).removeprefix('torch.')} {list(local.shape)}"
+    local = local_part(tensor).detach().cpu().contiguous()
+    head = f"{short(local.dtype)} {list(local.shape)}"
     if not local.dim() and not local.is_complex():
         digits = 17 if local.dtype == torch.float64 else 9
         value = local.item()
@@ -201,7 +197,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 def _of_collective(entry: Any) -> str:
     shapes = zip(entry.dtypes, entry.shapes, strict=True)
-    inputs = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in shapes)
+    inputs = ", ".join(f"{short(dtype)}{list(shape)}" for dtype, shape in shapes)
     phase = "backward" if entry.in_backward else "forward"
     return " ".join(filter(None, (inputs, f"{entry.group_size} ranks", phase, entry.label)))
 
@@ -233,6 +229,21 @@ def _merged_sequences(of_ranks: list[list[Line]]) -> tuple[Entry, ...]:
 def _made_by(backend: str) -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     return f"torch {torch.__version__}, {platform.machine()} {capability}, {backend}"
+
+
+def _leave_mark(mark: Path, test: str) -> str:
+    """Return which test was the first to leave its name in a file; another process may do so meanwhile."""
+    mark.parent.mkdir(exist_ok=True)
+    part = mark.with_name(f"{mark.name}-{os.getpid()}")
+    write_text(part, test)
+    with contextlib.suppress(FileExistsError):
+        mark.hardlink_to(part)
+    part.unlink()
+    return _read(mark)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def _without_maker(text: str) -> str:

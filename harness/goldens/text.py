@@ -1,6 +1,6 @@
 """The text of a golden: lines of values and of collectives, and how it differs from that of another run.
 
-Used on ranks; standard library only.
+Inside a rank; imports the tolerances, and so torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.assertions.closeness import Tolerance
+
 MAX_DIFF = 14
 """Lines of a diff of collectives that a message shows."""
 
@@ -20,14 +22,6 @@ _COLLECTIVES = "collectives:"
 _ENTRY = re.compile(r"(?P<name>.+?) +\| (?P<ranks>all|rank \d+) +\| (?P<text>.*)")
 _NUMBER = re.compile(r"(value|norm|sum|mix) (\S+)")
 _SIZE = re.compile(r"\[([\d, ]*)\]")
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The tolerance of each element; the numbers of a line summarise many of them."""
-
-    atol: float
-    rtol: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +87,12 @@ class Golden:
         return cls(test, lines[1].removeprefix(_MADE_BY), tuple(parts[0]), tuple(parts[1]))
 
 
-def differences(golden: Golden, now: Golden, bounds: Bounds | None) -> list[str]:
+def differences(golden: Golden, now: Golden, bounds: Tolerance | None) -> list[str]:
     """Return what to say of a run that differs from its golden; nothing if it does not.
 
     Args:
-        bounds: of the numbers; None compares bit for bit.
+        bounds: the tolerance of each element, of which the numbers of a line summarise many; None compares
+            bit for bit.
     """
     lines = _of_values(golden.values, now.values, bounds)
     if golden.collectives != now.collectives:
@@ -108,7 +103,7 @@ def differences(golden: Golden, now: Golden, bounds: Bounds | None) -> list[str]
     return lines
 
 
-def _of_values(golden: Sequence[Entry], now: Sequence[Entry], bounds: Bounds | None) -> list[str]:
+def _of_values(golden: Sequence[Entry], now: Sequence[Entry], bounds: Tolerance | None) -> list[str]:
     expected = {(entry.name, entry.ranks): entry for entry in _by_rank(golden, now)}
     actual = {(entry.name, entry.ranks): entry for entry in _by_rank(now, golden)}
     keys = list(dict.fromkeys([*actual, *expected]))
@@ -139,7 +134,7 @@ def _by_rank(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     return found
 
 
-def _is_close(golden: Entry | None, now: Entry | None, bounds: Bounds | None) -> bool:
+def _is_close(golden: Entry | None, now: Entry | None, bounds: Tolerance | None) -> bool:
     if golden is None or now is None:
         return False
     if golden.text == now.text or bounds is None:

@@ -18,13 +18,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.recorders.collectives import spelled
 from harness.recorders.in_flight import InFlight
-from harness.recorders.tensors import named_tensors, short
+from harness.recorders.tensors import local_part, named_tensors, short
 from harness.recorders.torch_internals import TorchDispatchMode, caller_of_operator, in_backward
 from harness.tracebacks import is_installed
 
@@ -246,7 +245,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         given = dict(zip(names, args, strict=False)) | kwargs
         reads, writes = [], []
         for key, value in given.items():
-            tensors = [_local(each) for each in named_tensors(value).values()]
+            tensors = [local_part(each) for each in named_tensors(value).values()]
             reads += tensors if key.startswith(("input", "tensor")) else []
             writes += tensors if key.startswith(("output", "tensor")) else []
         title, line = f"{op} #{self._collectives}", self.user_line()
@@ -285,7 +284,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self._is_quiet:
             return
         with self.paused():
-            kept = None if value is None else _local(value).detach().cpu().clone()
+            kept = None if value is None else local_part(value).detach().cpu().clone()
             print_of = "" if kept is None else fingerprint(kept)
         recomputed = kind == "output" and in_backward()
         kind = "recomputed output" if recomputed else kind
@@ -320,7 +319,3 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if len({each.dtype for each in tensors}) > 1:
         return None
     return torch.cat([each.detach().reshape(-1) for each in tensors])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["named_tensors", "short"]
+__all__ = ["local_part", "named_tensors", "short"]
+
+Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
 
 
 def named_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -31,6 +34,11 @@ def named_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     for name, part in parts.items():
         found |= named_tensors(part, f"{path}.{name}" if path else name)
     return found
+
+
+def local_part(tensor: Part) -> Part:
+    """Return this rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def short(dtype: torch.dtype) -> str:

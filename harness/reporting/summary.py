@@ -92,6 +92,11 @@ class Summary:
         result = yield
         stats = terminalreporter.stats
         count_subtests(stats)
+        if goldens := goldens_of(stats):
+            from harness.goldens.summary import lines as lines_of_goldens
+
+            for line in lines_of_goldens(self._config, stats, goldens):
+                terminalreporter.write_line(line)
         wanted = self._config.getoption("ranks_causes")
         if wanted == "no" or self._config.option.verbose < -1:
             return result
@@ -186,6 +191,13 @@ def count_subtests(stats: dict[str, list[object]]) -> None:
         counted = {id(report) for report in passed}
         stats[""] = [report for report in silent if id(report) not in counted]
         stats.setdefault(SUBTESTS, []).extend(passed)
+
+
+def goldens_of(stats: dict[str, list[object]]) -> set[str]:
+    """Return the paths of the goldens that tests have used, those of workers of pytest-xdist too."""
+    reports = (report for found in stats.values() for report in found)
+    properties = (pair for report in reports for pair in getattr(report, "user_properties", ()))
+    return {str(value) for name, value in properties if name == "golden"}
 
 
 def _is_sum(report: pytest.TestReport) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.output import OutputDirectory
+from harness.output import OutputDirectory, write_text
 from harness.timeline import TIMELINES
 from harness.timeline.flight_files import remove_flight_files, write_flight_files
-from harness.timeline.page import index_of, page_of, write_text
+from harness.timeline.page import index_of, page_of
 from harness.timeline.timeline import Timeline, read_timeline
 from harness.timeline.trace import can_write_trace, write_trace
 from harness.world.outcome import ItemOutcome, label_of

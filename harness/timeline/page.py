@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -108,10 +107,3 @@ def index_of(tests: Iterable[Mapping[str, Any]]) -> str:
 <thead><tr><th>outcome<th>test<th>ranks<th>calls<th>ms, first call to end</tr></thead>
 <tbody>{rows}</tbody></table></div>"""
     return _document("Timelines", body)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file at once: who reads it meanwhile sees the old one or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8", errors="backslashreplace")
-    part.replace(path)

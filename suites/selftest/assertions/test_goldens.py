@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from harness.output import write_text
+
 FOLDER = "goldens/test_training"
 OLD, DAMAGED, MISSING = "old-2-gloo.txt", "sizes-2-gloo.txt", "sizes-1-gloo.txt"
 SIZES = {"test_sizes[1-rank]", "test_sizes[2-ranks]"}
@@ -100,3 +102,25 @@ def test_a_golden_that_no_test_uses_is_named(outputs):
 def test_a_damaged_golden_says_where(outputs):
     text = f"{DAMAGED} cannot be read: line 3: not a line of a golden: '<<<<<<< HEAD'"
     assert text in outputs["changed"]
+
+
+def test_goldens_are_shared_and_counted_under_xdist(outputs, shared_project):
+    of_one = shared_project.run("-pxdist", "-n2", "--update-goldens", "test_same_name.py")
+    assert re.search(
+        r"two tests use the golden shared-2-gloo.txt: test_same_name.py::test_one_name\[\d\] and", of_one
+    )
+    assert "1 failed, 1 passed" in of_one
+    output = shared_project.run("-pxdist", "-n2", "--update-goldens", "test_training.py")
+    assert "goldens: 6 up to date" in output
+    assert output.count(f"golden that no test has used: {FOLDER}/{OLD}; remove it") == 1
+    assert {path.name for path in (shared_project.path / FOLDER).iterdir()} == outputs["names"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "before")
+    with pytest.raises(TypeError):
+        write_text(path, None)  # type: ignore[arg-type]
+    with pytest.raises(OSError):
+        write_text(tmp_path, "a folder")
+    assert (path.read_text(), [each.name for each in tmp_path.iterdir()]) == ("before", ["a.txt"])
