@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from harness.timeline.timeline import Bar, Key, Lane, Timeline
+from harness.world.diagnosis import named
 
 MOST_LINES = 12
 MOST_COLUMNS = 4
@@ -26,7 +26,7 @@ def as_text(timeline: Timeline) -> str:
         [max((_cell(timeline, lane, key) for lane in lanes), key=len) for key in keys]
         for lanes in rows.values()
     ]
-    names = [_ranks(lane.rank for lane in lanes) for lanes in rows.values()]
+    names = [named(lane.rank for lane in lanes) for lanes in rows.values()]
     left = max(map(len, names))
     widths = [max(len(row[i]) for row in cells) for i in range(len(keys))]
     lines = []
@@ -101,25 +101,13 @@ def _stands_out(lanes: list[Lane]) -> bool:
     return any(lane.is_blamed or lane.missing for lane in lanes)
 
 
-def _ranks(numbers: Iterable[int]) -> str:
-    """Name ranks: `rank 3`, `ranks 0-2, 5`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    text = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
-
-
 def _notes(timeline: Timeline, keys: list[Key]) -> list[str]:
     notes = []
     letters = timeline.letters()
     for group in dict.fromkeys(key[0] for key in keys if key[0] in letters):
-        members = ", ".join(map(str, timeline.members(group)))
-        notes.append(f"{letters[group]}: ranks {members} (torch's group {group.split()[0]})")
+        members = named(timeline.members(group))
+        notes.append(f"{letters[group]}: {members} (torch's group {group.split()[0]})")
     if any(not lane.is_known for lane in timeline.lanes):
-        unknown = _ranks(lane.rank for lane in timeline.lanes if not lane.is_known)
+        unknown = named(lane.rank for lane in timeline.lanes if not lane.is_known)
         notes.append(f"░: {unknown} left no record; the records of others show it")
     return notes[:4]

@@ -23,6 +23,10 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _EXCHANGES = frozenset({"send", "recv"})
 _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
+_MOST_RUNS = 6
+_MOST_PARTS = 4
+"""What a sentence says of ranks one by one, of which there may be hundreds."""
+
 _PATIENT = 600.0
 """Seconds: the shortest of torch's own timeouts. A test that sets a shorter one may be waiting for it."""
 
@@ -108,7 +112,7 @@ def name_of(issued: Issued) -> str:
     text = f"{issued.op} #{issued.number}" + (f" ({tensors})" if tensors else "")
     if issued.group == DEFAULT_GROUP:
         return text
-    members = f" (ranks {', '.join(map(str, issued.ranks))})" if issued.ranks else ""
+    members = f" ({named(issued.ranks)})" if issued.ranks else ""
     return f"{text} of group {issued.group}{members}"
 
 
@@ -137,16 +141,23 @@ class _Ranks:
         """Find a collective that ranks have begun as different ones."""
         for issued in (each for rank in self._issued.values() for each in rank.values()):
             key = issued.group, issued.number
-            begun = {rank: found[key] for rank, found in self._issued.items() if key in found}
+            # torch may give groups of other ranks the same name.
+            begun = {
+                rank: found[key]
+                for rank, found in self._issued.items()
+                if key in found and found[key].ranks in ((), issued.ranks)
+            }
             kinds: dict[object, list[int]] = defaultdict(list)
             for rank, each in begun.items():
                 kinds[_kind(each, begun.values())].append(rank)
             if len(kinds) > 1 and (include_ended or any(each.in_flight for each in begun.values())):
                 parties = sorted(kinds.values(), key=len)
                 parts = " while ".join(
-                    f"{_names(ranks)} {self._verb(ranks, begun)} {name_of(begun[ranks[0]])}"
-                    for ranks in parties
+                    f"{named(ranks)} {self._verb(ranks, begun)} {name_of(begun[ranks[0]])}"
+                    for ranks in parties[:_MOST_PARTS]
                 )
+                more = sum(map(len, parties[_MOST_PARTS:]))
+                parts += f", and {more} ranks more did otherwise" if more else ""
                 few = frozenset(parties[0]) if len(parties[0]) < len(parties[-1]) else frozenset[int]()
                 return Diagnosis(f"mismatch: {parts}", few, is_hopeless=True, mismatch=issued)
         return None
@@ -174,7 +185,7 @@ class _Ranks:
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
-        sentence = self._describe_waiting(waiting, missing) if waiting else f"{_names(stopped)} is stopped"
+        sentence = self._describe_waiting(waiting, missing) if waiting else f"{named(stopped)} is stopped"
         ends_by_itself = any(issued.timeout < patience for issued in waiting.values())
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
@@ -185,9 +196,9 @@ class _Ranks:
         ended = self._in_state("idle")
         if not waiting or not ended or len(waiting) + len(ended) < self._size:
             return None
-        parts = "; ".join(f"rank {rank} waits in {place_of(self._statuses[rank])}" for rank in waiting)
+        parts = _few([f"rank {rank} waits in {place_of(self._statuses[rank])}" for rank in waiting], "ranks")
         verb = "has" if len(ended) == 1 else "have"
-        return Diagnosis(f"{parts}, and {_names(ended)} {verb} ended the test", frozenset(ended), True)
+        return Diagnosis(f"{parts}, and {named(ended)} {verb} ended the test", frozenset(ended), True)
 
     def _unknown_root(self) -> Diagnosis | None:
         """Suspect different roots, which are not recorded, where all ranks are in the same collective."""
@@ -207,9 +218,9 @@ class _Ranks:
         if not voters or not late or len(self._statuses) < self._size:
             return None
         waits = "waits" if len(voters) == 1 else "wait"
-        where = "; ".join(f"rank {rank} is at {self._statuses[rank].where}" for rank in late)
+        where = _few([f"rank {rank} is at {self._statuses[rank].where}" for rank in late], "ranks")
         case = self._statuses[voters[0]].case
-        sentence = f"{_names(voters)} {waits} at the end of [{case}] for {_names(late)}: {where}"
+        sentence = f"{named(voters)} {waits} at the end of [{case}] for {named(late)}: {where}"
         return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
     def _in_state(self, state: str) -> list[int]:
@@ -230,13 +241,14 @@ class _Ranks:
         absent = missing[rank]
         alike = [r for r in waiting if name_of(waiting[r]) == name_of(waiting[rank])]
         if any(other in waiting for other in absent):
-            parts = "; ".join(
-                f"rank {r} waits in {name_of(waiting[r])} for {_names(missing[r])}" for r in sorted(waiting)
-            )
-            return f"deadlock: {parts}"
-        where = "; ".join(self._place(other) for other in absent)
+            alike_by: dict[str, list[int]] = defaultdict(list)
+            for r in sorted(waiting):
+                alike_by[f"in {name_of(waiting[r])} for {named(missing[r])}"].append(r)
+            parts = [f"{named(of)} wait{'s' * (len(of) == 1)} {what}" for what, of in alike_by.items()]
+            return f"deadlock: {_few(parts, 'collectives')}"
+        where = _few([self._place(other) for other in absent], "ranks")
         waits = "waits" if len(alike) == 1 else "wait"
-        return f"{_names(alike)} {waits} in {name_of(waiting[rank])}, which {where}"
+        return f"{named(alike)} {waits} in {name_of(waiting[rank])}, which {where}"
 
     def _place(self, rank: int) -> str:
         status = self._statuses[rank]
@@ -266,9 +278,25 @@ def _kind(issued: Issued, others: Iterable[Issued]) -> object:
     )
 
 
-def _names(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def named(ranks: Iterable[int]) -> str:
+    """Name ranks: "rank 3", "ranks 0, 2-7"; of many that do not follow each other, the first and a count."""
+    runs: list[list[int]] = []
+    for rank in (numbers := sorted(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    if len(words) > _MOST_RUNS:
+        more = sum(map(len, runs[_MOST_RUNS - 1 :]))
+        words[_MOST_RUNS - 1 :] = [f"{more} more"]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words)}"
+
+
+def _few(parts: list[str], of: str) -> str:
+    """Join what is said of several ranks; of many the first, and how many there are besides."""
+    more = len(parts) - _MOST_PARTS
+    return "; ".join(parts[:_MOST_PARTS] + ([f"and so on, {more} more {of}"] if more > 0 else []))
 
 
 def _renumber(statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
@@ -283,7 +311,8 @@ def _renumber(statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
         rank: replace(
             each,
             issued=tuple(
-                replace(issued, number=issued.number - before.get(issued.group, 0)) for issued in each.issued
+                replace(issued, number=issued.number - (before | each.before).get(issued.group, 0))
+                for issued in each.issued
             ),
         )
         for rank, each in sorted(statuses.items())  # they answer in any order

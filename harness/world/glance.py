@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from harness.protocol import DEFAULT_GROUP, Progress, RankStatus, Shown
-from harness.world.diagnosis import in_flight
+from harness.world.diagnosis import in_flight, named
 
 STANDS_AFTER = 2.0
 """Seconds after which a rank that has not moved is named with its place."""
@@ -85,19 +85,7 @@ class Places:
         by_text: dict[str, list[int]] = {}
         for rank, (text, _) in sorted(self._since.items()):
             by_text.setdefault(text, []).append(rank)
-        return ", ".join(f"{_named(ranks)} {text}" for text, ranks in by_text.items())
-
-
-def _named(ranks: list[int]) -> str:
-    """Return "rank 0", or "ranks 0, 2-7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+        return ", ".join(f"{named(ranks)} {text}" for text, ranks in by_text.items())
 
 
 def _describe(status: RankStatus) -> str:

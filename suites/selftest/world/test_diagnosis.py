@@ -196,3 +196,46 @@ def test_numbers_count_from_the_beginning_of_the_test() -> None:
 def test_descriptions_omit_absent_tensors_and_name_other_groups() -> None:
     assert name_of(issued("barrier", 1, dtypes=(), shapes=())) == "barrier #1"
     assert name_of(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"
+
+
+def test_a_deadlock_of_many_ranks_names_a_few_and_a_count() -> None:
+    def of(rank: int, group: str) -> RankStatus:
+        return doing(issued("all_reduce", 1, group=group, ranks=tuple(range(16))))
+
+    found = diagnosis_of(*(of(rank, "1" if rank % 2 else "2") for rank in range(16)))
+    waits = "wait in all_reduce #1 (float [3]) of group"
+    even, odd = "ranks 0, 2, 4, 6, 8, 3 more", "ranks 1, 3, 5, 7, 9, 3 more"
+    assert found.sentence == (
+        f"deadlock: {even} {waits} 2 (ranks 0-15) for {odd}; {odd} {waits} 1 (ranks 0-15) for {even}"
+    )
+    pairs = [doing(issued("barrier", 1, group=str(rank), ranks=(rank, 15 - rank))) for rank in range(16)]
+    assert diagnosis_of(*pairs).sentence.count("waits") == 4
+    assert diagnosis_of(*pairs).sentence.endswith("; and so on, 12 more collectives")
+
+
+def test_many_ranks_that_never_came_are_a_few_and_a_count() -> None:
+    found = diagnosis_of(doing(issued("barrier", 1)), *(doing(state="idle") for _ in range(15)))
+    assert found.sentence.count("it has ended the test") == 4
+    assert found.sentence.endswith("; and so on, 11 more ranks")
+    assert found.blame == set(range(1, 16))
+
+
+def test_two_groups_that_share_a_name_are_not_compared() -> None:
+    first = [doing(issued("all_reduce", 1, group="1", ranks=(0, 1))) for _ in range(2)]
+    other = [doing(issued("barrier", 1, group="1", ranks=(2, 3), in_flight=False)) for _ in range(2)]
+    assert find_mismatch(dict(enumerate([*first, *other])), 4) is None
+    wrong = doing(issued("barrier", 1, group="1", ranks=(0, 1)))
+    found = find_mismatch(dict(enumerate([wrong, first[1], *other])), 4)
+    assert found is not None
+    assert found.sentence == (
+        "mismatch: rank 0 is in barrier #1 (float [3]) of group 1 (ranks 0, 1) "
+        "while rank 1 is in all_reduce #1 (float [3]) of group 1 (ranks 0, 1)"
+    )
+
+
+def test_groups_that_share_a_name_are_counted_each_from_its_own_beginning() -> None:
+    first = doing(issued("barrier", 3, group="1", ranks=(0, 1)), before={"1": 2})
+    other = doing(issued("barrier", 8, group="1", ranks=(2, 3)), before={"1": 7})
+    found = diagnosis_of(first, doing(state="idle"), other, doing(state="idle"))
+    assert found.sentence.startswith("rank 0 waits in barrier #1 ")
+    assert found.blame == {1, 3}
