@@ -38,8 +38,9 @@ class Holder:
         name = report.nodeid.rpartition("::")[2]
         if report.when == "call" and name in HELD | STOPS:
             note = Path(f"{(HELD | STOPS)[name]}.txt")
+            others = [Path("begun-0.txt")] if name == "test_interrupts" else []
             until = time.monotonic() + (self._seconds if "never" not in note.name else 0.2)
-            while not note.exists() and time.monotonic() < until:
+            while not all(each.exists() for each in (note, *others)) and time.monotonic() < until:
                 time.sleep(0.01)
             with Path("held.txt").open("a") as held:
                 held.write(f"{name} {note.exists()}\n")
