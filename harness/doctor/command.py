@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness.doctor import installation, machine
+from harness.doctor.configuration import Configuration, configuration, configured, start_method
 from harness.doctor.finding import Finding, problem
 from harness.doctor.plugins import plugins
-from harness.doctor.trial import Configuration, Trial, configuration, configured, leases, start_method
+from harness.doctor.trial import Trial
 from lockstep.names import package
 
 FINE, WILL_NOT_WORK, WRONG_USAGE = 0, 1, 2
@@ -84,7 +85,7 @@ def _findings(tries: bool) -> Iterator[Finding]:
         yield from machine.temporary_directory()
         if has_pytest:
             yield machine.open_files()
-            yield from leases()
+            yield from machine.leases()
         yield from (machine.processes(), machine.processors(), machine.memory(), machine.shared_memory())
         yield from machine.kernel()
         yield machine.loopback()

@@ -35,7 +35,7 @@ try:
         gpu = torch.cuda.get_device_properties(index)
         free = torch.cuda.mem_get_info(index)[0]
         answer["gpus"].append({"name": gpu.name, "free": free, "total": gpu.total_memory})
-except BaseException as error:
+except BaseException as error:  # whatever the import raises, SystemExit too, is the answer
     answer = {"error": f"{type(error).__name__}: {error}"}
 print(json.dumps(answer))
 """
@@ -71,7 +71,8 @@ def python() -> Finding:
     version = sys.version.split()[0]
     what = f"{sys.implementation.name} {version}, {sys.executable}"
     if sys.version_info < OLDEST_PYTHON:
-        return problem("python", what, "Lockstep needs Python 3.11", "make an environment with a newer one")
+        why = f"Lockstep needs Python {_dotted(OLDEST_PYTHON)}"
+        return problem("python", what, why, "make an environment with a newer one")
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return note("python", f"{what}, without the GIL", "no run of Lockstep without the GIL is known")
     return ok("python", what)
@@ -79,7 +80,7 @@ def python() -> Finding:
 
 def needed(distribution: str, oldest: tuple[int, ...]) -> Finding:
     """Look at a distribution that Lockstep needs."""
-    least = ".".join(map(str, oldest))
+    least = _dotted(oldest)
     remedy = f"{sys.executable} -m pip install '{distribution}>={least}'"
     try:
         version = metadata.version(distribution)
@@ -94,6 +95,10 @@ def version_of(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 13) of "2.13.0a0+git"."""
     parts = text.split("+")[0].split(".")[:2]
     return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def torch(answer: dict[str, Any]) -> Finding:
@@ -111,11 +116,12 @@ def torch(answer: dict[str, Any]) -> Finding:
     if not answer["distributed"]:
         return problem("torch", what, "it was built without torch.distributed", "install another build")
     if version_of(answer["version"]) < OLDEST_TORCH:
-        why = "Lockstep needs torch 2.11 or a newer one"
-        return problem("torch", what, why, f"{sys.executable} -m pip install 'torch>=2.11'")
+        least = _dotted(OLDEST_TORCH)
+        why = f"Lockstep needs torch {least} or a newer one"
+        return problem("torch", what, why, f"{sys.executable} -m pip install 'torch>={least}'")
     if version_of(answer["version"]) > NEWEST_TORCH:
-        newest = ".".join(map(str, NEWEST_TORCH))
-        return note("torch", what, f"the newest that Lockstep was run with is {newest}", "expect surprises")
+        why = f"the newest that Lockstep was run with is {_dotted(NEWEST_TORCH)}"
+        return note("torch", what, why, "expect surprises")
     return ok("torch", what)
 
 

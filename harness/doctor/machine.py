@@ -234,10 +234,13 @@ def _open_memory_from_a_child() -> int:
     fd = os.memfd_create("lockstep-doctor", os.MFD_CLOEXEC)
     code = "import sys\ntry: open(sys.argv[1], 'r+b')\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-S", "-c", code, f"/proc/{os.getpid()}/fd/{fd}"]
-    done = subprocess.run(command, timeout=20, check=False, capture_output=True)
-    if done.returncode:
+    try:
+        number = subprocess.run(command, timeout=20, check=False, capture_output=True).returncode
+    except subprocess.TimeoutExpired:
+        number = errno.ETIMEDOUT
+    if number:
         os.close(fd)
-        raise OSError(done.returncode, os.strerror(done.returncode))
+        raise OSError(number, os.strerror(number))
     return fd
 
 
@@ -284,3 +287,26 @@ _VARIABLES = (
     ),
     ("GLOO_SOCKET_IFNAME", "gloo binds to this interface; ranks need the loopback alone", "unset it"),
 )
+
+
+def leases() -> Iterator[Finding]:
+    """Look at the leases of ranks and GPUs that runs of this user hold now."""
+    from harness.exceptions import LaunchError
+    from harness.launch.lease_store import LeaseStore, default_directory
+
+    directory = default_directory()
+    if not directory.exists():
+        yield ok("leases", f"none held, {directory} is not there yet")
+        return
+    try:
+        store = LeaseStore(directory)
+        with store.locked():
+            held = [str(lease.request) for lease in store.read()]
+    except (LaunchError, OSError) as error:
+        what, _, remedy = str(error).rpartition(". ")
+        why = "runs on GPUs, and with ranks_at_once, keep leases there"
+        yield problem("leases", what, why, remedy or "set LOCKSTEP_LEASES to a directory of yours")
+        return
+    for each in held:
+        yield note("lease", f"held by {each}", "a run that needs the same waits for it", "end that run")
+    yield ok("leases", f"{len(held)} held, in {directory}")

@@ -6,22 +6,18 @@ and torch.
 
 from __future__ import annotations
 
-import configparser
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from harness.backends import BACKENDS
+from harness.doctor.configuration import Configuration
 from harness.doctor.finding import Finding, note, ok, problem
 
 WITHIN = 60
@@ -35,51 +31,6 @@ def test_{backend}(world):
     assert {claim}
 """
 _HEAD = "import pytest\nimport torch\nimport torch.distributed as dist\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """The pytest configuration file that a project's run would read, and Lockstep's options in it."""
-
-    path: Path | None
-    options: dict[str, Any]
-    addopts: str = ""
-
-
-def configuration(folder: Path) -> Configuration:
-    """Find the configuration file that pytest reads in a folder: there or in one above."""
-    for each in (folder, *folder.parents):
-        for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"):
-            if (each / name).is_file():
-                return _read(each / name) or Configuration(each / name, {})
-        for name in ("pyproject.toml", "tox.ini", "setup.cfg"):
-            found = _read(each / name) if (each / name).is_file() else None
-            if found is not None:
-                return found
-    return Configuration(None, {})
-
-
-def _read(path: Path) -> Configuration | None:
-    """Return the options of a file; None if it has no section for pytest, or pytest would refuse it."""
-    try:
-        text = path.read_text()
-        if path.suffix == ".toml":
-            content = tomllib.loads(text)
-            section = content.get("tool", {}) if path.name == "pyproject.toml" else content
-            options = section.get("pytest")
-            if options is not None and path.name == "pyproject.toml":
-                options = options.get("ini_options", options)
-        else:
-            parser = configparser.ConfigParser(interpolation=None)
-            parser.read_string(text)
-            section = "tool:pytest" if path.name == "setup.cfg" else "pytest"
-            options = dict(parser[section]) if parser.has_section(section) else None
-    except (OSError, ValueError, AttributeError, configparser.Error):  # the third: no table
-        return None
-    if not isinstance(options, dict):
-        return None
-    ours = {key: value for key, value in options.items() if key.startswith("ranks_")}
-    return Configuration(path, ours, str(options.get("addopts", "")))
 
 
 class Trial:
@@ -179,50 +130,3 @@ def _of_case(case: ElementTree.Element) -> Finding:
 def _first_lines(text: str, most: int = 6) -> str:
     lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
     return "\n".join(lines[:most])
-
-
-def start_method(project: Configuration) -> Finding:
-    """Look at how ranks start."""
-    chosen = project.options.get("ranks_start_method", "forkserver")
-    if chosen == "spawn":
-        what = f"spawn, set in {project.path}"
-        why = "each rank is a new interpreter that imports torch: two seconds instead of 0.1"
-        remedy = "take it out unless a module of yours cannot be imported before a fork"
-        return note("start-method", what, why, remedy)
-    return ok("start-method", "forkserver: ranks are forked from a server that has imported torch")
-
-
-def configured(project: Configuration) -> Iterator[Finding]:
-    """Look at the project's options that bound what can run."""
-    if project.path is None:
-        yield ok("configuration", "no configuration file of pytest here or above")
-        return
-    shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in sorted(project.options.items()))
-    yield ok("configuration", f"{project.path}: {shown or 'no option of Lockstep'}")
-    at_once = str(project.options.get("ranks_at_once", ""))
-    if at_once.isdigit() and int(at_once) < 2:
-        what, why = f"ranks_at_once = {at_once}", "a test on two ranks is refused"
-        yield problem("ranks-at-once", what, why, f"set it to 2 or more in {project.path}")
-
-
-def leases() -> Iterator[Finding]:
-    """Look at the leases of ranks and GPUs that runs of this user hold now."""
-    from harness.exceptions import LaunchError
-    from harness.launch.lease_store import LeaseStore, default_directory
-
-    directory = default_directory()
-    if not directory.exists():
-        yield ok("leases", f"none held, {directory} is not there yet")
-        return
-    try:
-        store = LeaseStore(directory)
-        with store.locked():
-            held = [str(lease.request) for lease in store.read()]
-    except (LaunchError, OSError) as error:
-        what, _, remedy = str(error).rpartition(". ")
-        why = "runs on GPUs, and with ranks_at_once, keep leases there"
-        yield problem("leases", what, why, remedy or "set LOCKSTEP_LEASES to a directory of yours")
-        return
-    for each in held:
-        yield note("lease", f"held by {each}", "a run that needs the same waits for it", "end that run")
-    yield ok("leases", f"{len(held)} held, in {directory}")

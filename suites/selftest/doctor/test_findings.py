@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from harness.doctor import installation, machine, plugins, trial
+from harness.doctor import configuration, installation, machine, plugins
 from harness.doctor.finding import MIB, Finding
 from harness.launch.lease_store import LeaseStore, ResourceRequest
 
@@ -158,6 +159,14 @@ def test_memory_that_another_process_may_not_open(monkeypatch: Patch) -> None:
     assert the(machine.kernel(), "memfd", "problem").what.endswith("Permission denied")
 
 
+def test_a_process_that_does_not_end_is_a_finding(monkeypatch: Patch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("python", 20)
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    assert the(machine.kernel(), "memfd", "problem").what.endswith("Connection timed out")
+
+
 def test_no_loopback_interface(monkeypatch: Patch) -> None:
     monkeypatch.setattr(machine.socket, "create_server", refuse(errno.EADDRNOTAVAIL))
     assert "ip link set lo up" in the(machine.loopback(), "loopback", "problem").remedy
@@ -272,16 +281,16 @@ def test_too_few_ranks_at_once_in_any_configuration(name: str, tmp_path: Path) -
     (tmp_path / name).write_text(FILES[name])
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/pyproject.toml").write_text("[project]\n")
-    found = trial.configured(trial.configuration(tmp_path / "tests"))
+    found = configuration.configured(configuration.configuration(tmp_path / "tests"))
     assert str(tmp_path / name) in the(found, "ranks-at-once", "problem").remedy
 
 
 def test_spawned_ranks(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nranks_start_method = spawn\n")
-    project = trial.configuration(tmp_path)
+    project = configuration.configuration(tmp_path)
     assert (
         f"spawn, set in {tmp_path}/pytest.ini"
-        in the(trial.start_method(project), "start-method", "note").what
+        in the(configuration.start_method(project), "start-method", "note").what
     )
 
 
@@ -290,7 +299,7 @@ def test_leases_that_are_held(tmp_path: Path, monkeypatch: Patch) -> None:
     store = LeaseStore(tmp_path / "leases")
     with store.locked():
         _, keeper = store.add(ResourceRequest(7, "/project", 2))
-    finding = the(trial.leases(), "lease", "note")
+    finding = the(machine.leases(), "lease", "note")
     os.close(keeper)
     assert finding.what == "held by pid 7 in /project (2 ranks)"
 
@@ -298,12 +307,12 @@ def test_leases_that_are_held(tmp_path: Path, monkeypatch: Patch) -> None:
 def test_leases_that_others_may_write(tmp_path: Path, monkeypatch: Patch) -> None:
     tmp_path.chmod(0o777)
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path))
-    assert "LOCKSTEP_LEASES" in the(trial.leases(), "leases", "problem").remedy
+    assert "LOCKSTEP_LEASES" in the(machine.leases(), "leases", "problem").remedy
 
 
 def test_looking_at_leases_leaves_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
-    assert "none held" in the(trial.leases(), "leases", "ok").what
+    assert "none held" in the(machine.leases(), "leases", "ok").what
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,85 @@
+"""The project's pytest configuration: the file that pytest reads, and findings on its options.
+
+Runs in the process of the command. Standard library only.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.doctor.finding import Finding, note, ok, problem
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The pytest configuration file that a project's run would read, and Lockstep's options in it."""
+
+    path: Path | None
+    options: dict[str, Any]
+    addopts: str = ""
+
+
+def configuration(folder: Path) -> Configuration:
+    """Find the configuration file that pytest reads in a folder: there or in one above."""
+    for each in (folder, *folder.parents):
+        for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"):
+            if (each / name).is_file():
+                return _read(each / name) or Configuration(each / name, {})
+        for name in ("pyproject.toml", "tox.ini", "setup.cfg"):
+            found = _read(each / name) if (each / name).is_file() else None
+            if found is not None:
+                return found
+    return Configuration(None, {})
+
+
+def _read(path: Path) -> Configuration | None:
+    """Return the options of a file; None if it has no section for pytest, or pytest would refuse it."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".toml":
+            content = tomllib.loads(text)
+            section = content.get("tool", {}) if path.name == "pyproject.toml" else content
+            options = section.get("pytest")
+            if options is not None and path.name == "pyproject.toml":
+                options = options.get("ini_options", options)
+        else:
+            parser = configparser.ConfigParser(interpolation=None)
+            parser.read_string(text)
+            section = "tool:pytest" if path.name == "setup.cfg" else "pytest"
+            options = dict(parser[section]) if parser.has_section(section) else None
+    except (OSError, ValueError, AttributeError, configparser.Error):  # the third: no table
+        return None
+    if not isinstance(options, dict):
+        return None
+    ours = {key: value for key, value in options.items() if key.startswith("ranks_")}
+    return Configuration(path, ours, str(options.get("addopts", "")))
+
+
+def start_method(project: Configuration) -> Finding:
+    """Look at how ranks start."""
+    chosen = project.options.get("ranks_start_method", "forkserver")
+    if chosen == "spawn":
+        what = f"spawn, set in {project.path}"
+        why = "each rank is a new interpreter that imports torch: two seconds instead of 0.1"
+        remedy = "take it out unless a module of yours cannot be imported before a fork"
+        return note("start-method", what, why, remedy)
+    return ok("start-method", "forkserver: ranks are forked from a server that has imported torch")
+
+
+def configured(project: Configuration) -> Iterator[Finding]:
+    """Look at the project's options that bound what can run."""
+    if project.path is None:
+        yield ok("configuration", "no configuration file of pytest here or above")
+        return
+    shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in sorted(project.options.items()))
+    yield ok("configuration", f"{project.path}: {shown or 'no option of Lockstep'}")
+    at_once = str(project.options.get("ranks_at_once", ""))
+    if at_once.isdigit() and int(at_once) < 2:
+        what, why = f"ranks_at_once = {at_once}", "a test on two ranks is refused"
+        yield problem("ranks-at-once", what, why, f"set it to 2 or more in {project.path}")
