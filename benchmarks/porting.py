@@ -170,12 +170,17 @@ def measure(kinds: list[str], repeats: int, base: Path, deepspeed: Path | None) 
                 f"{lines(kind, 'before')} to {lines(kind, 'after')}",
                 f"{median(one.wall for one in before):.1f} to {median(one.wall for one in after):.1f}",
                 f"{median(one.cpu for one in before):.1f} to {median(one.cpu for one in after):.1f}",
-                " to ".join(figure(1000 * median(side)) for side in tests),
-                figure(ratio(*tests)),
+                " to ".join(map(median_ms, tests)),
+                figure(ratio(*tests)) if all(tests) else "-",
             ]
         )
     head = ["kind", "lines", "the file, s", "the same, CPU s", "a test, ms", "before / after"]
     return table(head, rows)
+
+
+def median_ms(seconds: list[float]) -> str:
+    """Return the median in milliseconds; a file of one test has no other than the first."""
+    return figure(1000 * median(seconds)) if seconds else "-"
 
 
 def figure(value: float) -> str:

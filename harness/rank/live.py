@@ -5,6 +5,7 @@ Runs inside a rank; must not import torch.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -38,9 +39,10 @@ def show_live(rank: Rank, config: pytest.Config, writes_file: bool) -> None:
         SentLog(rank, to_file=False) if shows_logs(config) else None,
         SentLog(rank, to_file=True) if writes_file else None,
     )
-    if config.getoption("setupshow", False):
-        writer = make_terminal_writer(config, SentLines(rank))
-        config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
+    # Without a terminal plugin pytest's own raises; pytest-icdiff asks it for colours in an assertion.
+    stream = SentLines(rank) if config.getoption("setupshow", False) else io.StringIO()
+    writer = make_terminal_writer(config, stream)
+    config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
 
 
 class SentLog(logging.Handler):

@@ -14,33 +14,47 @@ import pytest
 
 from suites.selftest.project import Run, copy_project, run_pytest
 
-# By session: the options of each plugin, and its line in the output or its file.
+IN_A_RANK = r"(?s)rank 1 of 2 failed.{,500}"
+# By session: the options of each plugin, and what it alone writes, to the output or to its files.
 REPORTERS = {
-    "pytest-html": ("-p metadata -p html -p html_fixtures --html=it.html", "Generated html report"),
-    "pytest-json-report": ("-p pytest_jsonreport --json-report", "report saved to: .report.json"),
-    "pytest-reportlog": ("-p pytest_reportlog --report-log=it.jsonl", "generated report log file"),
-    "allure-pytest": ("-p allure_pytest --alluredir=allure", ""),
+    "pytest-html": ("-p metadata -p html -p html_fixtures --html=it.html", IN_A_RANK, "it.html"),
+    "pytest-json-report": ("-p pytest_jsonreport --json-report", "rank 1 of 2 exited", ".report.json"),
+    "pytest-reportlog": ("-p pytest_reportlog --report-log=it.jsonl", "rank 1 of 2 exited", "it.jsonl"),
+    "allure-pytest": (
+        "-p allure_pytest --alluredir=allure",
+        "on each rank",
+        "allure/*-result.json",
+    ),
     "teamcity-messages": ("-p pytest-teamcity --teamcity", r"##teamcity\[testFailed .*test_fails_on_one"),
-    "pytest-metadata": ("--metadata key value", ""),
-    "pytest-instafail": ("-p instafail --instafail", "rank 1 of 2 failed"),
-    "pytest-icdiff": ("-p icdiff", r"\[1, 2\] == \[1, 3\]|\[1, 2\]"),
+    "pytest-metadata": ("--metadata key value", "key&#34;: &#34;value", "it.html"),
+    "pytest-instafail": (
+        "-p instafail --instafail",
+        r"(?s)\A(?:(?!= FAILURES =|short test summary).)*rank 1 of 2 failed",
+    ),
+    "pytest-icdiff": ("-p icdiff", IN_A_RANK + "assert equals failed"),
     "pytest-randomly": ("-p randomly", "Using --randomly-seed="),
 }
 FIRST_LOOK = {
-    "pytest-sugar": ("-p sugar", r"FAILED|✗|Results"),
-    "pytest-clarity": ("-p clarity", r"\[1, 2\]"),
+    "pytest-sugar": ("-p sugar --force-sugar", r"(?m)^Results \("),
     "pytest-random-order": ("-p random_order --random-order", "Using --random-order-bucket"),
     "pytest-split": ("-p pytest-split --splits=1 --group=1", r"\[pytest-split\] Running group 1/1"),
 }
 SECOND_LOOK = {
-    "pytest-rich": ("-p rich --rich", "pytest"),
-    "pytest-testmon": ("-p pytest-testmon --testmon", "testmon"),
+    "pytest-rich": ("-p as_terminal -p rich --rich", "Total Tests"),
+    "pytest-testmon": ("-p pytest-testmon --testmon", r"test_ranks\.py", ".testmondata*"),
 }
 THIRD_LOOK = {
     "pytest-pretty": ("-p pretty", "Summary of Failures"),
     "pytest-flakefinder": ("-p flakefinder --flake-finder --flake-runs=2", "20 passed"),
+    "pytest-clarity": ("-p clarity -vv", IN_A_RANK + "pytest-clarity diff shown"),
 }
-SESSIONS = {"reporters": REPORTERS, "sugar": FIRST_LOOK, "rich": SECOND_LOOK, "pretty": THIRD_LOOK}
+SESSIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "reporters": REPORTERS,
+    "sugar": FIRST_LOOK,
+    "rich": SECOND_LOOK,
+    "pretty": THIRD_LOOK,
+    "none": {},
+}
 OF_REPORTS = [(session, plugin) for session, plugins in SESSIONS.items() for plugin in plugins]
 
 WITH_FIXTURES = (
@@ -66,7 +80,7 @@ def run_session(
         else:
             copy_project("beside_plugins", path)
             (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
-            options = [part for text, _ in SESSIONS[name].values() for part in text.split()]
+            options = [part for text, *_ in SESSIONS[name].values() for part in text.split()]
         return run_pytest(path, "-p", "lockstep", *options, **plugin_path)
 
     return run_once
@@ -83,7 +97,15 @@ def test_verdicts_are_the_same_beside(run_session: Callable[[str], Run], session
         if any(case.find("failure") is not None for case in cases)
     }
     assert failed == FAILED, done.output
-    assert re.search(SESSIONS[session][plugin][1], done.output), done.output
+    assert does_its_part(done, session, plugin), done.output
+    assert not does_its_part(run_session("none"), session, plugin)
+
+
+def does_its_part(done: Run, session: str, plugin: str) -> bool:
+    """Return whether what the plugin alone writes is in the output, or in one of its files."""
+    _, written, *files = SESSIONS[session][plugin]
+    texts = [path.read_text(errors="replace") for name in files for path in done.path.glob(name)]
+    return any(re.search(written, text) for text in (texts if files else [done.output]))
 
 
 OF_FIXTURES = {
@@ -122,13 +144,12 @@ def test_a_check_that_fails_on_one_rank_fails(run_session: Callable[[str], Run])
 
 
 def test_the_page_of_plugins_has_the_versions_that_are_tested() -> None:
-    root = Path(__file__).parents[3]
-    text = (Path(__file__).parent / "requirements.txt").read_text()
-    pinned = dict(re.findall(r"^(\S+)==(\S+)$", text, re.MULTILINE))
-    rows = dict(
-        re.findall(
-            r"^\| ([\w-]+) ([\d.]+) \|", (root / "docs/reference/plugins.md").read_text(), re.MULTILINE
-        )
-    )
-    tested = {*(plugin for _, plugin in OF_REPORTS), *OF_FIXTURES}
-    assert {plugin: rows.get(plugin) for plugin in tested} == {plugin: pinned[plugin] for plugin in tested}
+    page = (Path(__file__).parents[3] / "docs/reference/plugins.md").read_text()
+    pins = (Path(__file__).parent / "requirements.txt").read_text()
+    pinned = dict(re.findall(r"^(\S+)==(\S+)$", pins, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([\w-]+) ([\d.]+) \|", page, re.MULTILINE))
+    both = rows.keys() & pinned.keys()
+    assert {plugin: rows[plugin] for plugin in both} == {plugin: pinned[plugin] for plugin in both}
+    assert {*(plugin for _, plugin in OF_REPORTS), *OF_FIXTURES} <= both
+    of_other_sessions = {"pytest-benchmark", "pytest-regressions", "inline-snapshot", "syrupy"}
+    assert of_other_sessions | {"pytest-check", "pytest-dependency"} <= both
