@@ -18,6 +18,7 @@ from harness.recorders import Event, ExecutionLog
 
 _OF_BACKWARD = ("gradient of output", "local gradient")
 _AFTER_BACKWARD = ("reduced gradient", "parameter after the step", "gradient", "updated parameter")
+_OF_MODULE = ("parameter", "buffer")
 _OF_COLLECTIVES = ("input of collective", "output of collective")
 _COMPARED = {
     "parameter",
@@ -304,6 +305,10 @@ def _suspects(
 ) -> list[str]:
     """Name the casts and collectives between the last agreement and the difference, by line."""
     start = -1 if last is None else last[0]
+    # What a module computed with is recorded after it has: what it cast is before that.
+    if start >= 0 and events[start].kind in _OF_MODULE:
+        while start >= 0 and events[start].kind in (*_OF_MODULE, "cast", *_OF_COLLECTIVES):
+            start -= 1
     event = events[place] if place < len(events) else None
     if event is not None and event.kind in _AFTER_BACKWARD:
         # Gradients are reduced one by one while later ones are computed, and compared when all are.

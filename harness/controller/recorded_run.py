@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness.protocol import DIVERGED, RunItem
+from harness.reporting.merge import as_option, uses_run_subtests
 from harness.world.outcome import ItemOutcome
 
 _PASSED = (
@@ -31,13 +32,12 @@ def diverged_case(outcome: ItemOutcome) -> str | None:
 
 def recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
     """Return the order that runs the test, or one case of it, again."""
-    is_case = case and "run_subtests" in getattr(item, "fixturenames", ())
     return replace(
         order,
         follows=False,
         next_item=None,
         is_recorded=True,
-        subtests=(case.replace(", ", ","),) if is_case else (),
+        subtests=(as_option(case),) if case and uses_run_subtests(item) else (),
         shared_tmp_path=f"{order.shared_tmp_path}-recorded",
     )
 

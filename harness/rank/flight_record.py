@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -110,6 +112,19 @@ def _issued(entry: Entry, members: dict[str, tuple[int, ...]]) -> Issued:
     )
 
 
+def keep_stack(entry: Any) -> None:
+    """Note the stack of the call of shm that begins: as an observer, where the test has a timeline."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        entry.frames.append({"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno})
+        frame = None if code.co_name in _OUTERMOST else frame.f_back
+
+
+_OUTERMOST = ("pytest_pyfunc_call", "pytest_fixture_setup")
+"""The hooks of pytest's that call the user's functions."""
+
+
 class StackReader:
     """Replaces the stack of a call by what a timeline shows of it.
 
@@ -139,7 +154,7 @@ class StackReader:
             elif pytest_internals.FOLDER in file:
                 if function == "pytest_fixture_setup":
                     found.add("fixture")
-                if function in ("pytest_fixture_setup", "pytest_pyfunc_call"):
-                    break  # the rest is what called the user
+                if function in _OUTERMOST:
+                    break
         entry["frames"] = frames
         entry["phase"] = next((name for name in self.ORDER if name in found), "")

@@ -175,6 +175,8 @@ class RankSession:
         else:
             self.world.enter_test(order.shared_tmp_path)
             self.rank.exchanges.see_shm()
+            if self._config.getoption("timeline"):
+                self.rank.status.keep_stacks()
             self.stages = dict(order.stages)
             if order.stage:
                 item = make_stage(item, order.stage)

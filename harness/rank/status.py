@@ -19,7 +19,7 @@ import harness.properties
 from harness.process_tree import children_of
 from harness.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
 from harness.rank import pytest_internals
-from harness.rank.flight_record import issued_since, read_record
+from harness.rank.flight_record import issued_since, keep_stack, read_record
 from harness.rank.process_group import DefaultGroup
 from harness.rank.torch_internals import build_locks
 from harness.tracebacks import Stack, is_installed, parse
@@ -63,6 +63,7 @@ class StatusReader:
         self._main_clock = time.pthread_getcpuclockid(self._main)
         self._looked = (0.0, 0.0)
         self._progress: object = None
+        self._keeps_stacks = False
 
     def answer(self, probe: Probe) -> RankStatus | Progress:
         """Return the status, or only that the main thread has run since the last time if that is so."""
@@ -100,6 +101,12 @@ class StatusReader:
         stack = self._stacks.take().get(self._main, ())
         where, call = _user_line([place.summary() for place in reversed(stack)])
         return Progress(self._activity.count, where.removeprefix(f"{self._base}/"), call, computes)
+
+    def keep_stacks(self) -> None:
+        """Let the record of shm have the line of each call, as torch's has, once the backend is loaded."""
+        if not self._keeps_stacks and (shm := loaded("shm")) is not None:
+            self._keeps_stacks = True
+            shm.observe(keep_stack)
 
     def record(self) -> FlightRecord:
         """Return the calls of this test, with times and stacks."""

@@ -50,9 +50,9 @@ def merge(
         return rerun() + notes.rerun + "".join(f" --subtest {shlex.quote(name)}" for name in subtests)
 
     # The re-run is restricted to the case that a rank was stuck in, else to those that the user selected.
-    selected = item.config.getoption("subtest") if _uses_run_subtests(item) else []
+    selected = item.config.getoption("subtest") if uses_run_subtests(item) else []
     cases = {rank.case() for rank in ranks} - {""}
-    rerun_all = partial(rerun_subtests, *(map(_as_option, cases) if len(cases) == 1 else selected))
+    rerun_all = partial(rerun_subtests, *(map(as_option, cases) if len(cases) == 1 else selected))
     of_examples = [found for case, found in outcome.diagnoses.items() if case.startswith(EXAMPLE)]
     diagnosis = outcome.diagnosis or next(reversed(of_examples), None)
     example = notes.example if last is not None and last is not outcome else ""
@@ -73,11 +73,13 @@ def merge(
     return merged
 
 
-def _uses_run_subtests(item: pytest.Item) -> bool:
+def uses_run_subtests(item: pytest.Item) -> bool:
+    """Return whether cases of an item can be selected."""
     return "run_subtests" in getattr(item, "fixturenames", ())
 
 
-def _as_option(case: str) -> str:
+def as_option(case: str) -> str:
+    """Return the name of a case as `--subtest` has it."""
     return case.replace(", ", ",")
 
 
@@ -90,8 +92,8 @@ def _merge_subtests(
         reports = {rank.rank: rank.subtests[name] for rank in ranks if name in rank.subtests}
         problems = subtest_problems(context, ranks, name, reports)
         case = reports[min(reports)].context.msg
-        is_case = case and _uses_run_subtests(context.item)
-        rerun_case = partial(rerun, _as_option(case)) if is_case else rerun
+        is_case = case and uses_run_subtests(context.item)
+        rerun_case = partial(rerun, as_option(case)) if is_case else rerun
         note = context.outcome.notes.get(case or "", "")
         of_case = replace(context, rerun=rerun_case, diagnosis=context.outcome.diagnoses.get(case), note=note)
         report = _merge_phase(of_case, "call", reports, problems, ranks)

@@ -44,6 +44,7 @@ class Entry:
         created: When it was called, nanoseconds since the epoch.
         completed: When it was completed, or 0.
         failed: Whether it ended with an error.
+        frames: The stack of its caller, innermost first, where an observer has noted it.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Entry:
         "created",
         "description",
         "failed",
+        "frames",
         "generation",
         "group",
         "group_size",
@@ -72,6 +74,7 @@ class Entry:
         self.group = self.description = ""
         self.peer, self.is_p2p = -1, False
         self.timeout = 0.0
+        self.frames: list[dict[str, Any]] = []
         self.created, self.completed, self.failed = time.time_ns(), 0, False
 
     def complete(self, failed: bool = False) -> None:
@@ -102,6 +105,7 @@ class Entry:
             "is_p2p": self.is_p2p,
             "peer": self.peer,
             "failed": self.failed,
+            "frames": self.frames,
         }
 
 

@@ -16,6 +16,8 @@ from harness.timeline.trace import can_write_trace, write_trace
 from harness.world.outcome import ItemOutcome, label_of
 
 PAGE, TRACE = "timeline.html", "timeline.pftrace"
+_NO_CALL = "none: no rank has a record of a call in this test"
+_FAKE = "none: a fake world keeps no record of what its ranks call, and no rank of it waits for another"
 
 
 def register(config: pytest.Config) -> None:
@@ -65,6 +67,7 @@ class TimelineFiles:
         sentence = outcome.diagnosis.sentence if outcome.diagnosis is not None else ""
         timeline = read_timeline(nodeid, outcome, self._base, sentence=sentence)
         if timeline is None:
+            _say(reports, _NO_CALL if outcome.fake is None else _FAKE)
             return
         folder = self._directory.of_test(label_of(nodeid, outcome.stage))
         place = str(folder / PAGE)
@@ -72,9 +75,7 @@ class TimelineFiles:
             self._write(timeline, folder, reports)
         except OSError as error:  # the report of the test must not be lost for its picture
             place = self._error = f"cannot be written: {error}"
-        for report in reports:
-            if report.failed:
-                report.sections.append(("timeline", place))
+        _say(reports, place)
 
     def _write(self, timeline: Timeline, folder: Path, reports: list[pytest.TestReport]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,3 +121,10 @@ class TimelineFiles:
         """Say that a file is missing, where no failure says it."""
         if self._error:
             terminalreporter.write_line(f"timeline: {self._error}", red=True)
+
+
+def _say(reports: list[pytest.TestReport], text: str) -> None:
+    """Say in each failure where its timeline is, or why there is none."""
+    for report in reports:
+        if report.failed:
+            report.sections.append(("timeline", text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,16 @@ _SEQUENCE = 1
 """The one writer of the trace."""
 
 
+_MODULES = "perfetto.protos.perfetto.trace.perfetto_trace_pb2", "perfetto.trace_builder.proto_builder"
+"""Messages and builder: not typed, and not installed everywhere."""
+
+
 def can_write_trace() -> bool:
-    """Whether `perfetto` is installed."""
-    return importlib.util.find_spec("perfetto") is not None
+    """Whether `perfetto` is installed; a mere folder of that name can be imported, too."""
+    try:
+        return all(importlib.import_module(name) for name in _MODULES)
+    except ImportError:
+        return False
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
@@ -31,9 +38,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
 class _Trace:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        # Not typed, and not installed everywhere.
-        messages = importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-        builder = importlib.import_module("perfetto.trace_builder.proto_builder")
+        messages, builder = map(importlib.import_module, _MODULES)
         self._kinds: Any = messages.TrackEvent
         self._builder: Any = builder.TraceProtoBuilder()
         self._ids = itertools.count(1)

@@ -104,6 +104,46 @@ def test_ranks_that_begin_with_different_weights_never_agreed(report, place):
     assert never.startswith("they never agreed")
 
 
+def test_autocast_is_named_as_the_casts_of_the_first_layer(report, place):
+    head, values, _, agreed, cast, *_ = errors(report["test_autocast"])
+    assert head.endswith(f"step 0, forward: output of module `0` at {place('forward')} (values of rank 0)")
+    assert re.fullmatch(r"candidate \S+ \(bfloat16 \[5, 3\]\), reference \S+ \(float32 .*", values)
+    assert agreed.startswith("last agreement: step 0, forward: parameter `0.bias`")
+    assert cast == f"in between: cast float32 -> bfloat16 at {place('forward')} (3 times)"
+
+
+@pytest.mark.parametrize("test", ["test_scaled", "test_checkpointed"])
+def test_a_wrong_backward_is_found_under(report, test):
+    head, values, _, agreed, *_ = errors(report[test])
+    assert "first divergence on all ranks: step 0, backward: gradient of `2.bias` before" in head
+    ours, theirs = map(float, re.findall(r"(?:candidate|reference) (\S+)", values))
+    assert ours == pytest.approx(theirs * 1.01, rel=1e-5)  # and not 1,024 times that
+    assert "last agreement: step 0, backward: gradient of the output of module" in agreed
+
+
+def test_ranks_of_a_subgroup_part_where_one_gradient_is_not_reduced(report, place):
+    head, values, *_ = errors(report["test_subgroup"])
+    assert "step 1, after backward: gradient of `2.bias` that the optimizer reads" in head
+    assert re.fullmatch(r"rank 0 \S+, rank 2 \S+ at \(\d,\), \(float32 \[2\]\)", values)
+
+
+def test_without_the_second_run_the_first_one_is_reported(report, shared_project):
+    before = len(shared_project.pids("case-cast"))
+    output = shared_project.run("--no-divergence", "-ktest_one_case or test_unreduced_gradient")
+    assert len(shared_project.pids("case-cast")) == before + 1
+    assert "first divergence" not in output
+    assert "Greatest absolute difference" in output
+    assert "2 failed" in output
+
+
+def test_a_worker_of_xdist_runs_the_second_run_too(report, shared_project):
+    before = len(shared_project.pids("case-cast"))
+    output = shared_project.run("-pxdist", "-n2", "-ktest_one_case or test_unreduced_gradient")
+    assert len(shared_project.pids("case-cast")) == before + 2
+    assert output.count("first divergence on all ranks: step 0, after backward") == 1
+    assert output.count("first divergence between ranks: step 0, after backward") == 1
+
+
 def test_a_rank_whose_tensor_has_another_shape_is_described_by_it():
     values = {0: torch.zeros(4, 2), 1: torch.tensor([[0.0, 0.0]] * 3 + [[0.0, 1.0]]), 2: torch.zeros(1, 2)}
     lines = describe_ranks(Event("gradient", "weight", 0, 0, ""), None, values, [])

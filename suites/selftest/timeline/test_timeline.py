@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import re
 import subprocess
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.timeline import files
+from harness.timeline.trace import can_write_trace
 from suites.selftest.project import Project, line_of
 
 
@@ -30,8 +32,18 @@ class Drawn:
         section = re.split(r"-+ timeline: [^\n]*\n", report)[1]
         return re.split(r"\n-{5,}", section)[0].splitlines()
 
-    def folder(self, test: str) -> Path:
-        return self.path / "out" / "test_training.py" / test
+    def folder(self, test: str, file: str = "test_training.py") -> Path:
+        return self.path / "out" / file / test
+
+    def calls(self, test: str) -> list[tuple[str, str, str]]:
+        """Return operation, phase and innermost line of each call of rank 0, off a page."""
+        page = (self.folder(test, "test_backends.py") / "timeline.html").read_text()
+        rows = [re.split("<td[^>]*>", row) for row in re.findall(r"<tr id=.*?</tr>", page)]
+        return [
+            (row[2].partition(" ")[0], row[7], row[8].removesuffix("</tr>").partition("<br>")[0])
+            for row in rows
+            if row[1] == "0"
+        ]
 
     def place(self, code: str) -> str:
         return f"engine.py:{line_of(code, self.path / 'engine.py')}"
@@ -114,10 +126,31 @@ def test_only_the_rank_at_fault_is_red(drawn: Drawn) -> None:
     assert '<p class="sentence">rank 1 of 2 died: SIGKILL</p>' in page
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_call_has_its_phase_and_line(drawn: Drawn, backend: str) -> None:
+    calls = drawn.calls(f"test_phases[{backend}]")
+    assert [(op, phase) for op, phase, _ in calls] == [
+        ("all_gather", "fixture"),
+        ("all_reduce", "forward"),
+        ("all_reduce", ""),
+        ("broadcast", "backward"),
+        ("barrier", "optimizer"),
+    ]
+    file = drawn.path / "test_backends.py"
+    functions = {"started": "dist.all_gather", "in_backward": "dist.broadcast", "step": "dist.barrier"}
+    places = {name: f"{name}() at test_backends.py:{line_of(code, file)}" for name, code in functions.items()}
+    assert [line for *_, line in calls if line.partition("()")[0] in places] == list(places.values())
+
+
+def test_a_failure_in_a_fake_world_says_why_it_has_no_timeline(drawn: Drawn) -> None:
+    report = re.split(r"_+ test_fake\S* _+\n", drawn.output)[1]
+    assert "none: a fake world keeps no record of what its ranks call" in report
+
+
 def test_the_index_lists_all_tests(drawn: Drawn) -> None:
     index = (drawn.path / "out" / "index.html").read_text()
     pages = re.findall(r'href="([^"]+)"', index)
-    assert len(pages) == 7
+    assert len(pages) == 7 + 2  # none of the fake world
     assert all((drawn.path / "out" / page).exists() for page in pages)
 
 
@@ -157,3 +190,14 @@ def test_a_folder_that_cannot_be_written_to_costs_no_report(
     written.write("test_a.py::test_b", outcome, [report])  # type: ignore[arg-type, list-item]
     ((title, text),) = report.sections
     assert (title, "cannot be written" in text, "test_a.py" in text) == ("timeline", True, True)
+
+
+def test_a_folder_that_is_called_perfetto_is_no_package_of_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "perfetto").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("perfetto")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert importlib.util.find_spec("perfetto") is not None
+    assert not can_write_trace()

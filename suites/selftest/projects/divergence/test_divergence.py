@@ -1,5 +1,6 @@
 """Trainings that part: from a reference, and from other ranks."""
 
+import dataclasses
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from engine import Engine
 from notes import note
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from harness.assertions import (
     Trainee,
@@ -16,6 +18,7 @@ from harness.assertions import (
     assert_parity,
     assert_same_across_ranks,
     named_gradients,
+    named_parameters,
     per_rank_batches,
     train,
 )
@@ -114,3 +117,79 @@ def test_different_weights(world):
             model[0].bias += 1
     squared(model, torch.ones(5, 4)).backward()
     assert_same_across_ranks(dict(model.named_parameters()))
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.01
+
+
+class WrongLinear(nn.Linear):
+    def forward(self, x):
+        return Wrong.apply(super().forward(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def wrong_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), WrongLinear(3, 2))
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def test_autocast(world, training):
+    def loss(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=hasattr(model, "casts")):
+            return squared(model, batch)
+
+    candidate = ddp()
+    candidate.model.casts = True
+    training = dataclasses.replace(training, loss=loss, tolerance=torch.float32)
+    assert_parity(ddp(), candidate, training)
+
+
+def test_scaled(world, training):
+    candidate = Trainee(
+        DistributedDataParallel(wrong_layers()), full_gradients=named_gradients, scaler=scaler()
+    )
+    assert_parity(ddp(), candidate, training)
+
+
+def test_checkpointed(world, training):
+    def unprefixed(named):
+        return lambda model: {name.removeprefix("layers."): each for name, each in named(model).items()}
+
+    model = DistributedDataParallel(Checkpointed(wrong_layers()))
+    candidate = Trainee(model, unprefixed(named_parameters), unprefixed(named_gradients))
+    assert_parity(ddp(), candidate, training)
+
+
+@pytest.mark.ranks(3)
+def test_subgroup(world):
+    group = dist.new_group([0, 2])
+    if world.rank != 1:
+        model = make_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            squared(model, torch.ones(5, 4) * (world.rank + step)).backward()
+            for name, parameter in model.named_parameters():
+                if name != "2.bias" or step == 0:
+                    dist.all_reduce(parameter.grad, group=group)
+            optimizer.step()
+        assert_same_across_ranks(dict(model.named_parameters()), group)
