@@ -96,10 +96,10 @@ class Goldens:
 
     def _write(self, path: Path, now: Golden) -> str:
         # Another test of this run may have written it: its mark is in the directory that tests share.
-        shared = self._world.shared_tmp_path.parent
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            shared = shared.parents[1]  # that of a worker is below the one of all
-        mark = shared / "goldens" / hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        base = self._world.shared_tmp_path.parents[1]
+        if base.name == f"popen-{os.environ.get('PYTEST_XDIST_WORKER')}":
+            base = base.parent  # that of a worker of pytest-xdist is below the one of the run
+        mark = base / "goldens" / hashlib.sha256(str(path).encode()).hexdigest()[:16]
         if (other := _leave_mark(mark, now.test)) != now.test:
             return f"two tests use the golden {path.name}: {other} and {now.test}; rename one"
         text = now.render()

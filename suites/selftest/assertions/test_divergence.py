@@ -133,7 +133,7 @@ def test_without_the_second_run_the_first_one_is_reported(report, shared_project
     assert len(shared_project.pids("case-cast")) == before + 1
     assert "first divergence" not in output
     assert "Greatest absolute difference" in output
-    assert "2 failed" in output
+    assert "3 failed" in output  # the case counts, and its test
 
 
 def test_a_worker_of_xdist_runs_the_second_run_too(report, shared_project):

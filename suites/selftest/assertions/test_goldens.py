@@ -110,6 +110,12 @@ def test_goldens_are_shared_and_counted_under_xdist(outputs, shared_project):
         r"two tests use the golden shared-2-gloo.txt: test_same_name.py::test_one_name\[\d\] and", of_one
     )
     assert "1 failed, 1 passed" in of_one
+    # Another run may give the name to another test: nothing of the first one is remembered.
+    (shared_project.path / "test_same_name.py").write_text(
+        "import pytest\n@pytest.mark.ranks(2)\ndef test_other(golden):\n"
+        "    with golden('shared') as run:\n        run.record('value', 3)\n"
+    )
+    assert "1 passed" in shared_project.run("--update-goldens", "test_same_name.py")
     output = shared_project.run("-pxdist", "-n2", "--update-goldens", "test_training.py")
     assert "goldens: 6 up to date" in output
     assert output.count(f"golden that no test has used: {FOLDER}/{OLD}; remove it") == 1

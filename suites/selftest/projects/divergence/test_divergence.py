@@ -184,12 +184,12 @@ def test_subgroup(world):
     group = dist.new_group([0, 2])
     if world.rank != 1:
         model = make_layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        descent = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
-            optimizer.zero_grad()
+            descent.zero_grad()
             squared(model, torch.ones(5, 4) * (world.rank + step)).backward()
             for name, parameter in model.named_parameters():
                 if name != "2.bias" or step == 0:
                     dist.all_reduce(parameter.grad, group=group)
-            optimizer.step()
+            descent.step()
         assert_same_across_ranks(dict(model.named_parameters()), group)
