@@ -73,11 +73,12 @@ class Progress:
 
     def _write(self, text: str) -> None:
         terminal: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
+        # A worker of pytest-xdist has a terminal reporter, too, which writes to nowhere.
+        if terminal is not None and not hasattr(self._config, "workerinput"):
             terminal.write_line(text)
             terminal.flush()
             return
-        # In a worker of pytest-xdist, whose main process may be in the middle of a line of a terminal.
+        # The main process may be in the middle of a line of a terminal.
         start = "\n" if sys.stderr.isatty() else ""
         worker = getattr(self._config, "workerinput", {}).get("workerid", "")
         with contextlib.suppress(OSError, ValueError):

@@ -142,7 +142,8 @@ def test_nothing_is_shown_without_a_report_on_a_terminal(monkeypatch: pytest.Mon
 def test_a_log_gets_a_line_after_half_a_minute_and_each_minute_after(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    of_worker = config(monkeypatch, None, terminal=False)
+    nowhere: Any = SimpleNamespace(stats={}, write_line=lambda _: pytest.fail("it writes to nowhere there"))
+    of_worker = config(monkeypatch, nowhere, terminal=False)
     of_worker.workerinput = {"workerid": "gw3"}
     shown = Progress(of_worker, {})
     glances = {now: Glance("test_a.py::test_b", now, 300.0, "subtest 17 of 144", 2, "") for now in range(160)}
