@@ -196,8 +196,9 @@ def test_a_folder_that_is_called_perfetto_is_no_package_of_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "perfetto").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # a real package would win against a folder
     for name in [name for name in sys.modules if name.startswith("perfetto")]:
         monkeypatch.delitem(sys.modules, name)
     assert importlib.util.find_spec("perfetto") is not None
     assert not can_write_trace()
+    sys.modules.pop("perfetto", None)
