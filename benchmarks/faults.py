@@ -3,6 +3,7 @@
     python benchmarks/faults.py [--repeats 3] [--json FILE]        the table of docs/reference/faults.md
     python benchmarks/faults.py --endurance 500                     so many tests, every tenth one a fault
     python benchmarks/faults.py --backend shm                       either of them, of ranks in shared memory
+    python benchmarks/faults.py --hosts                             either of them, rank 1 on another host
 
 The table names for each fault the first line of the report, the seconds from the start of the test to its
 verdict (median), and what PyTorch's two harnesses made of it: figures taken by hand on two cores, with their
@@ -13,6 +14,7 @@ The endurance run checks every verdict, and prints the memory of controller and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,6 +31,10 @@ from textwrap import indent
 from xml.etree import ElementTree
 
 from figures import describe_machine, table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from suites.selftest.hosts.bed import Bed, two_hosts
 
 SECONDS_PER_RUN = 900.0
 DEADLINE = 5.0
@@ -204,7 +211,41 @@ def write(path: Path, bodies: list[tuple[str, str]]) -> None:
     (path / "test_faults.py").write_text("\n".join([HEADER, *tests]))
     (path / "conftest.py").write_text(CONFTEST)
     (path / "pytest.ini").write_text("[pytest]\n")
-    (path / "tmp").mkdir()
+    (path / "tmp").mkdir(exist_ok=True)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The place of a run of pytest: a directory, and the two hosts where it is on one of them."""
+
+    path: Path
+    backend: str
+    bed: Bed | None = None
+
+    def write(self, bodies: list[tuple[str, str]]) -> None:
+        for path in [self.path] if self.bed is None else [self.bed.directory(host) for host in range(2)]:
+            write(path, bodies)
+
+    def start(self, mark: str = "") -> subprocess.Popen[str] | subprocess.Popen[bytes]:
+        if self.bed is None:
+            return start(self.path, self.backend, mark)
+        log = str(self.path / "log")
+        # Ranks load the conftest, too: those of the other host write a log there.
+        self.bed.by_hand(1, MARK=mark, BENCHMARK_LOG=str(self.bed.directory(1) / "log"))
+        words = ("-q", "--junitxml=report.xml", "--backend", self.backend, "--ranks-hosts=2")
+        return self.bed.by_hand(0, *words, MARK=mark, BENCHMARK_LOG=log)
+
+    def last_line(self) -> str:
+        text = self.bed.output(self.bed.started[-1]) if self.bed else (self.path / "output").read_text()
+        return text.splitlines()[-1]
+
+
+@contextlib.contextmanager
+def session(backend: str, on_hosts: bool) -> Iterator[Session]:
+    """Make the place of a run."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as name, contextlib.ExitStack() as stack:
+        bed = stack.enter_context(two_hosts(Path(name))) if on_hosts else None
+        yield Session(bed.directory(0) if bed else Path(name), backend, bed)
 
 
 def start(path: Path, backend: str, mark: str = "") -> subprocess.Popen[bytes]:
@@ -232,10 +273,11 @@ def read(path: Path) -> dict[str, Verdict]:
 
 def is_right(fault: Fault, verdict: Verdict, backend: str) -> bool:
     said = (fault.on_shm if backend == "shm" else "") or fault.verdict
-    return verdict.outcome != "passed" and re.search(said, verdict.text) is not None
+    text = re.sub(r" \(host [ab]\)", "", verdict.text)
+    return verdict.outcome != "passed" and re.search(said, text) is not None
 
 
-def run_table(repeats: int, backend: str) -> tuple[list[list[str]], bool]:
+def run_table(repeats: int, backend: str, on_hosts: bool) -> tuple[list[list[str]], bool]:
     """Run all faults so often, a healthy test after each; return the rows, and whether all was right."""
     healthy = "assert world.gather(world.rank) == [0, 1]"
     bodies = [("warm_up", healthy)]
@@ -243,10 +285,10 @@ def run_table(repeats: int, backend: str) -> tuple[list[list[str]], bool]:
         bodies += [(f"fault_{number}", fault.body), (f"healthy_{number}", healthy)]
     runs = []
     for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as name:
-            write(Path(name), bodies)
-            start(Path(name), backend).wait(SECONDS_PER_RUN)
-            runs.append(read(Path(name)))
+        with session(backend, on_hosts) as place:
+            place.write(bodies)
+            place.start().wait(SECONDS_PER_RUN)
+            runs.append(read(place.path))
     rows, all_right = [], True
     for number, fault in enumerate(FAULTS):
         verdicts = [run[f"test_fault_{number}"] for run in runs]
@@ -280,7 +322,7 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def run_endurance(tests: int, backend: str) -> bool:
+def run_endurance(tests: int, backend: str, on_hosts: bool) -> bool:
     """Run so many tests, every tenth a fault; print what was wrong, memory over time, and what is left."""
     quick = [fault for fault in FAULTS if "deadline" not in fault.name]
     bodies, faults = [], {}
@@ -289,16 +331,16 @@ def run_endurance(tests: int, backend: str) -> bool:
         bodies.append((f"{number}", fault.body if fault else "assert world.gather(world.rank) == [0, 1]"))
         faults[f"test_{number}"] = fault
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name)
-        write(path, bodies)
-        process = start(path, backend, mark)
+    with session(backend, on_hosts) as place:
+        place.write(bodies)
+        process = place.start(mark)
         samples = watch(process, mark)
-        verdicts = read(path)
-        left = [entry.name for entry in (path / "tmp").iterdir() if not entry.name.startswith("pytest-of-")]
-        print((path / "output").read_text().splitlines()[-1])
+        verdicts = read(place.path)
+        tmp = place.path / "tmp"
+        left = [entry.name for entry in tmp.iterdir() if not entry.name.startswith("pytest-of-")]
+        print(place.last_line())
+        alive = processes(mark)
     wrong = [name for name, fault in faults.items() if not is_as_meant(fault, verdicts.get(name), backend)]
-    alive = processes(mark)
     count = sum(fault is not None for fault in faults.values())
     print(f"{tests} tests, {count} of them faults; wrong verdicts: {wrong or 'none'}")
     print(f"left over: processes {alive or 'none'}, files {left or 'none'}")
@@ -312,7 +354,7 @@ def is_as_meant(fault: Fault | None, verdict: Verdict | None, backend: str) -> b
     return verdict.outcome == "passed" if fault is None else is_right(fault, verdict, backend)
 
 
-def watch(process: subprocess.Popen[bytes], mark: str) -> list[list[str]]:
+def watch(process: subprocess.Popen[str] | subprocess.Popen[bytes], mark: str) -> list[list[str]]:
     """Sample the memory of the session's controller and server until it ends."""
     samples, begun = [], time.monotonic()
     while process.poll() is None:
@@ -346,13 +388,14 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--endurance", type=int, metavar="TESTS")
     parser.add_argument("--backend", choices=("gloo", "shm"), default="gloo")
+    parser.add_argument("--hosts", action="store_true", help="rank 0 on one host, rank 1 on another one")
     parser.add_argument("--json", type=Path, help="where to write the table, too")
     options = parser.parse_args()
     machine = describe_machine()
     print(machine)
     if options.endurance:
-        return 0 if run_endurance(options.endurance, options.backend) else 1
-    rows, all_right = run_table(options.repeats, options.backend)
+        return 0 if run_endurance(options.endurance, options.backend, options.hosts) else 1
+    rows, all_right = run_table(options.repeats, options.backend, options.hosts)
     header = [
         "fault on rank 1 of 2",
         "the report begins",

@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_to(commands)
     if arguments[:1] != ["doctor"]:  # which runs where something is missing that the others import
-        for name in ("conformance", "port"):
+        for name in ("conformance", "hosts", "port"):
             import_module(f"{package()}.{name}.command").add_to(commands)
     options, others = parser.parse_known_args(arguments)
     return int(options.run(options, others))

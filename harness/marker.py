@@ -35,6 +35,8 @@ class RanksMark:
     """Of a fake world, the ranks that get an item each; None: the first and the last."""
     made_up_values: bool = False
     """Of a fake world: whether the test may read what its collectives return."""
+    hosts: int | None = None
+    """Over how many hosts to spread them; None: as few as they fit on."""
 
 
 def read_mark(node: pytest.Item | Any) -> RanksMark | None:
@@ -113,10 +115,3 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
 
 
 _OPTIONS = {each.name: None for each in fields(RanksMark)[1:]}
-
-
-def is_xfail_call(report: pytest.TestReport) -> bool:
-    """Return whether a phase ended by `pytest.xfail()`; reports show it in the exception's name alone."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    name = str(crash.message).partition(":")[0] if crash is not None else ""
-    return hasattr(report, "wasxfail") and name.split(".")[-1] == "XFailed"

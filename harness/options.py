@@ -16,6 +16,7 @@ DEFAULTS: Mapping[str, Any] = {
     "check_collectives": False,
     "ranks_adopt": None,
     "ranks_adopt_cpu": False,
+    **dict.fromkeys(("ranks_hosts", "ranks_per_host", "ranks_shared_dir")),
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
 
@@ -24,10 +25,8 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
         "help": "backend of torch.distributed, gloo, nccl, shm or fake, or one for each device, such as "
         "cpu:gloo,cuda:nccl, for tests whose mark names none",
     },
-    "device": {
-        "choices": ("cpu", "cuda"),
-        "help": "device of the ranks (default: cpu, cuda under nccl)",
-    },
+    "device": {"choices": ("cpu", "cuda"), "help": "device of the ranks (default: cpu, cuda under nccl)"},
+    "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
     "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
     "no-divergence": {
         "action": "store_true",
@@ -126,6 +125,11 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="list the classes that were adopted, and those left to their own launcher, with the reason",
     )
+    for name, what in (
+        ("hosts", "spread each test evenly over N hosts, unless its mark says how many"),
+        ("per-host", "how many ranks fit on a host without GPUs (default: as many as it has CPUs)"),
+    ):
+        group.addoption(f"--ranks-{name}", type=int, metavar="N", help=what)
     _add_ini_options(parser)
 
 

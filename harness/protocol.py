@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from harness.fake_ranks import FakeRank
+    from harness.place import Place
 
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
@@ -42,6 +43,13 @@ DEFAULT_GROUP = "the default group"
 """What messages call the default process group; others go by torch's names."""
 
 
+HOSTS = "LOCKSTEP_HOSTS"
+"""The environment variable that names the file of `harness.hosts.roster`, in a run on several hosts."""
+
+Spread = tuple[tuple[int, int], ...]
+"""Numbers of hosts, each with that of its ranks there, in rank order; empty for the controller's alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorldKey:
     """The properties that make two worlds interchangeable between tests."""
@@ -51,9 +59,11 @@ class WorldKey:
     device: str
     has_group: bool = True
     """Whether its ranks join a default process group; tests make their own otherwise."""
+    spread: Spread = ()
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        ranks += f" on {len(self.spread)} hosts" if len(self.spread) > 1 else ""
         group = "" if self.has_group else ", without a group"
         return f"{ranks} ({self.backend}, {self.device}{group})"
 
@@ -102,11 +112,14 @@ class RankSpec:
     """Names of the GPUs that the world has leased, as CUDA_VISIBLE_DEVICES has them; empty on CPUs."""
     port: int = 0
     """MASTER_PORT of the ranks."""
+    place: Place | None = None
+    """Where it runs, in a run on several hosts."""
 
     @property
     def gpu(self) -> int | None:
         """The rank's GPU, counted among those of the world, which are all that it sees; None on CPUs."""
-        return self.rank % len(self.gpus) if self.gpus else None
+        rank = self.rank if self.place is None else self.place.local_rank
+        return rank % len(self.gpus) if self.gpus else None
 
     def path_of(self, file: RankFile) -> str:
         """Return the path of a file of this rank."""

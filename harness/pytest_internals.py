@@ -28,3 +28,10 @@ def fixtures_below(item: pytest.Item, names: Iterable[str]) -> list[str]:
     for name in names:
         visit(name)
     return [*found]
+
+
+def is_xfail_call(report: pytest.TestReport) -> bool:
+    """Return whether a phase ended by `pytest.xfail()`; reports show it in the exception's name alone."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    name = str(crash.message).partition(":")[0] if crash is not None else ""
+    return hasattr(report, "wasxfail") and name.split(".")[-1] == "XFailed"

@@ -41,12 +41,28 @@ def create_standing(directory: str, size: int) -> None:
 def read_standing(spec: RankSpec) -> tuple[int, int]:
     """Return how many phases of its item a rank has ended, and where in its log the item begins, in bytes."""
     try:
-        with Path(spec.directory, "standing").open("rb") as file:
-            file.seek((spec.rank * _LINE + _PHASES) * 8)
-            phases, log = struct.unpack("QQ", file.read(16))
+        phases, log = struct.unpack_from("QQ", read_line(spec.directory, spec.rank), _PHASES * 8)
     except (OSError, struct.error):  # the directory has been removed
         return 0, 0
     return phases, log
+
+
+def read_line(directory: str, rank: int) -> bytes:
+    """Return the part of a rank, for the same file on another host.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with Path(directory, "standing").open("rb") as file:
+        file.seek(rank * _LINE * 8)
+        return file.read(_LINE * 8)
+
+
+def write_line(directory: str, rank: int, line: bytes) -> None:
+    """Write the part of a rank as it is on its own host."""
+    with Path(directory, "standing").open("r+b") as file:
+        file.seek(rank * _LINE * 8)
+        file.write(line)
 
 
 def all_go_on(ends: Sequence[Finished]) -> bool:

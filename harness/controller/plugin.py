@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
@@ -36,12 +38,12 @@ from harness.controller.rerunfailures_internals import run_again_on_failure
 from harness.controller.stages import Paths, StageRun, Stages, Stopped
 from harness.controller.termination import Termination
 from harness.controller.unsupported import note_on_snapshots
-from harness.controller.world_starter import WorldStarter, measures
+from harness.controller.world_starter import WorldStarter, measures, run_directory_in
 from harness.exceptions import WorldError
-from harness.launch.processes import ProcessLauncher, RankProgram, is_of_torch
+from harness.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.output import shows_live
-from harness.protocol import RunItem, Search, WorldKey
+from harness.protocol import HOSTS, RunItem, Search, WorldKey
 from harness.reporting.differences import pass_on_warnings
 from harness.reporting.merge import merge
 from harness.timeline import TIMELINES
@@ -62,6 +64,8 @@ ADOPTED_IMPORTS = (
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
 )
+LAUNCHED = frozenset({"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
+"""Variables that processes of launchers have, one of them each."""
 SUBCLASS = re.compile(rb"^class \w+\(\w", re.MULTILINE)
 
 
@@ -88,7 +92,7 @@ class Controller:
         self._numbers = itertools.count()
         self._positions: dict[pytest.Item, int] = {}
         self._last_items: dict[str, pytest.Item] = {}
-        self._launcher: ProcessLauncher | None = None
+        self._launcher: Launcher | None = None
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._stages = Stages(self._run_stage)
         self._termination = Termination()
@@ -96,6 +100,8 @@ class Controller:
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared_tmp_path = ""
+        shared_dir: str | None = config.getoption("ranks_shared_dir")
+        self._shared_dir = "" if shared_dir is None else run_directory_in(shared_dir)
         self._coming: Demand | None = None
         self._begun: Begun | None = None
         self._current: pytest.Item | None = None
@@ -126,18 +132,22 @@ class Controller:
                 with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
                     self._launch(text).prestart()
 
-    def _launch(self, text: bytes = b"") -> ProcessLauncher:
+    def _launch(self, text: bytes = b"") -> Launcher:
         """Return the launcher; what its server imports depends on the first file that mentions ranks."""
         if self._launcher is None:
             preload = tuple(self._config.getini("ranks_preload"))
             if measures(self._config):  # no rank runs, and so measures, what the server runs as it imports
                 preload = tuple(filter(is_of_torch, preload))
             hints = ADOPTED_IMPORTS if "torch" in adopted_kinds(self._config) else ()
-            self._launcher = ProcessLauncher(
-                str(self._config.getini("ranks_start_method")),
-                RankProgram(RANK, (*RANK_IMPORTS, *_backend_modules(self._config, text)), preload, hints),
-                self._debugging.terminal if self._debugging is not None else None,
-            )
+            method = str(self._config.getini("ranks_start_method"))
+            modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
+            program = RankProgram(RANK, modules, preload, hints)
+            terminal = self._debugging.terminal if self._debugging is not None else None
+            self._launcher = ProcessLauncher(method, program, terminal)
+            if HOSTS in os.environ:
+                from harness.hosts.remote import on_hosts_of_run
+
+                self._launcher = on_hosts_of_run(self._launcher, method, program)
             self._termination.handle()
         return self._launcher
 
@@ -154,6 +164,10 @@ class Controller:
         if not keys:
             self._stop_server()  # the word was in a file, but no test needs it
             return
+        if not LAUNCHED.isdisjoint(os.environ):
+            from harness.hosts.launchers import refuse_launcher
+
+            refuse_launcher()
         # What is in memory now stays to the end, torch's modules above all. Garbage collections, and the end
         # of the interpreter, need not walk through it: 0.4 s of a run.
         gc.freeze()
@@ -244,6 +258,8 @@ class Controller:
     def _begin(self, demand: Demand) -> Begun:
         request = demand.request
         try:
+            if request.key.spread:
+                self._launch().check_code(demand.item.path, self._config.rootpath, request.key)
             world = self._worlds.take(request.key, fresh=request.fresh)
         except WorldError as error:
             raise WorldError(f"no world of {request.key}: {error}") from error
@@ -302,6 +318,8 @@ class Controller:
         request = item.stash.get(_request_key, None)
         if not isinstance(request, Request) or request.fresh or request.stages:
             return None
+        if request.key.spread and (self._current is None or item.path != self._current.path):
+            return None  # its code is to be compared first
         return self._demand(item, request, self._after(item))
 
     def _goes_on(self, begun: Begun, coming: Demand) -> bool:
@@ -333,12 +351,13 @@ class Controller:
     ) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
         self._shared_tmp_path = self._shared_tmp_path or str(basetemp_of(self._config) / "shared")
+        shared = self._shared_tmp_path if len(request.key.spread) < 2 else self._shared_dir
         name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
         return RunItem(
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
-            shared_tmp_path=f"{self._shared_tmp_path}/{name[:40]}",
+            shared_tmp_path=shared and f"{shared}/{name[:40]}",
             search=Search(secrets.randbits(128)),
             location=item.location,
             fake=request.fake,
@@ -410,6 +429,8 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()
+        if self._shared_dir:
+            shutil.rmtree(self._shared_dir, ignore_errors=True)
         self._stop_server()
         if self._debugging is not None:
             self._debugging.terminal.close()

@@ -38,7 +38,7 @@ def recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
         next_item=None,
         is_recorded=True,
         subtests=(as_option(case),) if case and uses_run_subtests(item) else (),
-        shared_tmp_path=f"{order.shared_tmp_path}-recorded",
+        shared_tmp_path=order.shared_tmp_path and f"{order.shared_tmp_path}-recorded",
     )
 
 

@@ -20,7 +20,7 @@ from harness.controller.unsupported import refuse_fixtures
 from harness.fake_ranks import PLACE, FakeRank, places
 from harness.marker import MarkError, RanksMark, read_mark
 from harness.options import DEFAULTS, adopted_kinds, default_backend
-from harness.protocol import WorldKey
+from harness.protocol import HOSTS, Spread, WorldKey
 from harness.pytest_internals import fixtures_below
 from harness.stages import find_stage
 from harness.subtests import parse_selection
@@ -87,11 +87,14 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     fake = _fake_rank(item, mark) if backend == "fake" else None
     size = size or (_size_of(item, mark) if fake is None else 1)
     device = config.getoption("ranks_device") or devices_of(backend)[0]
-    key = WorldKey(size, backend, device, mark.group)
     if device not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
+    spread = _spread_of(config, mark, WorldKey(size, backend, device, mark.group))
+    if isinstance(spread, Refusal):
+        return spread
+    key = WorldKey(size, backend, device, mark.group, spread)
     need = size if uses(backend, "nccl") else 1
-    if device == "cuda" and need > (have := count_gpus()):
+    if device == "cuda" and not spread and need > (have := count_gpus()):
         lack = f"need {need} GPUs, this machine has {have}"
         if mark.backend is None:
             lack += "; run with --backend gloo"
@@ -105,6 +108,32 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
     timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark)
     return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake, stages)
+
+
+def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread | Refusal:
+    """Return the hosts of a world; () for the one that pytest runs on."""
+    if mark.hosts is not None:
+        if isinstance(mark.hosts, bool) or not isinstance(mark.hosts, int) or mark.hosts < 1:
+            raise MarkError(f"ranks(hosts={mark.hosts!r}): hosts is a whole number above 0")
+        if mark.hosts > key.size:
+            raise MarkError(f"ranks({key.size}, hosts={mark.hosts}): there are fewer ranks than hosts")
+    on = mark.hosts or config.getoption("ranks_hosts")
+    if (on or 1) < 2 and HOSTS not in os.environ:
+        return ()
+    from harness.hosts.placement import spread_of
+
+    exclusive, per_host = uses(key.backend, "nccl"), config.getoption("ranks_per_host")
+    if mark.hosts is None and on is not None:
+        on = min(on, key.size)
+    spread = spread_of(key.size, on, needs_gpus=exclusive, per_host=per_host)
+    if isinstance(spread, str):
+        return Refusal("skipped", spread)
+    if len(spread) > 1 and uses(key.backend, "shm"):
+        return Refusal("skipped", "the backend shm works within one host")
+    rank = debugging.debugged_rank(config)
+    if rank is not None and (rank >= spread[0][1] if spread and spread[0][0] == 0 else bool(spread)):
+        return Refusal("failed", f"rank {rank} runs on another host, where no debugger can be attached")
+    return spread
 
 
 def stages_of(item: pytest.Item) -> tuple[str, ...]:

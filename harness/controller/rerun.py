@@ -14,6 +14,7 @@ import pytest
 
 from harness.controller.pytest_internals import option_groups
 from harness.options import DEFAULTS
+from harness.protocol import HOSTS
 
 _PYTEST_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
 
@@ -37,13 +38,13 @@ _others_key = pytest.StashKey[list[str]]()
 
 def rerun_line(item: pytest.Item) -> str:
     """Return the command that runs an item again: its node id, then the options that the user chose."""
-    config = item.config
+    config, command = item.config, _command()
     nodeid, *selecting = config.hook.pytest_ranks_rerun(item=item) or [item.nodeid]
     if nodeid == "--pyargs":
-        words = ["pytest", nodeid, selecting.pop(0)]
+        words = [*command, nodeid, selecting.pop(0)]
     else:
         path = os.path.relpath(item.path, config.invocation_params.dir)
-        words = ["pytest", f"{path}::{nodeid.split('::', 1)[1]}"]
+        words = [*command, f"{path}::{nodeid.split('::', 1)[1]}"]
         if config.option.inifilename:
             words += ["-c", str(config.option.inifilename)]
     ini = [value for value in config.option.override_ini or () if not value.startswith("cache_dir=")]
@@ -57,9 +58,19 @@ def rerun_line(item: pytest.Item) -> str:
     return shlex.join([*words, *selecting, *others])
 
 
+def _command() -> tuple[str, ...]:
+    """Return the words before those of pytest: on several hosts, the command that starts it on the first."""
+    if HOSTS not in os.environ:
+        return ("pytest",)
+    from harness.hosts.roster import read_roster
+
+    roster = read_roster()
+    return ("pytest",) if roster is None else roster.command or ("pytest",)
+
+
 def _option_of(config: pytest.Config, dest: str) -> str:
     """Return the name of an option: "--backend", if it is ours in this project, for `ranks_backend`."""
-    short = f"--{dest.removeprefix('ranks_')}"
+    short = f"--{dest.removeprefix('ranks_').replace('_', '-')}"
     is_ours = any(action.dest == dest and short in action.option_strings for action in option_groups(config))
     return short if is_ours else f"--{dest.replace('_', '-')}"
 

@@ -23,7 +23,7 @@ from harness.controller.pytest_internals import basetemp_of
 from harness.controller.requests import count_gpus, output_directory_of
 from harness.exceptions import LaunchError
 from harness.launch.limits import explain
-from harness.launch.processes import ProcessLauncher
+from harness.launch.processes import Launcher
 from harness.output import OutputDirectory
 from harness.protocol import SessionSpec, WorldKey
 from harness.world.world import World
@@ -41,7 +41,7 @@ class WorldStarter:
         launch: returns the launcher; called when the first world is needed.
     """
 
-    def __init__(self, config: pytest.Config, launch: Callable[[], ProcessLauncher]) -> None:
+    def __init__(self, config: pytest.Config, launch: Callable[[], Launcher]) -> None:
         self._config = config
         self._launch = launch
         self._numbers = itertools.count()
@@ -63,6 +63,7 @@ class WorldStarter:
         except OSError as error:
             raise LaunchError(explain(error)) from error
         needs_lease = key.device == "cuda" or self._config.getini("ranks_at_once") is not None
+        needs_lease = needs_lease and not key.spread  # of one machine; a run has its hosts for itself
         # After all that may fail: it ends with the world.
         lease = lease_for(key, self._config, make_room) if needs_lease else None
         world = World(key, f"world-{next(self._numbers)}", session, launcher, lease)
@@ -104,6 +105,11 @@ class WorldStarter:
             captures=config.getoption("capture") in ("fd", "sys"),
             output_directory=self._output_directory,
         )
+
+
+def run_directory_in(shared: str) -> str:
+    """Return the directory of this controller in that of `--shared-dir`; it need not exist."""
+    return f"{os.path.abspath(shared)}/lockstep-{uuid.uuid4().hex[:8]}"
 
 
 def measures(config: pytest.Config) -> bool:

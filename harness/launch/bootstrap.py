@@ -43,6 +43,7 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTermin
             controller's.
     """
     os.setsid()
+    os.set_inheritable(wire.fileno(), False)  # as Python's own; gloo's connections differ in that
     # The server ignores signals, and writes exceptions to a file.
     sys.excepthook = sys.__excepthook__
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,16 +9,18 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import pytest
 
@@ -36,7 +38,7 @@ from harness.launch.multiprocessing_internals import (
 )
 from harness.launch.terminal import Terminal
 from harness.process_tree import children_of, end, with_descendants
-from harness.protocol import RankSpec
+from harness.protocol import RankSpec, WorldKey
 
 
 class ChildProcess:
@@ -83,18 +85,111 @@ class ChildProcess:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
 
+class StartedRank(Protocol):
+    """A started rank as a world uses it, wherever its process runs."""
+
+    @property
+    def wire(self) -> Connection:
+        """The controller's end of the wire."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def host(self) -> str:
+        """Name of the host that it runs on, where ranks run on several; "" for this one."""
+
+    @property
+    def moved(self) -> tuple[tuple[str, str], ...]:
+        """Directories of this host, each with the one that stands for it where the rank runs."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that can be read once the process has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code; None while it runs, and where it is not known."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its host is gone, and the process with it as far as anyone knows."""
+
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float) -> None: ...
+
+    def state(self) -> str:
+        """Return the kernel's letter for what the process does, "" where it cannot be had."""
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal; raise OSError if it cannot be reached."""
+
+    def fetch(self) -> None:
+        """Bring its files up to date where its spec says that they are."""
+
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts the ranks of worlds, wherever they are to run."""
+
+    directory: str
+
+    def prestart(self) -> None: ...
+    def stop(self) -> None: ...
+    def restore_directory(self) -> None: ...
+    def start(self, specs: list[RankSpec], deadline: float) -> Sequence[StartedRank]: ...
+    def forget(self, started: StartedRank) -> None: ...
+    def end_world(self, directory: str) -> None: ...
+
+    def check_code(self, path: Path, root: Path, key: WorldKey) -> None:
+        """Raise LaunchError if a test file, or what it needs of the project, differs between hosts."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A started rank: its process and the controller's end of the wire."""
+    """A started rank of this machine: its process and the controller's end of the wire."""
 
     process: BaseProcess | ChildProcess
     wire: Connection
+    host: str = ""
+    is_lost: ClassVar[bool] = False
+    moved: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.exitcode
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def join(self, timeout: float) -> None:
+        self.process.join(timeout)
+
+    def state(self) -> str:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return ""
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def fetch(self) -> None:
+        """Do nothing: they are on this machine."""
 
     def kill(self) -> None:
         """End the process at once, with what it has started."""
-        pid = self.process.pid
-        if pid is None:
-            return
+        pid = self.pid
         # Spawned ranks have no server that ends what a test has put into a session of its own.
         below = with_descendants({pid}) if self.process.is_alive() else set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -184,11 +279,14 @@ class ProcessLauncher:
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # for multiprocessing to notice
 
-    def start(self, specs: list[RankSpec], deadline: float) -> list[RankProcess]:
+    def start(
+        self, specs: list[RankSpec], deadline: float, wires: Mapping[int, Connection] | None = None
+    ) -> list[RankProcess]:
         """Start one process for each spec; return them in the same order.
 
         Args:
             deadline: moment (`time.monotonic`) at which a server that is still importing is given up.
+            wires: by rank, its end of the wire where the other is elsewhere; it is closed here.
 
         Raises:
             LaunchError: the server did not come up, a module of `ranks_preload` cannot be imported, or the
@@ -201,7 +299,7 @@ class ProcessLauncher:
             self._await_server(deadline)
             with without_main_module():
                 for spec in specs:
-                    started.append(self._start_one(spec))
+                    started.append(self._start_one(spec, None if wires is None else wires[spec.rank]))
         except BaseException as error:
             for each in started:
                 each.kill()
@@ -211,9 +309,9 @@ class ProcessLauncher:
             raise
         return started
 
-    def _start_one(self, spec: RankSpec) -> RankProcess:
+    def _start_one(self, spec: RankSpec, wire: Connection | None) -> RankProcess:
         terminal = self._terminal if self._terminal and self._terminal.rank == spec.rank else None
-        ours, theirs = self._context.Pipe()
+        ours, theirs = (wire, wire) if wire is not None else self._context.Pipe()
         process = self._context.Process(  # type: ignore[attr-defined]
             target=start_rank,
             args=(self._program.rank, spec, theirs, terminal),
@@ -231,7 +329,8 @@ class ProcessLauncher:
         if not self._forks:
             return RankProcess(process, ours)
         pid = server_pid()
-        return RankProcess(ChildProcess(process, lambda: server_pid() == pid and not _has_ended(pid)), ours)
+        child = ChildProcess(process, lambda: server_pid() == pid and not _has_ended(pid))
+        return RankProcess(child, ours)
 
     def _await_server(self, deadline: float) -> None:
         """Wait until the server has imported everything; then read, once, how that went."""
@@ -262,12 +361,19 @@ class ProcessLauncher:
             )
         self._checked = True
 
-    def forget(self, pid: int) -> None:
+    def forget(self, started: StartedRank) -> None:
         """Remove a rank that is gone, and end processes of its tests that its own end has not reached."""
-        Path(f"{self.directory}/ranks/{pid}").unlink(missing_ok=True)
+        Path(f"{self.directory}/ranks/{started.pid}").unlink(missing_ok=True)
         parent = server_pid()
         if self._forks and parent is not None:
             end(lambda: self._strays(parent), patience=0.0)
+
+    def end_world(self, directory: str) -> None:
+        """Remove the directory of a world, whose ranks are gone."""
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def check_code(self, path: Path, root: Path, key: WorldKey) -> None:
+        """Do nothing: there is one host."""
 
     def _strays(self, server_pid: int) -> set[int]:
         """Return the server's children that are no ranks; each rank makes a file named after its pid."""

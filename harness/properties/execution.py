@@ -78,7 +78,9 @@ class _Execution(internals.PropertyExecution):
         facts = {
             "seed": str(internals.explicit_seed(wrapped_test)),
             "randomness": hashlib.blake2b(repr(random.getstate()).encode(), digest_size=8).hexdigest(),
-            "settings": repr(given),
+            # Of rank 0 alone it is used, and the folder has another path on another host.
+            "settings": repr(settings(given, database=None)),
+            "database": "None" if given.database is None else "of examples",
         }
         if given.database is None:
             self._examples.seed = internals.generated_seed(wrapped_test)

@@ -79,7 +79,7 @@ class Rank:
         self._standing = Standing(spec)
         self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
         self._activity = Activity()
-        self._rendezvous = Rendezvous(spec, self._activity)
+        self._rendezvous = Rendezvous(spec, self._activity, self.group.meeting_store)
         self.exchanges = Exchanges(spec.session.cwd)
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()

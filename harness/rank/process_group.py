@@ -9,9 +9,11 @@ import importlib
 import os
 import socket
 import stat
+import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,12 @@ from harness.rank.torch_internals import (
 )
 from lockstep.names import loaded
 
+if TYPE_CHECKING:
+    from harness.place import Place
+
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 MAX_RECORDED = 256
 """Collectives that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
 
@@ -47,6 +53,8 @@ class DefaultGroup:
         self._joined = 0
         """When that was."""
         self._store: dist.Store | None = None
+        self._server: dist.Store | None = None
+        """The one at rank 0, where ranks are on several hosts."""
         self._items = 0
         """How many items there have been since."""
         self._hidden: TakenGroups | None = None
@@ -56,7 +64,7 @@ class DefaultGroup:
         """From when to when the group was hidden, of which torch's flight recorder still has collectives."""
 
     def join(self) -> None:
-        """Meet the other ranks in a file of the world's private directory: no port, no host name.
+        """Meet the other ranks.
 
         In a world without a group only what a test's own group needs is prepared.
         """
@@ -67,8 +75,8 @@ class DefaultGroup:
         if not key.has_group:
             return
         self._generation += 1
-        path = f"{self._spec.directory}/store-{self._generation}"
-        self._store = fake_store() if key.backend == "fake" else dist.FileStore(path, size)
+        name = f"store-{self._generation}"
+        self._store = fake_store() if key.backend == "fake" else self.meeting_store(name, size)
         self._items = 0
         dist.init_process_group(
             key.backend,
@@ -78,13 +86,44 @@ class DefaultGroup:
             timeout=_NO_TIMEOUT,
         )
 
+    def meeting_store(self, name: str, size: int) -> dist.Store:
+        """Return a store for one meeting of ranks of this world.
+
+        Ranks of one host meet in a file of the world's private directory: no port, no host name. Those of
+        several meet at rank 0, which listens at the one address that leads to the others.
+        """
+        if self._server is None:
+            return dist.FileStore(f"{self._spec.directory}/{name}", size)
+        return dist.PrefixStore(name, self._server)
+
+    def _make_server(self, place: Place) -> dist.Store:
+        is_master = self._spec.rank == 0
+        listening = -1
+        if is_master:
+            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+            listening = socket.create_server((place.address, place.store_port), family=family).detach()
+        return dist.TCPStore(
+            place.master,
+            place.store_port,
+            is_master=is_master,
+            timeout=_NO_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listening if is_master else None,
+        )
+
     def _prepare(self) -> None:
-        key, (rank, size) = self._spec.key, self._place
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-        interfaces = [name for _, name in socket.if_nameindex()]
-        loopback = next((name for name in ("lo", "lo0") if name in interfaces), interfaces[0])
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        key, (rank, size), place = self._spec.key, self._place, self._spec.place
+        place = place if key.backend != "fake" else None
+        local_rank, local_size = (rank, size) if place is None else (place.local_rank, place.local_size)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
+        os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local_size))
+        interface = interface_of("127.0.0.1" if place is None or not place.store_port else place.address)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if place is not None and place.store_port:
+            os.environ.update(GROUP_RANK=str(place.host))
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            if self._server is None:
+                self._server = self._make_server(place)
         # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
         if uses(key.backend, "nccl"):
@@ -216,6 +255,21 @@ def _do_not_preempt() -> None:
     with contextlib.suppress(AttributeError, OSError):  # not on every system, nor in every sandbox
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address; of 127.x.y.z, the loopback one."""
+    names = [name for _, name in socket.if_nameindex()]
+    if address.startswith("127."):
+        return next((name for name in ("lo", "lo0") if name in names), names[0])
+    wanted = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for name in names:
+            with contextlib.suppress(OSError):  # it has no address of this family
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted:
+                    return name
+    return names[0]
 
 
 def _gloo_connections() -> Iterator[int]:

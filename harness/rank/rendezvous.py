@@ -1,8 +1,9 @@
 """The launcher's environment on a rank: MASTER_ADDR and MASTER_PORT, and what meets there. Inside a rank.
 
-The port is the world's own for as long as it lives: the controller holds it, bound and not listening, so that
-nothing else is given it, while a test may listen there. `init_process_group()` that reads the environment
-meets in a file instead, a new one each time: torch's last server may still be closing.
+The port is the world's own for as long as it lives: on the host of rank 0 it is bound and not listened at, so
+that nothing else is given it, while a test may listen there. `init_process_group()` that reads the
+environment meets in a store of the world instead, a new one each time: torch's last server may still be
+closing.
 
 Calls of `init_process_group` are counted where tests make the default group, so that one which other ranks
 never make is found.
@@ -32,20 +33,27 @@ class Rendezvous:
 
     Args:
         activity: of the rank, which is given the call of `init_process_group` under way.
+        make_store: returns a store of this world by name and size.
 
     Attributes:
         item: number of the current item of this world, the same on all ranks.
     """
 
-    def __init__(self, spec: RankSpec, activity: Activity) -> None:
+    def __init__(
+        self, spec: RankSpec, activity: Activity, make_store: Callable[[str, int], dist.Store]
+    ) -> None:
         self.item = 0
+        self._make_store = make_store
+        self._master = _HERE if spec.place is None else {spec.place.master}
         self._spec = spec
         self._activity = activity
         self._meetings: Counter[tuple[int, int]] = Counter()
 
     def install(self) -> None:
         """Set the variables, and serve `env://` and `tcp://` at their port."""
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._spec.port))
+        place = self._spec.place
+        os.environ["MASTER_ADDR"] = "127.0.0.1" if place is None else place.master
+        os.environ.update(MASTER_PORT=str(self._spec.port))
         self._make_torchs = replace_store_maker(self._make)
         if not self._spec.key.has_group:
             wrap_init_process_group(self._count)
@@ -80,10 +88,10 @@ class Rendezvous:
         self, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> dist.Store:
         """Return a store for one meeting: ranks that meet have met equally often in this item."""
-        if port != self._spec.port or hostname not in _HERE:
+        if port != self._spec.port or hostname not in self._master:
             store: dist.Store = self._make_torchs(hostname, port, rank, world_size, *args, **kwargs)
             return store
         self._meetings[self.item, world_size] += 1
         alone = f"-of-{self._spec.rank}" if world_size == 1 else ""
         name = f"meeting-{self.item}-{world_size}-{self._meetings[self.item, world_size]}{alone}"
-        return dist.FileStore(f"{self._spec.directory}/{name}", world_size)
+        return self._make_store(name, world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +29,10 @@ class RankWorld:
         device: Where this rank's tensors belong.
         seed: What random, numpy and torch were seeded with before the test, the same on every rank. For data
             that differs, seed a generator with `world.seed + world.rank`.
+        host: Name of the host that this rank runs on.
+        hosts: Names of the hosts of the world, in rank order.
+        local_rank: This rank among those of its host, from 0.
+        local_size: Number of ranks on this host.
     """
 
     def __init__(self, spec: RankSpec, device: torch.device) -> None:
@@ -36,6 +41,11 @@ class RankWorld:
         self.backend = spec.key.backend
         self.device = device
         self.seed = spec.seed
+        place = spec.place
+        self.hosts = (socket.gethostname(),) if place is None else place.hosts
+        self.host = self.hosts[0 if place is None else place.host]
+        self.local_rank = spec.rank if place is None else place.local_rank
+        self.local_size = self.size if place is None else place.local_size
         self._shared_tmp_path = ""
         self._starts_with_group = spec.key.has_group
 
@@ -60,6 +70,11 @@ class RankWorld:
     def shared_tmp_path(self) -> Path:
         """A directory of this test that is the same on all ranks; `tmp_path` is each rank's own."""
         if not self._shared_tmp_path:
+            if len(self.hosts) > 1:
+                raise RuntimeError(
+                    f"world.shared_tmp_path: the ranks are on {len(self.hosts)} hosts, and no directory is "
+                    "known that all of them see: name one with --shared-dir DIR"
+                )
             raise RuntimeError("world.shared_tmp_path exists only while a test runs")
         path = Path(self._shared_tmp_path)
         path.mkdir(parents=True, exist_ok=True)
@@ -71,14 +86,22 @@ class RankWorld:
 
     def stand_for(self, fake: FakeRank) -> None:
         """Be a rank of a fake world for the coming test."""
-        self.rank, self.size = fake.rank, fake.size
+        self.rank, self.size = self.local_rank, self.local_size = fake.rank, fake.size
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         """Return a device mesh over the ranks, one-dimensional over all of them by default.
 
+        With two names, of which the first is "hosts", and no shape it has an axis over hosts and one over the
+        ranks of each.
+
         Raises:
-            ValueError: the shape does not have as many places as the world has ranks.
+            ValueError: the shape does not have as many places as the world has ranks, or not every host has
+                equally many.
         """
+        if not shape and names is not None and len(names) == 2 and names[0] == "hosts":
+            shape = (len(self.hosts), self.size // len(self.hosts))
+            if self.local_size != shape[1] or self.size % shape[0]:
+                raise ValueError(f"{self.size} ranks are not spread evenly over {shape[0]} hosts")
         shape = shape or (self.size,)
         places = int(torch.Size(shape).numel())
         if places != self.size:

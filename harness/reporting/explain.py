@@ -24,7 +24,7 @@ from harness.reporting.pytest_internals import (
     messages,
 )
 from harness.reporting.rank_reports import Context, RankReports
-from harness.world.outcome import ItemOutcome, Stuck, in_stage
+from harness.world.outcome import Died, ItemOutcome, Stuck, in_stage
 
 
 def explain(
@@ -74,7 +74,9 @@ def _head(first: list[Problem], outcome: ItemOutcome, others: list[list[Problem]
     but = "" if len({problem.said() for problem in first}) == 1 else " but for the rank's own number"
     if len(first) == size and size > 1:
         return [f"all {size} ranks {title}, with the same traceback{but}; this is rank {first[0].rank}'s"]
-    head = [f"rank {first[0].rank} of {outcome.world} {title}"]
+    host = next(each.host for each in outcome.ranks if each.rank == first[0].rank)
+    host = f" (host {host})" if host else ""
+    head = [f"rank {first[0].rank} of {outcome.world}{host} {title}"]
     if len(first) > 1:
         head.append(f"{_names(first[1:])}: the same{but}")
     head.extend(f"{_names(group)}: {group[0].title}, see below" for group in others)
@@ -83,7 +85,11 @@ def _head(first: list[Problem], outcome: ItemOutcome, others: list[list[Problem]
 
 def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> str:
     """Say what was wrong between the ranks, unless the first cause explains the failure without it."""
-    stuck = any(isinstance(rank.fate, Stuck) for rank in ranks if rank.rank == first.rank)
+    fate = next(rank.fate for rank in ranks if rank.rank == first.rank)
+    if isinstance(fate, Died) and (gone := fate.host_gone):
+        lost = [rank.rank for rank in ranks if isinstance(rank.fate, Died) and rank.fate.host_gone == gone]
+        return f"host {gone} is gone: {_listed(lost)}"
+    stuck = isinstance(fate, Stuck)
     needed = stuck or first.is_mismatch or first.is_victim()
     if not needed:
         return ""
@@ -140,6 +146,12 @@ def _left_build_locks(ranks: list[RankReports]) -> list[str]:
 def _names(problems: list[Problem]) -> str:
     numbers = ", ".join(str(problem.rank) for problem in problems)
     return f"rank {numbers}" if len(problems) == 1 else f"ranks {numbers}"
+
+
+def _listed(ranks: list[int]) -> str:
+    """Return "rank 2", "ranks 2 and 3", "ranks 2, 3 and 4"."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str) -> str:

@@ -12,9 +12,9 @@ from typing import Literal
 
 import pytest
 
-from harness.marker import is_xfail_call
 from harness.properties.messages import EXAMPLE, NOTES, SEED, STATISTICS
 from harness.protocol import Finished
+from harness.pytest_internals import is_xfail_call
 from harness.world.diagnosis import Diagnosis, place_of
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 

@@ -16,6 +16,7 @@ import pytest
 from harness.protocol import OF_RANKS
 from harness.reporting.causes import Ran, cause_of, is_foreign, narrow
 from harness.reporting.pytest_internals import crash_of
+from lockstep.names import package
 
 MOST_CAUSES = 10
 """Causes that are shown unless all are asked for."""
@@ -23,6 +24,7 @@ SUBTESTS = "subtests passed"
 """What pytest calls those that it counts under `-v` and `-q`, and not otherwise."""
 _EVERYWHERE = {"ranks", "parametrize", "usefixtures", "filterwarnings"}
 """Marks that say how a test runs, and not which one it is."""
+_TOO_FEW_HOSTS = re.compile(r"Skipped: the test needs (\d+) hosts, this run has")
 _ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
 _OF_WORKER = re.compile(r"\A\[gw\d+\] \S+ -- Python .*\n")
 """The line that pytest-xdist puts before a failure."""
@@ -92,6 +94,8 @@ class Summary:
         result = yield
         stats = terminalreporter.stats
         count_subtests(stats)
+        if line := too_few_hosts(stats.get("skipped", [])):
+            terminalreporter.write_line(line)
         if goldens := goldens_of(stats):
             from harness.goldens.summary import lines as lines_of_goldens
 
@@ -171,7 +175,9 @@ def lines(causes: list[Cause], ran: list[Ran], most: int | None) -> Iterator[str
                 continue
             others = narrowed.num_selected - len(cause.failed)
             more = f" (and {others:,} more)" if others > 0 else ""
-            yield f"      all of them: {shlex.join(['pytest', *words, *cause.options])}{more}"
+            command = shlex.split(cause.rerun)
+            command = command[: command.index("--") + 1 if "--" in command else 1]
+            yield f"      all of them: {shlex.join([*command, *words, *cause.options])}{more}"
     if most is not None and len(causes) > most:
         yield f"      and {_counted(len(causes) - most, 'cause')} more: --causes=all"
 
@@ -191,6 +197,16 @@ def count_subtests(stats: dict[str, list[object]]) -> None:
         counted = {id(report) for report in passed}
         stats[""] = [report for report in silent if id(report) not in counted]
         stats.setdefault(SUBTESTS, []).extend(passed)
+
+
+def too_few_hosts(skipped: Iterable[object]) -> str:
+    """Return a line that counts the tests which need more hosts than there are; "" if there are none."""
+    reasons = (str(getattr(report, "longrepr", "")) for report in skipped)
+    needs = [int(found[1]) for reason in reasons if (found := _TOO_FEW_HOSTS.search(reason))]
+    if not needs:
+        return ""
+    most = f"{min(needs)} to {max(needs)}" if len({*needs}) > 1 else str(needs[0])
+    return f"{_counted(len(needs), 'test')} skipped: {most} hosts needed (python -m {package()} hosts)"
 
 
 def goldens_of(stats: dict[str, list[object]]) -> set[str]:
@@ -213,6 +229,7 @@ def _rerun(report: pytest.TestReport, nodeid: str) -> str:
 def _selection(rerun: str) -> tuple[bool, str, list[str]]:
     """Return whether a command names a module, what it selects, and its other words."""
     _, *words = shlex.split(rerun)
+    words = words[words.index("--") + 1 :] if "--" in words else words  # of `harness hosts`
     is_module = words[0] == "--pyargs"
     return is_module, words[is_module], words[is_module + 1 :]
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.multiprocessing_internals import pickle_message
-from harness.launch.processes import RankProcess
+from harness.launch.processes import StartedRank
 from harness.protocol import DebuggerState, FromRank, Probe, RankSpec, RankStatus, ToRank
 from harness.standing import read_standing
 from harness.tracebacks import shorten, user_line
-from harness.world.outcome import Died, RankOutput
+from harness.world.outcome import Died, RankOutput, as_here
 
 MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""
@@ -43,15 +43,14 @@ class RankHandle:
         debugger: The state of its debugger in the current item, or at the end of the last one.
     """
 
-    def __init__(self, spec: RankSpec, started: RankProcess) -> None:
+    def __init__(self, spec: RankSpec, started: StartedRank) -> None:
         self.rank = spec.rank
         self.died: Died | None = None
         self.spec = spec
+        self.host = started.host
         self.started = started
-        self._process = started.process
-        assert started.process.pid is not None
-        self.pid = started.process.pid
         self._wire = started.wire
+        self._sentinel = started.sentinel
         # Once a message has begun and does not go on, reading it raises.
         with socket.socket(fileno=os.dup(self._wire.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
@@ -82,7 +81,7 @@ class RankHandle:
 
     def sources(self) -> tuple[Any, ...]:
         """Return what to wait for: both become ready when the rank has something to say, or has ended."""
-        return () if self.died else (self._wire, self._process.sentinel)
+        return () if self.died else (self._wire, self._sentinel)
 
     def read(self, source: Any) -> list[FromRank | Died]:
         """Read what came from one source: a batch of messages, or the end of the rank's wire or process."""
@@ -95,31 +94,31 @@ class RankHandle:
             while self._wire.poll():  # its last words
                 messages.extend(self._wire.recv())
         except (EOFError, OSError):
-            self._process.join(5.0)  # its exit status follows the end of the wire
+            self.started.join(5.0)  # its exit status follows the end of the wire
+        code, gone = self.started.exitcode, self.lost_host()
         output = self.output().read(MOST_OUTPUT)
-        self.died = Died(self._process.exitcode, output, time.time(), self.phases_over())
+        over = 1 if gone else self.phases_over()  # what cannot be asked any more: most time is of the call
+        self.died = Died(code, output, time.time(), over, host_gone=gone)
         return [*messages, self.died]
 
     # What can be seen from outside
 
     def is_alive(self) -> bool:
         end = select.poll()
-        end.register(self._process.sentinel, select.POLLIN)
+        end.register(self._sentinel, select.POLLIN)
         return not end.poll(0)
+
+    def lost_host(self) -> str:
+        """Return the name of its host if that is gone, else ""; the process has ended."""
+        return self.host if self.started.exitcode is None and self.started.is_lost else ""
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process, as Ctrl-Z does; a debugger may take its time."""
-        return self._status() == "T"
-
-    def _status(self) -> str:
-        """Return the kernel's letter for what the process does, "" where it cannot be had."""
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return ""
+        return self.started.state() == "T"
 
     def describe_silent(self) -> RankStatus:
         """Describe a rank that does not answer; its faulthandler needs no GIL to write stacks."""
-        if self._status() in ("T", "t"):
+        if self.started.state() in ("T", "t"):
             return RankStatus("(its process is stopped)", "an unknown place: it is stopped", state="stopped")
         if text := self._dump():
             where = user_line(text, self.spec.session.cwd)
@@ -129,19 +128,22 @@ class RankHandle:
     def _dump(self) -> str:
         path = Path(self.spec.path_of("stacks"))
         with contextlib.suppress(OSError):
+            self.started.fetch()
             before = path.stat().st_size
-            os.kill(self.pid, signal.SIGUSR1)
+            self.started.signal(signal.SIGUSR1)
             size, until = before, time.monotonic() + _DUMP_WITHIN
             while time.monotonic() < until:  # the handler gives no sign when it is done
                 time.sleep(0.03)
+                self.started.fetch()
                 size, last = path.stat().st_size, size
                 if size == last != before:
                     break
-            return path.read_text(errors="replace")[before:]
+            return as_here(path.read_text(errors="replace")[before:], self.started.moved)
         return ""
 
     def phases_over(self) -> int:
         """Return how many phases of the item the rank has ended."""
+        self.started.fetch()
         return read_standing(self.spec)[0]
 
     def log(self) -> str:
@@ -151,7 +153,9 @@ class RankHandle:
     def output(self) -> RankOutput:
         """Return what the rank has printed, inside and outside of pytest's capture, since its item began."""
         path_of = self.spec.path_of
-        return RankOutput(Path(path_of("captured")), Path(path_of("log")), read_standing(self.spec)[1])
+        self.started.fetch()
+        start = read_standing(self.spec)[1]
+        return RankOutput(Path(path_of("captured")), Path(path_of("log")), start, self.started.moved)
 
     # Its debugger
 
@@ -163,7 +167,7 @@ class RankHandle:
         """Pass Ctrl-C on to the debugger if it waits at its prompt; return whether it does."""
         waits = self.debugger == "prompts" and self.died is None
         if waits:
-            os.kill(self.pid, signal.SIGINT)
+            self.started.signal(signal.SIGINT)
         return waits
 
     # The end
@@ -174,14 +178,14 @@ class RankHandle:
 
     def await_end(self, until: float) -> bool:
         """Wait until the process has ended, or the moment `until` (monotonic); return whether it has."""
-        self._process.join(max(0.0, until - time.monotonic()))
-        return not self._process.is_alive()
+        self.started.join(max(0.0, until - time.monotonic()))
+        return not self.started.is_alive()
 
     def how_it_closed(self) -> Died | None:
         """Return how the process ended if that was an accident that was not reported before."""
-        if self._process.exitcode in (0, None) or self.died:  # None: it is not known
+        if self.started.exitcode in (0, None) or self.died:  # None: it is not known
             return None
-        return Died(self._process.exitcode, self.log(), 0.0)
+        return Died(self.started.exitcode, self.log(), 0.0)
 
 
 def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:

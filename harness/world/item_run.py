@@ -106,7 +106,7 @@ class ItemRun:
     def _expect(self, handles: Sequence[RankHandle]) -> None:
         self._handles = handles
         self._begun = time.monotonic()
-        self._outcomes = [RankOutcome(handle.rank) for handle in handles]
+        self._outcomes = [RankOutcome(handle.rank, host=handle.host) for handle in handles]
 
     def finish(self) -> ItemOutcome:
         """Wait for the end of the item; return what each rank said of it. The deadline counts from now.

@@ -39,9 +39,13 @@ class Died:
     """How many phases of the item the rank had ended; it may not have sent the reports of all."""
     importing: str = ""
     """The test file that it imported at the time: the item's own or the next one's."""
+    host_gone: str = ""
+    """Name of the host that it ran on, where that is gone."""
 
     @property
     def how(self) -> str:
+        if self.host_gone:
+            return f"was lost: host {self.host_gone} is gone"
         if self.exitcode is None:
             return "closed its connection to the controller"
         if self.exitcode >= 0:
@@ -89,6 +93,8 @@ class RankOutcome:
     """The example of a property test that it was in at the end, unless the outcome is clean."""
     record: FlightRecord | None = None
     """Its calls in the test, if ranks hung, died or called something differently, or under `--timeline`."""
+    host: str = ""
+    """Name of the host that it runs on, where the ranks are on several."""
     left_in_flight: str | None = None
     """What the rank had begun and others had not at the item's end, and who had not: a collective of the
     default group, a send or a receive."""
@@ -209,6 +215,8 @@ class RankOutput:
     log: Path
     start: int
     """Where in the log the test begins, in bytes."""
+    moved: tuple[tuple[str, str], ...] = ()
+    """Of the rank: see `as_here`."""
 
     def captured(self, most: int = MAX_TEXT) -> Sections:
         """Return what there is of stdout and stderr, each truncated to `most` bytes."""
@@ -228,7 +236,7 @@ class RankOutput:
         """Return what was written outside of pytest's capture since the test began."""
         text = read_truncated(self.log, self.start, remedy=KEEP_ALL)
         text = re.sub(r"\nExtension modules:.*", "", text)  # faulthandler lists all of numpy's and torch's
-        return truncate(shorten(text), most, KEEP_ALL)
+        return truncate(shorten(as_here(text, self.moved)), most, KEEP_ALL)
 
     def append_to(self, folder: Path, rank: int) -> None:
         """Append all of it to files `rank-<rank>.stdout`, `.stderr` and, of the log, `.output` in a folder.
@@ -244,6 +252,13 @@ class RankOutput:
 
     def _files(self, stream: str) -> list[Path]:
         return sorted(self.directory.glob(f"*.{stream}"))
+
+
+def as_here(text: str, moved: tuple[tuple[str, str], ...]) -> str:
+    """Return a text of another host with the directories of this one, for which those of that one stand."""
+    for here, there in moved:
+        text = re.sub(rf"{re.escape(there)}(?=[/\s\"']|$)", here.replace("\\", r"\\"), text)
+    return text
 
 
 def _append(path: Path, start: int, to: Path) -> None:

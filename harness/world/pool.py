@@ -73,7 +73,8 @@ class WorldPool:
             self._close(world)  # its ranks were recalled, for a world that waits
             self._taken = world = None
         if world is not None and (fault := world.fault()):
-            self._complain(world, fault)
+            if not world.is_lost():
+                self._complain(world, fault)
             self.discard(world)
             world = None
         if world is None and not fresh:

@@ -6,7 +6,6 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from harness.exceptions import WorldError
 from harness.launch.limits import explain
-from harness.launch.processes import ProcessLauncher
+from harness.launch.processes import Launcher
 from harness.output import OutputDirectory
 from harness.properties.messages import read_running_example
 from harness.protocol import (
@@ -47,7 +46,7 @@ class World:
     """N ranks that share a default process group."""
 
     def __init__(
-        self, key: WorldKey, name: str, session: SessionSpec, launcher: ProcessLauncher, lease: Lease | None
+        self, key: WorldKey, name: str, session: SessionSpec, launcher: Launcher, lease: Lease | None
     ) -> None:
         self.key = key
         self.name = name
@@ -128,7 +127,7 @@ class World:
 
     def can_begin_next(self) -> bool:
         """Whether `begin_next` is possible: not where the controller must do something between two items."""
-        return self.lease is None and self._kept is None
+        return self.lease is None and self._kept is None and len(self.key.spread) < 2
 
     def runs_on(self) -> bool:
         """Whether the ranks have gone on to the next item."""
@@ -213,6 +212,10 @@ class World:
             )
         return ""
 
+    def is_lost(self) -> bool:
+        """Whether that is because a host is gone, which is no fault of a test."""
+        return any(not handle.is_alive() and handle.lost_host() for handle in self._handles)
+
     def is_gone(self) -> bool:
         """Whether every rank has ended."""
         return not any(handle.is_alive() for handle in self._handles)
@@ -223,11 +226,11 @@ class World:
             handle.started.kill()
         for handle in self._handles:
             handle.close()
-            self._launcher.forget(handle.pid)
+            self._launcher.forget(handle.started)
             if self._kept is not None:
                 self._kept.keep_log(self._session.workerinput["workerid"], self.name, handle.output().log)
         self._handles = []
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._launcher.end_world(self._directory)
         if self._port is not None:
             self._port.close()
         if self.lease is not None:

@@ -60,6 +60,13 @@ class FaultSession:
         assert self.status == pytest.ExitCode.TESTS_FAILED  # no internal error, no interruption
 
 
+def copy_faults(name: str, path: Path) -> None:
+    """Copy `projects/faults/<name>` and the modules of all faults into the directory `path`."""
+    shutil.copytree(FAULTS / name, path, dirs_exist_ok=True)
+    for module in FAULTS.glob("*.py"):
+        shutil.copy(module, path)
+
+
 def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> FaultSession:
     """Run `projects/faults/<name>` in the directory `path`.
 
@@ -67,9 +74,7 @@ def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> F
         plugins: installed ones to load. Each of many fresh ranks would import all of them.
         backend: of tests whose mark names none.
     """
-    shutil.copytree(FAULTS / name, path, dirs_exist_ok=True)
-    for module in FAULTS.glob("*.py"):
-        shutil.copy(module, path)
+    copy_faults(name, path)
     loaded = [f"-p{plugin}" for plugin in ("harness.plugin", *plugins, "healthy", "stopwatch")]
     options = ("--junitxml=report.xml", "-ra", "--world-timeout=30", f"--backend={backend}")
     done = subprocess.run(
@@ -80,10 +85,13 @@ def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> F
         timeout=300,
         check=False,
     )
-    return FaultSession(path, _read(path), done.stdout.decode(errors="replace"), done.returncode, backend)
+    return FaultSession(
+        path, read_verdicts(path), done.stdout.decode(errors="replace"), done.returncode, backend
+    )
 
 
-def _read(path: Path) -> dict[str, Verdict]:
+def read_verdicts(path: Path) -> dict[str, Verdict]:
+    """Read the outcomes of a session, by the names of its tests."""
     lines = (line.rsplit(" ", 2) for line in (path / "measured.txt").read_text().splitlines())
     measured = {name: (float(seconds), int(megabytes)) for name, seconds, megabytes in lines}
     children: dict[str, list[ElementTree.Element]] = {}

@@ -53,7 +53,7 @@ def test_an_unmarked_node_has_no_mark() -> None:
             (2,),
             {"back": "gloo"},
             "ranks() has no option 'back'; it has backend, fresh, timeout, group, needs, as_rank, "
-            "made_up_values",
+            "made_up_values, hosts",
         ),
         ((2,), {"as_rank": 1}, "ranks(as_rank=1): only in a fake world: add backend='fake'"),
         (

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+from harness.launch.processes import RankProcess
 from harness.protocol import (
     AbortGroup,
     Collecting,
@@ -35,7 +36,7 @@ class SilentRank(RankHandle):
 
     def __init__(self, wire: Connection) -> None:
         self.rank, self.died, self.can_debug, self.debugger = 0, None, False, "left"
-        self.wire = wire
+        self.wire, self.host = wire, ""
         self.sent: list[Any] = []
         self.reads = 0
 
@@ -165,7 +166,8 @@ def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any
 def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
     ours, _theirs = multiprocessing.Pipe()
     with subprocess.Popen(["sleep", "100"]) as process:
-        started: Any = SimpleNamespace(process=process, wire=ours)
+        of_popen: Any = SimpleNamespace(pid=process.pid, sentinel=0)
+        started = RankProcess(of_popen, ours)
         spec: Any = SimpleNamespace(
             rank=0, session=SimpleNamespace(debugged_rank=None), path_of=lambda file: ""
         )

@@ -1,0 +1,227 @@
+"""`python -m harness hosts`: node 0 runs pytest, the others serve ranks to it until it ends.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.exceptions import LaunchError
+from harness.hosts.addresses import address_towards, is_here, resolve
+from harness.hosts.invitation import (
+    ByHand,
+    Invitation,
+    Known,
+    SharedFile,
+    Store,
+    meeting_point,
+    new_secret,
+    secret_by_hand,
+)
+from harness.hosts.launchers import Place, check_one_each, place_by_hand, place_of, without_launcher
+from harness.hosts.meeting import Comer, Meeting, Way, versions
+from harness.hosts.roster import HostInfo, this_host
+from harness.protocol import HOSTS
+from lockstep.names import package
+
+if TYPE_CHECKING:
+    from harness.hosts.agent import Agent
+
+NOT_RUN, INTERRUPTED, LOST = 4, 130, 1
+"""Exit status: pytest was not started; Ctrl-C before it was, or on a host that serves; node 0 is gone."""
+WAIT = 300.0
+_NOWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the default route leads there."""
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of `python -m harness`."""
+    parser = commands.add_parser(
+        "hosts",
+        help="run pytest with ranks on several hosts",
+        description="Started once on each host, by torchrun, srun, mpirun or by hand: node 0 runs pytest with"
+        " the arguments behind `--`, the others serve ranks to it until it ends, with its exit status.",
+        usage=f"python -m {package()} hosts [options] [-- PYTEST ARGUMENTS]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--node", metavar="I/N", help="by hand: this is host I of N, from 0")
+    parser.add_argument(
+        "--meet",
+        metavar="ADDRESS:PORT",
+        help="where node 0 waits for the others: an address of it, a free port",
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="with --meet: a file with the same secret on all hosts, that you alone can read "
+        "(default: the variable LOCKSTEP_HOSTS_SECRET)",
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="by which the other hosts reach this one (default: that of the interface that leads to node 0)",
+    )
+    parser.add_argument("--name", default="", help="of this host in reports (default: its host name)")
+    parser.add_argument(
+        "--wait", type=float, default=WAIT, metavar="SECONDS", help="for hosts to come (default: %(default)g)"
+    )
+    parser.add_argument("arguments", nargs="*", metavar="PYTEST ARGUMENTS", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    try:
+        if others:
+            raise LaunchError(f"unknown arguments: {' '.join(others)}; those of pytest come behind --")
+        place = _place(options)
+        if place.nodes == 1:
+            _forget_launcher()
+            return _run_pytest(options.arguments)
+        return _lead(place, options) if place.node == 0 else _serve(place, options)
+    except LaunchError as error:
+        _say(str(error))
+        return NOT_RUN
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _place(options: argparse.Namespace) -> Place:
+    place = place_of(os.environ) if options.node is None else place_by_hand(options.node)
+    if place is None:
+        raise LaunchError(
+            "no launcher says which host this is: start it by torchrun, srun or mpirun, or give "
+            "--node 0/2 --meet ADDRESS:PORT, and --node 1/2 on the other host"
+        )
+    check_one_each(place)
+    if not (options.meet or place.launcher):
+        raise LaunchError("--node needs --meet ADDRESS:PORT: where node 0 waits for the others")
+    return place
+
+
+def _by_hand(options: argparse.Namespace) -> Invitation | None:
+    """Return the invitation that the user gives; None where it is the launcher's to hand over."""
+    if not options.meet:
+        if options.secret_file is not None:
+            raise LaunchError("--secret-file is for --meet; without that the launcher hands over a secret")
+        return None
+    address, port = meeting_point(options.meet)
+    return Invitation(address, port, secret_by_hand(ByHand(options.meet, options.secret_file), os.environ))
+
+
+def _way(place: Place, by_hand: Invitation | None) -> Way:
+    if by_hand is not None:
+        return Known(by_hand)
+    return SharedFile(place) if place.store is None else Store(place)
+
+
+def _lead(place: Place, options: argparse.Namespace) -> int:
+    """Meet the others, and run pytest; return its status."""
+    by_hand = _by_hand(options)
+    if by_hand is not None and not is_here(by_hand.address):
+        raise LaunchError(
+            f"--meet {options.meet}: {by_hand.address} is no address of this host, which is node 0"
+        )
+    invitation = by_hand or Invitation(_own_address(place, options.address), 0, new_secret())
+    way = _way(place, by_hand)
+    directory = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
+    meeting, status = None, NOT_RUN
+    try:
+        environ = _forget_launcher()
+        this = _this_host(options.name, invitation.address, 0)
+        meeting = Meeting(place, this, invitation, directory / "roster.json", environ)
+        way.publish(meeting.invitation)
+        hosts = meeting.await_all(options.wait, _say)
+        _say(f"{len(hosts)} hosts: " + ", ".join(f"{host.name} ({host.address})" for host in hosts))
+        os.environ[HOSTS] = str(directory / "roster.json")
+        status = _run_pytest(options.arguments)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    finally:
+        if meeting is not None:
+            meeting.end(status)
+        way.close()
+        shutil.rmtree(directory, ignore_errors=True)
+    return status
+
+
+def _run_pytest(arguments: Sequence[str]) -> int:
+    """Run pytest in this process as `python -m pytest` would; return its status."""
+    sys.argv[:] = [f"{Path(pytest.__file__).parent}/__main__.py", *arguments]
+    return int(pytest.console_main())
+
+
+def _serve(place: Place, options: argparse.Namespace) -> int:
+    """Serve ranks until pytest has ended on node 0; return its status."""
+    from harness.hosts.agent import Agent
+
+    by_hand = _by_hand(options)
+    way = _way(place, by_hand)
+    _forget_launcher()
+    opened: list[Agent] = []
+
+    def describe(invitation: Invitation) -> HostInfo:
+        address = options.address or address_towards(invitation.address)
+        while opened:  # node 0 was started again meanwhile, and has another secret
+            opened.pop().close()
+        opened.append(Agent(address, invitation.secret))
+        return _this_host(options.name, address, opened[0].port)
+
+    try:
+        comer = Comer(place, way, describe, _say, by_hand is not None)
+        membership = comer.come(options.wait)
+        way.close()
+        _say(f"{membership.name}, {place}, serves ranks to {membership.first}")
+        opened[0].serve(membership.connection.fileno())
+        status = membership.read_end()
+    finally:
+        for agent in opened:
+            agent.close()
+    if status is None:
+        _say(f"{membership.name}: node 0, {membership.first}, is gone; its pytest has not said how it ended")
+        return LOST
+    _say(f"{membership.name}: pytest has ended on {membership.first} with status {status}")
+    return status
+
+
+def _own_address(place: Place, given: str) -> str:
+    """Return the address by which other hosts reach node 0, where the user does not say where to meet."""
+    if given:
+        return resolve(given)
+    if place.store is not None:
+        return address_towards(resolve(place.store[0]))
+    try:
+        address = resolve(socket.gethostname())
+    except LaunchError:
+        return address_towards(_NOWHERE)
+    return address_towards(_NOWHERE) if address.startswith("127.") else address
+
+
+def _this_host(name: str, address: str, port: int) -> HostInfo:
+    host = this_host(name or socket.gethostname().partition(".")[0], address, port, versions())
+    return replace(host, name=host.name or address)
+
+
+def _forget_launcher() -> dict[str, str]:
+    """Take the launcher's variables away from pytest and from ranks; return the environment that is left."""
+    environ = without_launcher(os.environ)
+    for name in {*os.environ} - {*environ}:
+        del os.environ[name]
+    return environ
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"hosts: {text}\n")
+    sys.stderr.flush()

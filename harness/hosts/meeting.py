@@ -1,0 +1,320 @@
+"""The meeting of hosts: node 0 takes the others in, as long as it runs pytest; they wait for its end.
+
+What crosses these connections is JSON, and short: which host, where its agent listens; at the end a status.
+Runs on every host, on node 0 in threads of pytest's process; must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.exceptions import LaunchError
+from harness.hosts.addresses import words
+from harness.hosts.invitation import Invitation
+from harness.hosts.launchers import Place
+from harness.hosts.roster import HostInfo, Roster, write_roster
+from harness.hosts.wire import GONE_AFTER, connect, listen, prove
+from lockstep.names import OURS
+
+SAY_AFTER = 5.0
+"""Seconds of waiting after which a host says whom it waits for."""
+TRY_EVERY = 0.3
+"""Seconds between attempts to come to a meeting that is not open yet."""
+HELLO_WITHIN = 5.0
+"""Seconds that a host with the secret gets to say who it is."""
+
+
+class Way(Protocol):
+    """A way for the invitation from node 0 to the others."""
+
+    def publish(self, invitation: Invitation) -> None: ...
+    def find(self, until: float) -> Invitation: ...
+    def close(self) -> None: ...
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all hosts; of Lockstep the contents of its files, too."""
+    digest = hashlib.sha256()
+    for path in sorted(OURS.rglob("*.py")):
+        digest.update(f"{path.relative_to(OURS)}\0".encode() + path.read_bytes())
+    return {
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        "torch": _version("torch"),
+        "Lockstep": f"{_version('lockstep-harness')} (files {digest.hexdigest()[:12]})",
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+# Node 0
+
+
+class Meeting:
+    """Takes in the other hosts, and writes the roster when all are there, and when one has come back.
+
+    Args:
+        place: of node 0.
+        this: this host, with the address to wait at.
+        port: where; 0 for a free one.
+        path: of the roster.
+        environ: of the roster.
+
+    Raises:
+        LaunchError: this host cannot listen there.
+    """
+
+    def __init__(
+        self, place: Place, this: HostInfo, invitation: Invitation, path: Path, environ: dict[str, str]
+    ) -> None:
+        self._place = place
+        self._secret = invitation.secret
+        self._path = path
+        self._environ = environ
+        self._hosts: dict[int, HostInfo] = {0: this}
+        self._connections: dict[int, Connection] = {}
+        self._changed = threading.Condition()
+        self._refused = ""
+        try:
+            self._listener = listen(invitation.address, invitation.port)
+        except OSError as error:
+            where = f"{invitation.address}:{invitation.port}"
+            raise LaunchError(f"node 0 cannot wait for the others at {where}: {words(error)}") from None
+        self.invitation = replace(invitation, port=self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="hosts-meeting", daemon=True).start()
+
+    def await_all(self, seconds: float, say: Callable[[str], object]) -> tuple[HostInfo, ...]:
+        """Wait until all hosts have come; write the roster, and return it.
+
+        Raises:
+            LaunchError: one has not come in time, or must not come.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            if not self._changed.wait_for(self._is_decided, min(SAY_AFTER, seconds)):
+                if seconds > SAY_AFTER:
+                    say(f"waiting for {self._missing()}, up to {seconds:g} s; {self._where()}")
+                self._changed.wait_for(self._is_decided, until - time.monotonic())
+            if self._refused:
+                raise LaunchError(self._refused)
+            if missing := self._missing():
+                has_come = f"{missing} has not come within {seconds:g} s"
+                raise LaunchError(
+                    f"{has_come}; {self._where()}. Was it started there, and can it reach this?"
+                )
+            return self._write()
+
+    def end(self, status: int) -> None:
+        """Tell all hosts with which status pytest has ended; take in none any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._changed:
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):
+                    connection.send_bytes(json.dumps({"end": status}).encode())
+                connection.close()
+            self._connections.clear()
+
+    def _is_decided(self) -> bool:
+        return bool(self._refused) or len(self._hosts) == self._place.nodes
+
+    def _missing(self) -> str:
+        absent = [str(node) for node in range(self._place.nodes) if node not in self._hosts]
+        return f"node {', '.join(absent)} of {self._place.nodes}" if absent else ""
+
+    def _where(self) -> str:
+        return f"node 0, {self._hosts[0].name}, waits at {self.invitation.address}:{self.invitation.port}"
+
+    def _write(self) -> tuple[HostInfo, ...]:
+        hosts = tuple(self._hosts[node] for node in range(self._place.nodes))
+        write_roster(self._path, Roster(self._secret, hosts, self._environ, _command()))
+        return hosts
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            # In a thread of its own: who has no secret may say nothing for long.
+            threading.Thread(target=self._admit, args=(accepted,), name="hosts-admit", daemon=True).start()
+
+    def _admit(self, accepted: socket.socket) -> None:
+        connection = prove(accepted, self._secret)
+        if connection is None:
+            return
+        with contextlib.suppress(
+            OSError, EOFError, ValueError, KeyError, TypeError
+        ):  # it has gone, or is no host
+            if connection.poll(HELLO_WITHIN):
+                hello = json.loads(connection.recv_bytes())
+                with self._changed:
+                    answer = self._answer(hello, connection)
+                    connection.send_bytes(json.dumps(answer).encode())
+                    self._changed.notify_all()
+                if "name" in answer:
+                    return
+        connection.close()
+
+    def _answer(self, hello: dict[str, Any], connection: Connection) -> dict[str, Any]:
+        node, nodes = int(hello["node"]), int(hello["nodes"])
+        host = HostInfo(**hello["host"] | {"gpus": tuple(hello["host"]["gpus"])})
+        who = f"{host.name} ({host.address})"
+        if nodes != self._place.nodes or not 0 < node < nodes:
+            return self._refuse(
+                f"{who} came as node {node} of {nodes}, and node 0 waits for {self._place.nodes} hosts"
+            )
+        if different := _difference(self._hosts[0], host):
+            return self._refuse(different)
+        there = self._connections.get(node)
+        if there is not None and not _has_ended(there):
+            other = self._hosts[node]
+            text = f"node {node} is {other.name} ({other.address}) already: {who} needs another number"
+            return {"refused": text, "is_taken": True}
+        names = {each.name for number, each in self._hosts.items() if number != node}
+        if host.name in names:  # containers, or two processes of one machine
+            host = replace(host, name=f"{host.name}-{node}")
+        was_complete = self._is_decided()
+        if there is not None:
+            there.close()
+        self._hosts[node], self._connections[node] = host, connection
+        if was_complete:
+            self._write()
+        return {"name": host.name, "first": self._hosts[0].name}
+
+    def _refuse(self, why: str) -> dict[str, Any]:
+        """Return the refusal of a host; before pytest has begun, the meeting fails for it."""
+        if not self._is_decided():
+            self._refused = why
+        return {"refused": why}
+
+
+def _command() -> tuple[str, ...]:
+    """Return the command that was typed here, up to the arguments of pytest."""
+    typed = sys.orig_argv[1:]
+    return ("python", *typed[: typed.index("--") if "--" in typed else len(typed)], "--")
+
+
+def _difference(first: HostInfo, other: HostInfo) -> str:
+    """Return how the versions of two hosts differ, in a sentence; "" if they do not."""
+    for name, ours in first.versions.items():
+        theirs = other.versions.get(name, "none")
+        if theirs != ours:
+            text = f"{other.name} has {name} {theirs}, and node 0, {first.name}, has {ours}"
+            return f"{text}: install the same on both"
+    return ""
+
+
+def _has_ended(connection: Connection) -> bool:
+    """Whether the other end is gone: it never sends a second message."""
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+# Every other node
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A host's place in the meeting."""
+
+    name: str
+    """Of this host, as reports have it."""
+    first: str
+    """Name of node 0."""
+    connection: Connection
+
+    def read_end(self) -> int | None:
+        """Return the status with which pytest has ended on node 0, once there is something to read.
+
+        None: node 0 is gone.
+        """
+        try:
+            return int(json.loads(self.connection.recv_bytes())["end"])
+        except (OSError, EOFError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Comer:
+    """A host on its way to the meeting.
+
+    Args:
+        describe: returns the host, with an agent at the interface that leads to node 0.
+    """
+
+    place: Place
+    way: Way
+    describe: Callable[[Invitation], HostInfo]
+    say: Callable[[str], object]
+    is_by_hand: bool
+
+    def come(self, seconds: float) -> Membership:
+        """Join the meeting, which may open later.
+
+        Raises:
+            LaunchError: it did not open in time, or has no place for this host.
+        """
+        start = time.monotonic()
+        has_said = False
+        while True:
+            last_try, is_taken = time.monotonic() > start + seconds, False
+            invitation = self.way.find(start + seconds)
+            where = f"{invitation.address}:{invitation.port}"
+            try:
+                return self._introduce(
+                    connect(invitation.address, invitation.port, invitation.secret), invitation
+                )
+            except OSError as error:
+                why = f"node 0 cannot be reached at {where}: {words(error)}"
+            except EOFError:
+                why = f"node 0 at {where} has closed the connection"
+            except _Taken as error:  # a host that lost its power is missed after some seconds only
+                is_taken = True
+                why, last_try = str(error), time.monotonic() > start + 2 * GONE_AFTER
+            except LaunchError as error:
+                # An invitation of an earlier run may still be in its place.
+                why, last_try = str(error), last_try or self.is_by_hand or isinstance(error, _Refused)
+            if last_try:
+                raise LaunchError(why)
+            if not (has_said or is_taken) and time.monotonic() > start + SAY_AFTER:
+                has_said = True
+                self.say(f"{why}; trying for {seconds:g} s")
+            time.sleep(TRY_EVERY)
+
+    def _introduce(self, connection: Connection, invitation: Invitation) -> Membership:
+        host = self.describe(invitation)
+        hello = {"node": self.place.node, "nodes": self.place.nodes, "host": asdict(host)}
+        connection.send_bytes(json.dumps(hello).encode())
+        if not connection.poll(HELLO_WITHIN):
+            raise TimeoutError("no answer in time")
+        answer = json.loads(connection.recv_bytes())
+        if "refused" in answer:
+            connection.close()
+            raise (_Taken if answer.get("is_taken") else _Refused)(answer["refused"])
+        return Membership(answer["name"], answer["first"], connection)
+
+
+class _Refused(LaunchError):
+    """Node 0 has no place for this host."""
+
+
+class _Taken(LaunchError):
+    """Another host has this one's number; or this one had it, and is back before it was missed."""

@@ -1,0 +1,97 @@
+"""The roster: the hosts of a run, in a file that controllers read and the meeting writes.
+
+Runs in controllers; standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness.protocol import HOSTS
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """One host of a run. The first one runs pytest."""
+
+    name: str
+    address: str
+    """Of the interface that leads to the others."""
+    port: int = 0
+    """Where its agent listens; 0: it has none, as the ranks of the first host start without."""
+    cpus: int = 1
+    gpus: tuple[str, ...] = ()
+    """Names of its GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    cwd: str = ""
+    """The directory of the project there."""
+    prefix: str = ""
+    """That of Python's installation, or of its environment."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of Python, torch and harness."""
+
+
+def this_host(name: str, address: str, port: int, versions: dict[str, str]) -> HostInfo:
+    """Describe the host that this process runs on."""
+    return HostInfo(
+        name,
+        address,
+        port,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        _gpus(),
+        os.getcwd(),
+        sys.prefix,
+        versions,
+    )
+
+
+def _gpus() -> tuple[str, ...]:
+    """Return the names of the GPUs; without torch, which takes seconds to import here."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(filter(None, map(str.strip, named.split(","))))
+    devices = Path("/proc/driver/nvidia/gpus")
+    return tuple(map(str, range(len(list(devices.iterdir()))))) if devices.is_dir() else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The hosts of a run, by number, and what their connections begin with."""
+
+    secret: bytes
+    hosts: tuple[HostInfo, ...]
+    environ: dict[str, str]
+    """The environment of the first host before pytest ran; what changes in it, ranks elsewhere get."""
+    command: tuple[str, ...] = ()
+    """The words before those of pytest in the command that runs a test again on these hosts."""
+
+
+def write_roster(path: Path, roster: Roster) -> None:
+    """Write the file, for its owner alone, in one step."""
+    content = {
+        "secret": roster.secret.hex(),
+        "hosts": [asdict(host) for host in roster.hosts],
+        "environ": roster.environ,
+        "command": roster.command,
+    }
+    partial = path.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+        json.dump(content, file)
+    partial.rename(path)
+
+
+def read_roster() -> Roster | None:
+    """Return the hosts of this run; None where it has but one.
+
+    Raises:
+        OSError: the file is gone.
+    """
+    if not (path := os.environ.get(HOSTS)):
+        return None
+    content = json.loads(Path(path).read_text(encoding="utf-8", errors="surrogateescape"))
+    hosts = tuple(HostInfo(**host | {"gpus": tuple(host["gpus"])}) for host in content["hosts"])
+    return Roster(bytes.fromhex(content["secret"]), hosts, content["environ"], tuple(content["command"]))
