@@ -70,7 +70,7 @@ def tests_in_turns(tests: int) -> str:
                 parts.append(
                     f"@pytest.mark.ranks(4, hosts={hosts}, fresh={fresh})\n"
                     f"@pytest.mark.parametrize('n', range({count}))\n"
-                    f"def test_{kind}_{hosts}_{turn}(world, n):{BODY}\n"
+                    f"def test_{kind}_{hosts}_{turn}(world, n):{BODY}    assert len(world.hosts) == {hosts}\n"
                 )
     return "\n".join(parts)
 
