@@ -89,7 +89,7 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     device = config.getoption("ranks_device") or devices_of(backend)[0]
     if device not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
-    spread = _spread_of(config, mark, WorldKey(size, backend, device, mark.group))
+    spread = () if fake else _spread_of(config, mark, WorldKey(size, backend, device, mark.group))
     if isinstance(spread, Refusal):
         return spread
     key = WorldKey(size, backend, device, mark.group, spread)

@@ -32,7 +32,7 @@ from harness.hosts.orders import (
     Signal,
     StartRanks,
 )
-from harness.hosts.wire import listen, prove
+from harness.hosts.wire import be_patient, listen, prove
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher, RankProcess
 from harness.place import Place
@@ -60,6 +60,7 @@ class Agent:
         self._attaching = threading.Condition()
         self._starting = threading.Lock()
         self._launcher: ProcessLauncher | None = None
+        self.environ = dict(os.environ)  # the start of a server sets variables for a moment
 
     def serve(self, stop: int) -> None:
         """Serve controllers until the descriptor `stop` can be read."""
@@ -84,6 +85,8 @@ class Agent:
             if attach.purpose == "control":
                 _Service(self, connection).run()
                 return
+            if attach.purpose == "wire":
+                be_patient(connection)
             with self._attaching:
                 self._attached[attach] = connection
                 self._attaching.notify_all()
@@ -115,6 +118,10 @@ class Agent:
     ) -> list[RankProcess]:
         with self._starting:  # multiprocessing is not made for threads
             return self.launcher().start(specs, deadline, wires)
+
+    def forget(self, started: RankProcess) -> None:
+        with self._starting:  # a rank that has just been forked is not known yet
+            self.launcher().forget(started)
 
 
 class _World:
@@ -199,7 +206,7 @@ class _Service:
 
     def _start(self, order: StartRanks) -> list[int]:
         world = self._worlds[order.world]
-        environ = {**os.environ, **order.changed}
+        environ = {**self._agent.environ, **order.changed}
         for name in (*order.removed, HOSTS):
             environ.pop(name, None)
         specs = [_as_here(spec, world.directory, environ) for spec in order.specs]
@@ -238,7 +245,7 @@ class _Service:
             started.kill()
         for started in world.ranks.values():
             started.close()
-            self._agent.launcher().forget(started)
+            self._agent.forget(started)
         for end in world.ends.values():
             end.close()
         for port in world.ports:

@@ -168,12 +168,15 @@ def _serve(place: Place, options: argparse.Namespace) -> int:
     from harness.hosts.agent import Agent
 
     by_hand = _by_hand(options)
+    given = resolve(options.address) if options.address else ""
+    if given and not is_here(given):
+        raise LaunchError(f"--address {options.address} is no address of this host")
     way = _way(place, by_hand)
     _forget_launcher()
     opened: list[Agent] = []
 
     def describe(invitation: Invitation) -> HostInfo:
-        address = options.address or address_towards(invitation.address)
+        address = given or address_towards(invitation.address)
         while opened:  # node 0 was started again meanwhile, and has another secret
             opened.pop().close()
         opened.append(Agent(address, invitation.secret))

@@ -169,19 +169,20 @@ def refuse_launcher(environ: Mapping[str, str] = os.environ) -> None:
     if launcher is None or not environ[launcher.size].isdigit() or (size := int(environ[launcher.size])) == 1:
         return
     has_hosts = _local_size(environ, launcher) < size
-    remedy = f"{launcher.one_each} {package()} hosts -- ARGUMENTS" if has_hosts else "pytest ARGUMENTS"
+    remedy = f"{launcher.one_each} {package()} hosts -- ARGUMENTS" if has_hosts else "pytest ARGUMENTS, alone"
     raise pytest.UsageError(
         f"{launcher.name} has started {size} processes, and each would run every test on ranks of its own; "
-        f"pytest starts the ranks itself: {remedy}"
+        f"pytest starts the ranks itself: {remedy}. "
+        f"If no other of them runs pytest: env -u {launcher.size} pytest"
     )
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables by which a launcher places its process."""
-    launcher = _launcher_of(environ)
-    if launcher is None:
-        return dict(environ)
-    return {name: value for name, value in environ.items() if not name.startswith(launcher.prefixes)}
+    left = dict(environ)
+    while launcher := _launcher_of(left):  # srun may have started torchrun
+        left = {name: value for name, value in left.items() if not name.startswith(launcher.prefixes)}
+    return left
 
 
 def _launcher_of(environ: Mapping[str, str]) -> _Launcher | None:

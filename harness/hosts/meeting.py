@@ -73,7 +73,7 @@ class Meeting:
     Args:
         place: of node 0.
         this: this host, with the address to wait at.
-        port: where; 0 for a free one.
+        invitation: where to wait, port 0 for a free one, and the secret.
         path: of the roster.
         environ: of the roster.
 

@@ -34,7 +34,7 @@ from harness.hosts.orders import (
     StartRanks,
 )
 from harness.hosts.roster import HostInfo, Roster, read_roster
-from harness.hosts.wire import connect
+from harness.hosts.wire import be_patient, connect
 from harness.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
 from harness.place import Place
 from harness.protocol import HOSTS, RankSpec, Spread, WorldKey
@@ -307,6 +307,7 @@ class HostsLauncher:
     def _attach(self, host: Host, world: str, spec: RankSpec) -> RemoteRank:
         try:
             wire = host.attach(Attach("wire", world, spec.rank))
+            be_patient(wire)
             end = host.attach(Attach("end", world, spec.rank))
         except OSError:
             host.drop()

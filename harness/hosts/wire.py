@@ -1,7 +1,7 @@
 """Connections between hosts: TCP, of two sides that prove to each other that they know the same secret.
 
 A host that is gone is noticed by the kernel: it asks an idle peer every second, and gives up a connection on
-which nothing was acknowledged for `GONE_AFTER`. No process has to be quick for that. Nothing is encrypted.
+which nothing was acknowledged for `GONE_AFTER`, except where `be_patient` was called. Nothing is encrypted.
 Runs in controllers and agents; standard library only.
 """
 
@@ -102,6 +102,16 @@ def connect(address: str, port: int, secret: bytes, within: float = 0.0) -> Conn
         raise
     connection.close()
     raise LaunchError(f"{address}:{port} has another secret, or is no host of Lockstep")
+
+
+def be_patient(connection: Connection) -> None:
+    """Let the other side take its time to read: it may be stopped, or busy, while much is sent to it.
+
+    That its host is gone is noticed on another connection.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:

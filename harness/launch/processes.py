@@ -328,6 +328,8 @@ class ProcessLauncher:
         theirs.close()
         if not self._forks:
             return RankProcess(process, ours)
+        if wire is not None:  # other controllers' worlds may end before it says itself that it is a rank
+            Path(f"{self.directory}/ranks/{process.pid}").touch()
         pid = server_pid()
         child = ChildProcess(process, lambda: server_pid() == pid and not _has_ended(pid))
         return RankProcess(child, ours)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness.exceptions import LaunchError
-from harness.hosts.launchers import Place, place_by_hand, place_of, refuse_launcher
+from harness.hosts.addresses import resolve
+from harness.hosts.launchers import Place, place_by_hand, place_of, refuse_launcher, without_launcher
 from suites.selftest.hosts.bed import Bed, behind_dashes, command
 from suites.selftest.project import wait_for
 
@@ -189,6 +190,18 @@ def test_torchrun_says_the_place_and_its_store() -> None:
 )
 def test_other_launchers_say_the_place_and_the_job(launcher: str, job: str) -> None:
     assert place_of(variables(launcher, 1)) == Place(1, 2, launcher, job=job)
+
+
+def test_pytest_gets_no_variable_of_a_launcher_that_another_one_has_started() -> None:
+    environ = variables("srun", 0) | variables("mpirun", 0) | {"HOME": "/home/me", "SLURM_JOB_ID": "7"}
+    assert place_of(without_launcher(environ)) is None
+    assert {"HOME", "SLURM_JOB_ID"} <= without_launcher(environ).keys()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_no_host_listens_at_all_interfaces(address: str) -> None:
+    with pytest.raises(LaunchError, match="stands for all interfaces"):
+        resolve(address)
 
 
 def test_no_launcher_has_started_a_process_without_their_variables() -> None:
