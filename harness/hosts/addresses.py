@@ -12,10 +12,10 @@ from harness.exceptions import LaunchError
 
 
 def resolve(host: str) -> str:
-    """Return the address of a host name, an IPv4 one where it has one.
+    """Return the IPv4 address of a host name: gloo is bound to the interface that has it.
 
     Raises:
-        LaunchError: it has none, or stands for all addresses of a host.
+        LaunchError: it has none, or it stands for all addresses of a host.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -26,6 +26,8 @@ def resolve(host: str) -> str:
         raise LaunchError(
             f"{host} stands for all interfaces: give the address of the one that leads to the others"
         )
+    if ":" in address:
+        raise LaunchError(f"the host {host!r} has no IPv4 address here, and ranks of several hosts need one")
     return address
 
 

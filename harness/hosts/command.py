@@ -184,8 +184,10 @@ def _serve(place: Place, options: argparse.Namespace) -> int:
 
     try:
         comer = Comer(place, way, describe, _say, by_hand is not None)
-        membership = comer.come(options.wait)
-        way.close()
+        try:
+            membership = comer.come(options.wait)
+        finally:
+            way.close()
         _say(f"{membership.name}, {place}, serves ranks to {membership.first}")
         opened[0].serve(membership.connection.fileno())
         status = membership.read_end()

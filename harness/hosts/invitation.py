@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.exceptions import LaunchError
-from harness.hosts.addresses import resolve
+from harness.hosts.addresses import resolve, words
 from harness.hosts.launchers import Place
 from lockstep.names import package
 
@@ -27,6 +28,8 @@ SECRET_VARIABLE = "LOCKSTEP_HOSTS_SECRET"
 SHORTEST_SECRET = 16
 LOOK_EVERY = 0.2
 """Seconds between looks at a file that is not there yet, or has an invitation that is no longer good."""
+END_WITHIN = 10.0
+"""Seconds that the process which reads torchrun's store has to end."""
 _KEY = "lockstep/hosts/invitation"
 _MAKE_ONE = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > secret), copied to the others, "
@@ -177,13 +180,22 @@ class Store:
         return text
 
     def close(self) -> None:
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=END_WITHIN)
+        except subprocess.TimeoutExpired:  # it still waits for the store
+            self._process.kill()
+            self._process.communicate()
 
 
 class SharedFile:
     """A file in the home directory, which all hosts see: of launchers without a store."""
 
     def __init__(self, place: Place) -> None:
+        if not place.job:
+            raise LaunchError(
+                f"{place.launcher} gives its job no name by which hosts could find each other: give --meet "
+                "ADDRESS:PORT and --secret-file FILE on each"
+            )
         job = "".join(each if each.isalnum() or each in ".-" else "-" for each in place.job)
         directory = Path.home() / ".cache" / "lockstep"
         self._path = directory / f"hosts-{place.launcher}-{job}"
@@ -191,11 +203,16 @@ class SharedFile:
         self._is_ours = False
 
     def publish(self, invitation: Invitation) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(invitation.pack())
-        partial.rename(self._path)
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(invitation.pack())
+            partial.rename(self._path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            why = f"cannot leave the invitation in {self._path}: {words(error)}"
+            raise LaunchError(f"{why}; give --meet and --secret-file on each host") from None
         self._is_ours = True
 
     def find(self, until: float) -> Invitation:
@@ -241,7 +258,15 @@ def _serve_store(host: str, port: int, is_master: bool) -> None:
 
     from torch.distributed import TCPStore
 
-    store = TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=300))
+    listening = socket.create_server((host, port)).detach() if is_master else None  # at that address alone
+    store = TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=300),
+        master_listen_fd=listening,
+    )
     for line in sys.stdin:
         match json.loads(line):
             case ["set", text]:

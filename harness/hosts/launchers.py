@@ -187,7 +187,8 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _launcher_of(environ: Mapping[str, str]) -> _Launcher | None:
     def has_started(each: _Launcher) -> bool:
-        return {each.sign, each.rank, each.size} <= environ.keys()
+        # All of them: Slurm's PMI sets those of mpiexec but for the number on a host.
+        return {each.sign, each.rank, each.size, each.local_size} <= environ.keys()
 
     return next(filter(has_started, _LAUNCHERS), None)
 

@@ -93,15 +93,19 @@ class Host:
             LaunchError: the order failed, or the host is gone.
         """
         try:
-            if self._control.poll(within):
-                done, answer = self._control.recv()
-                if done:
-                    return answer
-                raise LaunchError(f"host {self.info.name}: {answer}")
+            received = self._control.recv() if self._control.poll(within) else None
         except (EOFError, OSError):
-            pass
-        self.drop()
-        raise self.gone()
+            received = None
+        except BaseException:  # Ctrl-C, or a plugin's deadline: the next order must not get this answer
+            self.drop()
+            raise
+        if received is None:
+            self.drop()
+            raise self.gone()
+        done, answer = received
+        if not done:
+            raise LaunchError(f"host {self.info.name}: {answer}")
+        return answer
 
     def ask(self, order: Order, within: float = ANSWER_WITHIN) -> Any:
         """Send an order and return its answer, as `send` and `answer` do."""
