@@ -72,7 +72,7 @@ def test_a_failed_case_is_one_of_the_other_host(run: Run) -> None:
 def test_examples_run_in_step_and_shrink(run: Run) -> None:
     report = text(run, "test_a_property")
     assert report.startswith("rank 1 of 2 (host b) failed\nrank 0: passed this example\n")
-    assert "number=500" in report
+    assert "number=50" in report
 
 
 def test_a_death_on_the_other_host_comes_with_its_last_words(run: Run) -> None:

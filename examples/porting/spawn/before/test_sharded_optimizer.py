@@ -42,6 +42,7 @@ def run_sharding(rank, world_size, path):
     optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
     mine = optimizer.optim.param_groups[0]["params"]
     assert sum(parameter.numel() for parameter in mine) == sum(sizes)
+    dist.barrier()  # a rank that ends would break connections that others still make
     dist.destroy_process_group()
 
 
@@ -55,6 +56,7 @@ def run_added_group(rank, world_size, path):
     optimizer = ZeroRedundancyOptimizer([torch.rand(3, 1)], torch.optim.SGD, lr=0.1)
     optimizer.add_param_group({"params": [torch.rand(5, 1)]})
     assert len(optimizer.param_groups) == 2
+    dist.barrier()  # a rank that ends would break connections that others still make
     dist.destroy_process_group()
 
 
