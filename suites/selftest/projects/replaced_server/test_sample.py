@@ -14,6 +14,7 @@ server = os.getppid()
 
 def test_kills_the_server(world):
     note(world, "living")
+    world.barrier()  # every rank knows by now which process the server is
     if world.rank == 0:
         os.kill(server, signal.SIGKILL)
     while os.getppid() == server:
