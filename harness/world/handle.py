@@ -94,7 +94,7 @@ class RankHandle:
             while self._wire.poll():  # its last words
                 messages.extend(self._wire.recv())
         except (EOFError, OSError):
-            self.started.join(5.0)  # its exit status follows the end of the wire
+            self.started.join(15.0)  # its exit status follows the end of the wire, on a busy machine late
         code, gone = self.started.exitcode, self.lost_host()
         output = self.output().read(MOST_OUTPUT)
         over = 1 if gone else self.phases_over()  # what cannot be asked any more: most time is of the call
