@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Moved = tuple[tuple[str, str], ...]
+"""Directories of the controller's host, each with the one that stands for it on another."""
+
+
+def moved_path(path: str, moved: Moved) -> str:
+    """Return a path of the controller's host as it is on another."""
+    for before, there in moved:
+        if path == before or path.startswith(f"{before}/"):
+            return there + path[len(before) :]
+    return path
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -23,12 +34,8 @@ class Place:
     """Address of the host of rank 0."""
     store_port: int = 0
     """Where the ranks meet, on the host of rank 0; 0: in a file, as they are all on one host."""
-    moved: tuple[tuple[str, str], ...] = ()
-    """Directories of the controller's host, each with the one that stands for it on this one."""
+    moved: Moved = ()
 
     def path(self, path: str) -> str:
         """Return a path of the controller's host as it is on this one."""
-        for before, here in self.moved:
-            if path == before or path.startswith(f"{before}/"):
-                return here + path[len(before) :]
-        return path
+        return moved_path(path, self.moved)

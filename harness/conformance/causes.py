@@ -71,9 +71,8 @@ def _narrowed(cause: Cause, ran: list[Ran]) -> Cause:
 
 def _command(arguments: Sequence[str], engine: str) -> str:
     name = engine.split(" ")[0]  # without the version of torch
-    if (
-        INSTALLED_SUITES.is_dir() and [*arguments, ""][0].split("/")[0] == "suites"
-    ):  # pytest has no such path there
+    of_suites = bool(arguments) and arguments[0].split("/")[0] == "suites"
+    if of_suites and INSTALLED_SUITES.is_dir():  # pytest has no such path there
         return shlex.join(["python", "-m", package(), "conformance", "--engine", name, *arguments])
     chosen = [] if name == DEFAULT else ["--engine", name]
     return shlex.join(["pytest", *arguments, "-p", f"{package()}.conformance.plugin", *chosen])

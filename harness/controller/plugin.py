@@ -38,8 +38,9 @@ from harness.controller.rerunfailures_internals import run_again_on_failure
 from harness.controller.stages import Paths, StageRun, Stages, Stopped
 from harness.controller.termination import Termination
 from harness.controller.unsupported import note_on_snapshots
-from harness.controller.world_starter import WorldStarter, measures, run_directory_in
+from harness.controller.world_starter import WorldStarter, measures
 from harness.exceptions import WorldError
+from harness.hosts.launchers import refuse_launcher
 from harness.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.output import shows_live
@@ -64,8 +65,6 @@ ADOPTED_IMPORTS = (
     "torch.testing._internal.common_fsdp",
     "torch.testing._internal.distributed._tensor.common_dtensor",
 )
-LAUNCHED = frozenset({"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
-"""Variables that processes of launchers have, one of them each."""
 SUBCLASS = re.compile(rb"^class \w+\(\w", re.MULTILINE)
 
 
@@ -101,7 +100,8 @@ class Controller:
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared_tmp_path = ""
         shared_dir: str | None = config.getoption("ranks_shared_dir")
-        self._shared_dir = "" if shared_dir is None else run_directory_in(shared_dir)
+        own = f"lockstep-{secrets.token_hex(4)}"  # each worker of pytest-xdist has its own
+        self._shared_dir = "" if shared_dir is None else f"{os.path.abspath(shared_dir)}/{own}"
         self._coming: Demand | None = None
         self._begun: Begun | None = None
         self._current: pytest.Item | None = None
@@ -164,10 +164,7 @@ class Controller:
         if not keys:
             self._stop_server()  # the word was in a file, but no test needs it
             return
-        if not LAUNCHED.isdisjoint(os.environ):
-            from harness.hosts.launchers import refuse_launcher
-
-            refuse_launcher()
+        refuse_launcher()
         # What is in memory now stays to the end, torch's modules above all. Garbage collections, and the end
         # of the interpreter, need not walk through it: 0.4 s of a run.
         gc.freeze()

@@ -107,11 +107,6 @@ class WorldStarter:
         )
 
 
-def run_directory_in(shared: str) -> str:
-    """Return the directory of this controller in that of `--shared-dir`; it need not exist."""
-    return f"{os.path.abspath(shared)}/lockstep-{uuid.uuid4().hex[:8]}"
-
-
 def measures(config: pytest.Config) -> bool:
     """Return whether pytest-cov measures this run."""
     return config.pluginmanager.hasplugin("_cov") and not config.option.no_cov

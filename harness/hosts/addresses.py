@@ -31,14 +31,9 @@ def resolve(host: str) -> str:
     return address
 
 
-def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of a numeric address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def is_here(address: str) -> bool:
     """Whether an address is one of this host."""
-    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
@@ -54,7 +49,7 @@ def address_towards(address: str) -> str:
     """
     if is_here(address):
         return address
-    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing: the kernel only chooses an interface
         except OSError as error:

@@ -35,7 +35,7 @@ from harness.hosts.orders import (
 from harness.hosts.wire import be_patient, listen, prove
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher, RankProcess
-from harness.place import Place
+from harness.place import moved_path
 from harness.protocol import HOSTS, RankSpec
 from harness.standing import create_standing, read_line
 
@@ -190,8 +190,7 @@ class _Service:
                 self._end_world(name)
                 return None
             case Digest(paths, moved):
-                place = Place(0, (), 0, 0, 0, "", "", moved=moved)
-                here = {place.path(path): path for path in paths}
+                here = {moved_path(path, moved): path for path in paths}
                 return {here[path]: digest for path, digest in digests(here).items()}
 
     def _prepare(self, order: PrepareWorld) -> Prepared:
@@ -278,7 +277,7 @@ def _as_here(spec: RankSpec, directory: str, environ: dict[str, str]) -> RankSpe
 
 def reserve_port(address: str) -> socket.socket:
     """Bind a free port, which the system then gives to no one; SO_REUSEADDR lets a rank listen there."""
-    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind((address, 0))
     return bound

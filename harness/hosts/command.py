@@ -30,7 +30,7 @@ from harness.hosts.invitation import (
     new_secret,
     secret_by_hand,
 )
-from harness.hosts.launchers import Place, check_one_each, place_by_hand, place_of, without_launcher
+from harness.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of, without_launcher
 from harness.hosts.meeting import Comer, Meeting, Way, versions
 from harness.hosts.roster import HostInfo, this_host
 from harness.protocol import HOSTS
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _place(options: argparse.Namespace) -> Place:
+def _place(options: argparse.Namespace) -> NodePlace:
     place = place_of(os.environ) if options.node is None else place_by_hand(options.node)
     if place is None:
         raise LaunchError(
@@ -121,13 +121,13 @@ def _by_hand(options: argparse.Namespace) -> Invitation | None:
     return Invitation(address, port, secret_by_hand(ByHand(options.meet, options.secret_file), os.environ))
 
 
-def _way(place: Place, by_hand: Invitation | None) -> Way:
+def _way(place: NodePlace, by_hand: Invitation | None) -> Way:
     if by_hand is not None:
         return Known(by_hand)
     return SharedFile(place) if place.store is None else Store(place)
 
 
-def _lead(place: Place, options: argparse.Namespace) -> int:
+def _lead(place: NodePlace, options: argparse.Namespace) -> int:
     """Meet the others, and run pytest; return its status."""
     by_hand = _by_hand(options)
     if by_hand is not None and not is_here(by_hand.address):
@@ -163,7 +163,7 @@ def _run_pytest(arguments: Sequence[str]) -> int:
     return int(pytest.console_main())
 
 
-def _serve(place: Place, options: argparse.Namespace) -> int:
+def _serve(place: NodePlace, options: argparse.Namespace) -> int:
     """Serve ranks until pytest has ended on node 0; return its status."""
     from harness.hosts.agent import Agent
 
@@ -201,7 +201,7 @@ def _serve(place: Place, options: argparse.Namespace) -> int:
     return status
 
 
-def _own_address(place: Place, given: str) -> str:
+def _own_address(place: NodePlace, given: str) -> str:
     """Return the address by which other hosts reach node 0, where the user does not say where to meet."""
     if given:
         return resolve(given)

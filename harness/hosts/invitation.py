@@ -21,7 +21,7 @@ from pathlib import Path
 
 from harness.exceptions import LaunchError
 from harness.hosts.addresses import resolve, words
-from harness.hosts.launchers import Place
+from harness.hosts.launchers import NodePlace
 from lockstep.names import package
 
 SECRET_VARIABLE = "LOCKSTEP_HOSTS_SECRET"
@@ -75,7 +75,7 @@ def meeting_point(meet: str) -> tuple[str, int]:
         raise LaunchError(
             f"--meet {meet}: give an address of node 0 and a free port there: --meet 10.0.0.1:29400"
         )
-    return resolve(host.strip("[]")), int(port)
+    return resolve(host), int(port)
 
 
 def secret_of(by_hand: ByHand, environ: Mapping[str, str]) -> bytes | None:
@@ -134,7 +134,7 @@ class Store:
     Where torchrun does not serve it, node 0's process does, until `close`.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodePlace) -> None:
         assert place.store is not None
         host, port = place.store
         is_master = not place.has_agent_store and place.node == 0
@@ -190,7 +190,7 @@ class Store:
 class SharedFile:
     """A file in the home directory, which all hosts see: of launchers without a store."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodePlace) -> None:
         if not place.job:
             raise LaunchError(
                 f"{place.launcher} gives its job no name by which hosts could find each other: give --meet "

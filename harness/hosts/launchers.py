@@ -18,7 +18,7 @@ from lockstep.names import package
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """The place of this process among those that a launcher has started, or the user by hand."""
 
     node: int
@@ -103,7 +103,7 @@ _LAUNCHERS = (
 )
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def place_of(environ: Mapping[str, str]) -> NodePlace | None:
     """Return the place that a launcher says; None where none has started this process.
 
     Raises:
@@ -117,10 +117,10 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
         raise LaunchError(f"{launcher.name} says {launcher.rank}={node}, {launcher.size}={nodes}")
     step = environ.get("SLURM_STEP_ID", "") if launcher.name == "srun" else ""
     job = next((environ[name] for name in launcher.jobs if name in environ), "")
-    place = Place(node, nodes, launcher.name, _local_size(environ, launcher), f"{job}.{step}".rstrip("."))
+    place = NodePlace(node, nodes, launcher.name, _local_size(environ, launcher), f"{job}.{step}".rstrip("."))
     if launcher is not _TORCHRUN or place.local_size > 1:  # which is refused
         return place
-    return Place(
+    return NodePlace(
         place.node,
         place.nodes,
         place.launcher,
@@ -131,7 +131,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def place_by_hand(text: str) -> Place:
+def place_by_hand(text: str) -> NodePlace:
     """Read the place of `--node`, such as "0/2".
 
     Raises:
@@ -142,10 +142,10 @@ def place_by_hand(text: str) -> Place:
         raise LaunchError(
             f"--node {text}: give the host's number, from 0, and how many there are: --node 0/2"
         )
-    return Place(int(match[1]), int(match[2]))
+    return NodePlace(int(match[1]), int(match[2]))
 
 
-def check_one_each(place: Place) -> None:
+def check_one_each(place: NodePlace) -> None:
     """Refuse a launcher that has started several processes on a host.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from harness.exceptions import LaunchError
 from harness.hosts.addresses import words
 from harness.hosts.invitation import Invitation
-from harness.hosts.launchers import Place
+from harness.hosts.launchers import NodePlace
 from harness.hosts.roster import HostInfo, Roster, write_roster
 from harness.hosts.wire import GONE_AFTER, connect, listen, prove
 from lockstep.names import OURS
@@ -82,7 +82,7 @@ class Meeting:
     """
 
     def __init__(
-        self, place: Place, this: HostInfo, invitation: Invitation, path: Path, environ: dict[str, str]
+        self, place: NodePlace, this: HostInfo, invitation: Invitation, path: Path, environ: dict[str, str]
     ) -> None:
         self._place = place
         self._secret = invitation.secret
@@ -260,7 +260,7 @@ class Comer:
         describe: returns the host, with an agent at the interface that leads to node 0.
     """
 
-    place: Place
+    place: NodePlace
     way: Way
     describe: Callable[[Invitation], HostInfo]
     say: Callable[[str], object]

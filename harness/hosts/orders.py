@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.launch.processes import RankProgram
+from harness.place import Moved
 from harness.protocol import RankSpec
 
 KEPT = "kept"
@@ -112,7 +113,7 @@ class Digest:
     """Answer with the digest of each file, by paths of the controller's host: see `harness.hosts.code`."""
 
     paths: tuple[str, ...]
-    moved: tuple[tuple[str, str], ...]
+    moved: Moved
 
 
 Order = Prestart | PrepareWorld | StartRanks | Fetch | Look | Signal | EndWorld | Digest

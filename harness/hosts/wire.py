@@ -13,7 +13,6 @@ import hmac
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -23,8 +22,6 @@ GONE_AFTER = 3.0
 """Seconds without any sign of a host after which it counts as gone."""
 PROVE_WITHIN = 5
 """Seconds that the other side has to prove that it knows the secret."""
-TRY_EVERY = 0.1
-"""Seconds between attempts to reach a host that does not listen yet."""
 _NONCE = 32
 _LONGEST = 256
 
@@ -35,21 +32,14 @@ def listen(address: str, port: int = 0) -> socket.socket:
     Raises:
         OSError: the address is not of this host, or the port is taken.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=128)
-
-
-def accept(listener: socket.socket, secret: bytes) -> Connection | None:
-    """Return the next connection; None for a peer without the secret, which gets no answer.
-
-    Nothing that it sends is unpickled before.
-    """
-    accepted, _ = listener.accept()
-    return prove(accepted, secret)
+    return socket.create_server((address, port), backlog=128)
 
 
 def prove(accepted: socket.socket, secret: bytes) -> Connection | None:
-    """Do what `accept` does with a socket that was accepted; it may take `PROVE_WITHIN`."""
+    """Return the connection of a socket that was accepted; None for a peer without the secret.
+
+    That gets no answer, and nothing that it sends is unpickled. Each read may take `PROVE_WITHIN`.
+    """
     connection = _as_connection(accepted)
     try:
         with _within(connection, PROVE_WITHIN):
@@ -66,25 +56,14 @@ def prove(accepted: socket.socket, secret: bytes) -> Connection | None:
     return None
 
 
-def connect(address: str, port: int, secret: bytes, within: float = 0.0) -> Connection:
+def connect(address: str, port: int, secret: bytes) -> Connection:
     """Return a connection to a host.
-
-    Args:
-        within: seconds to try again while nothing listens there.
 
     Raises:
         OSError: it cannot be reached.
         LaunchError: it has another secret.
     """
-    until = time.monotonic() + within
-    while True:
-        try:
-            reached = socket.create_connection((address, port), timeout=GONE_AFTER)
-            break
-        except OSError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(TRY_EVERY)
+    reached = socket.create_connection((address, port), timeout=GONE_AFTER)
     reached.settimeout(None)
     connection = _as_connection(reached)
     try:

@@ -37,6 +37,7 @@ from harness.launch.multiprocessing_internals import (
     without_main_module,
 )
 from harness.launch.terminal import Terminal
+from harness.place import Moved
 from harness.process_tree import children_of, end, with_descendants
 from harness.protocol import RankSpec, WorldKey
 
@@ -100,7 +101,7 @@ class StartedRank(Protocol):
         """Name of the host that it runs on, where ranks run on several; "" for this one."""
 
     @property
-    def moved(self) -> tuple[tuple[str, str], ...]:
+    def moved(self) -> Moved:
         """Directories of this host, each with the one that stands for it where the rank runs."""
 
     @property
@@ -155,7 +156,7 @@ class RankProcess:
     wire: Connection
     host: str = ""
     is_lost: ClassVar[bool] = False
-    moved: ClassVar[tuple[tuple[str, str], ...]] = ()
+    moved: ClassVar[Moved] = ()
 
     @property
     def pid(self) -> int:

@@ -100,8 +100,7 @@ class DefaultGroup:
         is_master = self._spec.rank == 0
         listening = -1
         if is_master:
-            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-            listening = socket.create_server((place.address, place.store_port), family=family).detach()
+            listening = socket.create_server((place.address, place.store_port)).detach()
         return dist.TCPStore(
             place.master,
             place.store_port,
@@ -265,7 +264,7 @@ def interface_of(address: str) -> str:
     wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for name in names:
-            with contextlib.suppress(OSError):  # it has no address of this family
+            with contextlib.suppress(OSError):  # it has no such address
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if answer[20:24] == wanted:
                     return name

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from harness.protocol import Warned
+from harness.world.diagnosis import named
 from harness.world.outcome import ItemOutcome
 
 LEFT_BEHIND = "the test left behind "
@@ -88,10 +88,5 @@ def _merge_one(by_rank: dict[int, Warned], everywhere: int) -> Warned:
         text = by_rank[ranks[0]].text
         if len({by_rank[rank].text for rank in ranks}) > 1:
             text += f" (rank {ranks[0]}; the others differ from it in numbers alone)"
-        lines.append(text if len(ranks) == everywhere else f"{_names(ranks)}: {text}")
+        lines.append(text if len(ranks) == everywhere else f"{named(ranks)}: {text}")
     return replace(next(iter(by_rank.values())), text="\n".join(lines))
-
-
-def _names(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

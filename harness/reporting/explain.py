@@ -24,6 +24,7 @@ from harness.reporting.pytest_internals import (
     messages,
 )
 from harness.reporting.rank_reports import Context, RankReports
+from harness.world.diagnosis import named
 from harness.world.outcome import Died, ItemOutcome, Stuck, in_stage
 
 
@@ -57,7 +58,7 @@ def explain(
         [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, stage)]
     )
     for group in others:
-        longrepr.addsection(f"{_names(group)} {group[0].title}", group[0].details(), "-")
+        longrepr.addsection(f"{named(each.rank for each in group)} {group[0].title}", group[0].details(), "-")
     if text := _timeline(context, first[0], next(iter(reports.values()), None)):
         longrepr.addsection("timeline: the last collectives of each rank", text, "-")
     if context.example:
@@ -78,8 +79,8 @@ def _head(first: list[Problem], outcome: ItemOutcome, others: list[list[Problem]
     host = f" (host {host})" if host else ""
     head = [f"rank {first[0].rank} of {outcome.world}{host} {title}"]
     if len(first) > 1:
-        head.append(f"{_names(first[1:])}: the same{but}")
-    head.extend(f"{_names(group)}: {group[0].title}, see below" for group in others)
+        head.append(f"{named(each.rank for each in first[1:])}: the same{but}")
+    head.extend(f"{named(each.rank for each in group)}: {group[0].title}, see below" for group in others)
     return head
 
 
@@ -88,7 +89,7 @@ def _diagnosis(context: Context, first: Problem, ranks: list[RankReports]) -> st
     fate = next(rank.fate for rank in ranks if rank.rank == first.rank)
     if isinstance(fate, Died) and (gone := fate.host_gone):
         lost = [rank.rank for rank in ranks if isinstance(rank.fate, Died) and rank.fate.host_gone == gone]
-        return f"host {gone} is gone: {_listed(lost)}"
+        return f"host {gone} is gone: {named(lost)}"
     stuck = isinstance(fate, Stuck)
     needed = stuck or first.is_mismatch or first.is_victim()
     if not needed:
@@ -141,17 +142,6 @@ def _left_build_locks(ranks: list[RankReports]) -> list[str]:
             waits = f"rank {rank} waits for torch's lock {lock.path}, which no rank of this test holds"
             lines.append(f"{waits}: unless another process is building now, {remedy}")
     return lines
-
-
-def _names(problems: list[Problem]) -> str:
-    numbers = ", ".join(str(problem.rank) for problem in problems)
-    return f"rank {numbers}" if len(problems) == 1 else f"ranks {numbers}"
-
-
-def _listed(ranks: list[int]) -> str:
-    """Return "rank 2", "ranks 2 and 3", "ranks 2, 3 and 4"."""
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str) -> str:

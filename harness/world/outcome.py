@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
+from harness.place import Moved
 from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Vote, Warned
 from harness.standing import all_go_on
 from harness.tracebacks import shorten
@@ -215,7 +216,7 @@ class RankOutput:
     log: Path
     start: int
     """Where in the log the test begins, in bytes."""
-    moved: tuple[tuple[str, str], ...] = ()
+    moved: Moved = ()
     """Of the rank: see `as_here`."""
 
     def captured(self, most: int = MAX_TEXT) -> Sections:
@@ -254,7 +255,7 @@ class RankOutput:
         return sorted(self.directory.glob(f"*.{stream}"))
 
 
-def as_here(text: str, moved: tuple[tuple[str, str], ...]) -> str:
+def as_here(text: str, moved: Moved) -> str:
     """Return a text of another host with the directories of this one, for which those of that one stand."""
     for here, there in moved:
         text = re.sub(rf"{re.escape(there)}(?=[/\s\"']|$)", here.replace("\\", r"\\"), text)

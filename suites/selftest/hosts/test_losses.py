@@ -89,7 +89,7 @@ def text(run: Run, name: str) -> str:
 
 def test_the_loss_of_a_host_in_a_collective_is_the_cause(run: Run) -> None:
     lines = text(run, "test_lost_in_a_collective").splitlines()
-    assert lines[0] == "host b is gone: ranks 2 and 3"
+    assert lines[0] == "host b is gone: ranks 2, 3"
     assert re.fullmatch("rank [23] of 4 .host b. was lost: host b is gone", lines[1])
     assert run.outcome("test_lost_in_a_collective") == "failure"
     assert float(run.case("test_lost_in_a_collective").attrib["time"]) < GONE_WITHIN + MACHINE_IS_BUSY

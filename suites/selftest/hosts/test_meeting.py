@@ -13,7 +13,7 @@ import pytest
 
 from harness.exceptions import LaunchError
 from harness.hosts.addresses import resolve
-from harness.hosts.launchers import Place, place_by_hand, place_of, refuse_launcher, without_launcher
+from harness.hosts.launchers import NodePlace, place_by_hand, place_of, refuse_launcher, without_launcher
 from suites.selftest.hosts.bed import Bed, behind_dashes, command
 from suites.selftest.project import wait_for
 
@@ -182,14 +182,14 @@ def test_torchrun_says_the_place_and_its_store() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **variables("srun", 0),  # srun has started torchrun
     }
-    assert place_of(environ) == Place(1, 3, "torchrun", job="x", store=("10.0.0.1", 29500))
+    assert place_of(environ) == NodePlace(1, 3, "torchrun", job="x", store=("10.0.0.1", 29500))
 
 
 @pytest.mark.parametrize(
     ("launcher", "job"), [("srun", "7.0"), ("mpirun", "prterun-a-17@1"), ("mpiexec", "")]
 )
 def test_other_launchers_say_the_place_and_the_job(launcher: str, job: str) -> None:
-    assert place_of(variables(launcher, 1)) == Place(1, 2, launcher, job=job)
+    assert place_of(variables(launcher, 1)) == NodePlace(1, 2, launcher, job=job)
 
 
 def test_pytest_gets_no_variable_of_a_launcher_that_another_one_has_started() -> None:
@@ -273,10 +273,10 @@ def test_the_invitation_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pyte
     from harness.hosts.invitation import Invitation, SharedFile
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    way = SharedFile(Place(0, 2, "srun", job="7.0"))
+    way = SharedFile(NodePlace(0, 2, "srun", job="7.0"))
     way.publish(Invitation("10.0.0.1", 4000, b"secret"))
     (path,) = tmp_path.rglob("hosts-srun-7.0")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert SharedFile(Place(1, 2, "srun", job="7.0")).find(0) == Invitation("10.0.0.1", 4000, b"secret")
+    assert SharedFile(NodePlace(1, 2, "srun", job="7.0")).find(0) == Invitation("10.0.0.1", 4000, b"secret")
     way.close()
     assert not path.exists()

@@ -14,7 +14,7 @@ import pytest
 from harness.exceptions import LaunchError
 from harness.hosts.placement import spread_of
 from harness.hosts.roster import HostInfo, Roster, write_roster
-from harness.hosts.wire import accept, connect, listen
+from harness.hosts.wire import connect, listen, prove
 from harness.place import Place
 from harness.protocol import HOSTS
 
@@ -75,7 +75,7 @@ def test_directories_of_the_first_host_stand_for_those_of_another() -> None:
 
 
 def admitted(listener: socket.socket, found: list[Connection | None]) -> threading.Thread:
-    thread = threading.Thread(target=lambda: found.append(accept(listener, b"right")))
+    thread = threading.Thread(target=lambda: found.append(prove(listener.accept()[0], b"right")))
     thread.start()
     return thread
 
