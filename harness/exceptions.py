@@ -22,6 +22,10 @@ class Diverged(AssertionError):
     """Two runs, or the ranks of one, differ: the test runs again to find where they parted."""
 
 
+class CollectiveRace(AssertionError):
+    """A tensor of an asynchronous collective was used too early: found under `--skew`."""
+
+
 class FakeValueError(Failed):
     """A test on a rank of a fake world read a value that would come from another rank; there is none.
 

@@ -14,6 +14,7 @@ DEFAULTS: Mapping[str, Any] = {
     "world_timeout": 60.0,
     "fresh_worlds": False,
     "check_collectives": False,
+    "skew": None,
     "ranks_adopt": None,
     "ranks_adopt_cpu": False,
     **dict.fromkeys(("ranks_hosts", "ranks_per_host", "ranks_shared_dir")),
@@ -56,10 +57,7 @@ def add_options(parser: pytest.Parser) -> None:
         "(default: %(default)s)",
     )
     group.addoption(
-        "--world-seed",
-        type=int,
-        default=DEFAULTS["world_seed"],
-        help="seed of every rank before each test (default: %(default)s)",
+        "--world-seed", type=int, default=0, help="seed of every rank before each test (default: %(default)s)"
     )
     group.addoption(
         "--rank-pdb",
@@ -78,6 +76,9 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="after each test compare the collectives of all ranks (operation, dtypes, sizes): a mismatch "
         "fails it, even one that raised no error",
+    )
+    group.addoption(
+        "--skew", metavar="SEED[:MILLISECONDS]", help="delay ranks around collectives, and fail what races"
     )
     group.addoption("--fresh-worlds", action="store_true", help="start new processes for every test on ranks")
     group.addoption(

@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "what it `needs`. On 'fake', one item for each rank of `as_rank`, which reads what it receives if "
         "`made_up_values`. The nearest mark wins.",
     )
+    config.addinivalue_line("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
     if adopted_kinds(config):
         from harness.adopt.plugin import register
 

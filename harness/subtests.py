@@ -99,6 +99,10 @@ class RunSubtests:
                 self._run_failing_case(name, call, expected)
             self._rank.end_case()
 
+    def select(self, selected: Mapping[str, str]) -> None:
+        """Run only cases with these settings, in the place of those of `--subtest`."""
+        self._selected = selected
+
     def skip_if_nothing_ran(self) -> None:
         """Skip the test that used this fixture if `--subtest` chose none of its cases."""
         if self._settings and not self._num_run:

@@ -242,6 +242,13 @@ def check_options(config: pytest.Config) -> None:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    if (skew := config.getoption("skew")) is not None:
+        from harness.skew.schedule import Schedule
+
+        try:
+            Schedule.parse(skew)
+        except ValueError as error:
+            raise pytest.UsageError(f"--skew {error}") from None
     _check_output_directory(config)
     _check_leases(config)
     for name, choices in CHOICES.items():

@@ -42,9 +42,12 @@ CHECKPOINTED = "_checkpoint_wrapped_module"
 # Whether the backward that is running will come to a node. If it moves: as for `current_backward`.
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
+
 # Calls a function at the end of the running backward, unless that raises. If it moves: torch's own FSDP2
 # ends its backwards so, in `_register_root_post_backward_final_callback`.
-queue_after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(callback)
+
 
 # What a `DTensor` holds: the part of this rank, as `to_local` returns it under no_grad, and mesh, placements,
 # shape and dtype. If they move: the constructor of DTensor takes both.

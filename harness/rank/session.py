@@ -42,6 +42,7 @@ from harness.rank.torch_internals import count_collectives, count_groups
 if TYPE_CHECKING:
     from harness.properties.plugin import Properties
     from harness.rank.process import Rank
+    from harness.skew.item import SkewedItems
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -90,6 +91,7 @@ class RankSession:
         self._state = self._guards.state
         self._reporter = RankReporter(rank, self._guards)
         self._properties: Properties | None = None
+        self._skewed_items: SkewedItems | None = None
         self._freed_memory = FreedMemory()
         self._workerinput = worker_input(rank.spec.session.workerinput, rank.spec.rank, rank.spec.key.size)
         self._left_out = LeftOut()
@@ -190,7 +192,9 @@ class RankSession:
                 set_location(item, order.location)
             self._reporter.begin(item)
             self.rank.reseed()
-            with self._properties_in_step(order.search), self._values(order.fake), self._recorded(order):
+            disturbed = nullcontext() if order.fake else self._skewed(item)
+            in_step, values = self._properties_in_step(order.search), self._values(order.fake)
+            with in_step, values, self._recorded(order), disturbed:
                 self._run_protocol(item, next_item)
         if not self._spec.session.captures:
             end_lines()
@@ -255,6 +259,18 @@ class RankSession:
                 yield
         finally:
             options.subtest = selected
+
+    def _skewed(self, item: pytest.Item) -> AbstractContextManager[object]:
+        """Disturb the collectives of an item, where `--skew` or its mark wants that."""
+        option = self._config.getoption("skew")
+        if option is None and item.get_closest_marker("skew") is None:
+            return nullcontext()
+        if self._skewed_items is None:
+            from harness.skew.item import SkewedItems
+
+            self._skewed_items = SkewedItems(self.rank, self._spec.rank, option)
+            self._config.pluginmanager.register(self._skewed_items)
+        return self._skewed_items.of_item()
 
     def _properties_in_step(self, search: Search) -> AbstractContextManager[None]:
         """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""

@@ -44,8 +44,8 @@ _SPELLING = {
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 _OPS = {*_SPELLING.values(), "broadcast", "reduce", "scatter", "gather", "barrier", "monitored_barrier"}
-# They start nothing: waiting, bookkeeping of autograd, a check of values.
-_NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+"""Operators that start nothing: waiting, bookkeeping of autograd, a check of values."""
 
 
 def spelled(name: str) -> str:
@@ -159,7 +159,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         # tensors: what it issues while it handles an operation would be invisible inside this call.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        if "c10d" in func.namespace and (name := func.overloadpacket.__name__) not in _NOT_COLLECTIVES:
+        if "c10d" in func.namespace and (name := func.overloadpacket.__name__) not in NOT_COLLECTIVES:
             names = (argument.name for argument in func._schema.arguments)
             self._record(name, dict(zip(names, args, strict=False)) | (kwargs or {}))
             self._is_recorded = True

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recorders.collectives import spelled
+from harness.recorders.collectives import NOT_COLLECTIVES, spelled
 from harness.recorders.in_flight import InFlight
 from harness.recorders.tensors import local_part, named_tensors, short
 from harness.recorders.torch_internals import TorchDispatchMode, caller_of_operator, in_backward
@@ -32,7 +32,6 @@ __all__ = ["Event", "ExecutionLog", "active_log"]
 MAX_BYTES = 2**30
 """Of values that a log keeps. What comes later is known by its fingerprint only."""
 
-_NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 _COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
 
 _active: ContextVar[ExecutionLog | None] = ContextVar("harness_execution_log", default=None)
@@ -231,7 +230,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self._is_quiet:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if "c10d" in func.namespace and name not in _NOT_COLLECTIVES:
+        if "c10d" in func.namespace and name not in NOT_COLLECTIVES:
             return self._run_collective(func, spelled(name), args, kwargs)
         if name in _COPIES:
             self._record_casts(name, args, kwargs)

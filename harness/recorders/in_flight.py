@@ -50,22 +50,21 @@ class InFlight:
     ) -> None:
         self._waited, self._raced = waited, raced
         self._begun: dict[int, _Begun] = {}
-        self._patched: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._patched: dict[tuple[Any, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def __enter__(self) -> Self:
-        work: Any = dist.Work
-        for name in filter(functools.partial(hasattr, work), _WAITS):
-            before = getattr(work, name)
-            after = self._noticing(before, name)
-            self._patched[name] = before, after
-            setattr(work, name, after)
+        for kind in (dist.Work, *dist.Work.__subclasses__()):  # those in Python have methods of their own
+            for name in _WAITS:
+                if before := vars(kind).get(name):
+                    after = self._noticing(before, name)
+                    self._patched[kind, name] = before, after
+                    setattr(kind, name, after)
         return self
 
     def __exit__(self, *_: object) -> None:
-        work: Any = dist.Work
-        for name, (before, after) in self._patched.items():
-            if getattr(work, name) is after:  # else another one has wrapped it since, and calls it
-                setattr(work, name, before)
+        for (kind, name), (before, after) in self._patched.items():
+            if getattr(kind, name) is after:  # else another one has wrapped it since, and calls it
+                setattr(kind, name, before)
         self._patched.clear()
         self._begun.clear()
 
@@ -83,11 +82,22 @@ class InFlight:
         """
         work = work_of(out)
         if work is not None:
-            spans = [_span(each) for each in writes], [_span(each) for each in reads]
-            self._begun[id(work)] = _Begun(work, writes, *spans, title, line)
+            self.watch(work, reads, writes, title, line)
+
+    def watch(
+        self, work: dist.Work, reads: list[torch.Tensor], writes: list[torch.Tensor], title: str, line: str
+    ) -> None:
+        """Watch the collective of a handle."""
+        spans = [_span(each) for each in writes], [_span(each) for each in reads]
+        self._begun[id(work)] = _Begun(work, writes, *spans, title, line)
+
+    def forget(self, work: dist.Work) -> None:
+        """Watch a collective no longer: it is over."""
+        self._begun.pop(id(work), None)
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report each collective in flight whose output `func` reads, or whose tensors it writes."""
+        __tracebackhide__ = True
         name = func.overloadpacket.__name__
         if is_view(func) or name.startswith(_HANDLES_NO_DATA) or name.endswith("_like"):
             return
@@ -95,7 +105,7 @@ class InFlight:
         for tensor in named_tensors([args, kwargs]).values():
             span = _span(tensor)
             writes = any(tensor is each for each in written)
-            for begun in self._begun.values():
+            for begun in list(self._begun.values()):  # another thread may wait
                 if begun.has_raced:  # once is enough
                     continue
                 if _meet(span, begun.spans_written) or (writes and _meet(span, begun.spans_read)):

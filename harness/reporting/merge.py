@@ -75,7 +75,8 @@ def merge(
 
 def uses_run_subtests(item: pytest.Item) -> bool:
     """Return whether cases of an item can be selected."""
-    return "run_subtests" in getattr(item, "fixturenames", ())
+    is_marked = item.get_closest_marker("skew") is not None  # the mark's subtests are its seeds
+    return is_marked or "run_subtests" in getattr(item, "fixturenames", ())
 
 
 def as_option(case: str) -> str:

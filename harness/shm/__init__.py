@@ -15,6 +15,7 @@ from harness.shm.errors import (
     PeerLost,
     ShmError,
 )
+from harness.shm.interception import intercept
 from harness.shm.membership import waits
 from harness.shm.process_group import NAME, ShmProcessGroup, abort_all, create
 from harness.shm.record import Entry, keep, observe, record
@@ -33,6 +34,7 @@ __all__ = [
     "ShmProcessGroup",
     "ShmWork",
     "abort_all",
+    "intercept",
     "keep",
     "observe",
     "record",

@@ -1,0 +1,93 @@
+"""A plugin of the rank's pytest session: tests under a schedule of `--skew`, or under several of the mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+
+from harness.skew.pytest_internals import fixture_value
+from harness.skew.schedule import MILLISECONDS, Schedule
+from harness.skew.skew import Skew
+from harness.subtests import RunSubtests, VotingRank, parse_selection
+
+__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+
+SETTING = "skew"
+"""The setting of the subtests of the mark: each is one seed."""
+
+
+class SkewedItems:
+    """Runs items under schedules.
+
+    Args:
+        rank: this rank.
+        number: that of the rank.
+        option: of `--skew`.
+    """
+
+    def __init__(self, rank: VotingRank, number: int, option: str | None) -> None:
+        self._rank, self._number = rank, number
+        self._schedule = None if option is None else Schedule.parse(option)
+
+    def of_item(self) -> AbstractContextManager[None]:
+        """Return a context that disturbs the collectives of an item, if the user wants that of all."""
+        return nullcontext() if self._schedule is None else Skew(self._schedule, self._number).on()
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        """Run a marked test once for each seed; under `--skew` it runs once, by that."""
+        mark = pyfuncitem.get_closest_marker("skew")
+        if mark is None or self._schedule is not None:
+            return (yield)
+        schedules = schedules_of(mark)
+        selected = parse_selection(pyfuncitem.config.getoption("subtest"))
+        chosen = {SETTING: selected.pop(SETTING)} if SETTING in selected else {}
+        if isinstance(own := pyfuncitem.funcargs.get("run_subtests"), RunSubtests):
+            own.select(selected)
+        runner = RunSubtests(self._rank, fixture_value(pyfuncitem, "subtests"), chosen)
+        test = pyfuncitem.obj
+        pyfuncitem.obj = self._under_each(test, schedules, runner)
+        try:
+            result = yield
+        finally:
+            pyfuncitem.obj = test
+        runner.skip_if_nothing_ran()
+        return result
+
+    def _under_each(
+        self, test: Callable[..., object], schedules: Mapping[int, Schedule], runner: RunSubtests
+    ) -> Callable[..., None]:
+        def under_each(**arguments: Any) -> None:
+            __tracebackhide__ = True
+
+            def run(skew: int) -> None:
+                __tracebackhide__ = True
+                with Skew(schedules[skew], self._number).on():
+                    test(**arguments)
+
+            runner({SETTING: list(schedules)}, run)
+
+        return under_each
+
+
+def schedules_of(mark: pytest.Mark) -> dict[int, Schedule]:
+    """Return the schedules of a mark `skew(seeds=5, milliseconds=3)`, by seed.
+
+    Raises:
+        pytest.fail.Exception: its arguments make no sense.
+    """
+    given = {"seeds": 5, "milliseconds": MILLISECONDS, **mark.kwargs}
+    seeds, longest = given.pop("seeds"), given.pop("milliseconds")
+    if mark.args or given:
+        wrong = f"{next(iter(given))}=..." if given else repr(mark.args[0])
+        pytest.fail(f"skew({wrong}): write skew(seeds=5) or skew(seeds=[3], milliseconds=20)", pytrace=False)
+    listed = range(1, seeds + 1) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
+    if not is_list or not listed or not all(isinstance(seed, int) and seed >= 0 for seed in listed):
+        pytest.fail(f"skew(seeds={seeds!r}): a number above 0, or a list of seeds", pytrace=False)
+    if not isinstance(longest, int | float) or not 0 < longest <= 60_000:
+        pytest.fail(f"skew(milliseconds={longest!r}): above 0 and at most 60000", pytrace=False)
+    return {seed: Schedule(seed, longest) for seed in listed}

@@ -1,0 +1,58 @@
+"""Delays of a rank, drawn from a seed. Used on both sides; must not import torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Self
+
+MILLISECONDS = 3.0
+"""The longest delay, unless the option or the mark says otherwise."""
+CHANCE = 0.25
+"""Of a delay at each point: with most points undisturbed, ranks are apart by different collectives."""
+
+_FORM = "write SEED or SEED:MILLISECONDS, such as 7 or 7:20"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The delays of all ranks: the same seed has the same ones.
+
+    Attributes:
+        seed: from 0.
+        milliseconds: the longest delay.
+    """
+
+    seed: int
+    milliseconds: float = MILLISECONDS
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `--skew` takes.
+
+        Raises:
+            ValueError: it has another form; the message says what to write.
+        """
+        seed, colon, longest = text.partition(":")
+        try:
+            schedule = cls(int(seed), float(longest) if colon else MILLISECONDS)
+        except ValueError:
+            raise ValueError(f"{text!r}: {_FORM}") from None
+        if schedule.seed < 0 or not 0 < schedule.milliseconds <= 60_000:
+            raise ValueError(f"{text!r}: a seed is 0 or more, a delay above 0 and at most 60000 milliseconds")
+        return schedule
+
+    def __str__(self) -> str:
+        return f"{self.seed}" if self.milliseconds == MILLISECONDS else f"{self.seed}:{self.milliseconds:g}"
+
+    def delay(self, rank: int, number: int, point: str) -> float:
+        """Return the seconds, 0 for most points, that a rank waits at a point of a collective.
+
+        Args:
+            number: of the collective on this rank.
+            point: "before", "after", "waited", or "callback" of autograd, which have numbers of their own.
+        """
+        drawn = hashlib.blake2b(f"{self.seed}/{rank}/{number}/{point}".encode(), digest_size=16).digest()
+        chance = int.from_bytes(drawn[:8], "big") / 2**64
+        length = int.from_bytes(drawn[8:], "big") / 2**64
+        return length * self.milliseconds / 1000 if chance < CHANCE else 0.0

@@ -1,0 +1,110 @@
+"""`--skew` and the mark `skew`: what they find, and what they leave alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.skew.schedule import Schedule
+from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
+
+FILE = PROJECTS / "skew" / "test_skew.py"
+ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
+
+
+def run_file(factory: pytest.TempPathFactory, *args: str) -> Run:
+    path = copy_project("skew", factory.mktemp("skew"))
+    (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
+    return run_pytest(path, "-p", "no:cacheprovider", *args)
+
+
+@pytest.fixture(scope="module")
+def option(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with the option."""
+    return run_file(tmp_path_factory, "--skew", "7:2", "test_skew.py")
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of tests with the mark."""
+    return run_file(tmp_path_factory, "test_mark.py")
+
+
+def failure(run: Run, name: str) -> str:
+    found = run.case(name).find("failure")
+    assert found is not None, run.output
+    return str(found.text)
+
+
+@ON_EACH
+def test_a_race_names_the_collective_and_both_lines(option: Run, backend: str) -> None:
+    used = line_of("tensor.sum()", FILE)
+    text = failure(option, f"test_output_read_early[{backend}]")
+    assert f"all_reduce #1 (float32[3], 2 ranks), begun at test_skew.py:{used - 1}, was not waited" in text
+    assert f"read its output at test_skew.py:{used}" in text
+    assert "--skew 7:2" in text
+
+
+EARLY = {
+    "test_input_overwritten_early": "before `aten.zero_` wrote to its tensors",
+    "test_input_overwritten_where_torch_does_not_see_it": "its input was overwritten (float32[3]) before it",
+    "test_output_written_early": "its output was written to (int64[3]) before it was waited for",
+    "test_memory_freed_early": "the memory of its input was freed (float32[3]) before it was waited for",
+}
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", EARLY)
+def test_what_is_touched_early_fails(option: Run, name: str, backend: str) -> None:
+    assert EARLY[name] in failure(option, f"{name}[{backend}]")
+
+
+GOOD = ("test_output_read_where_torch_does_not_see_it", "test_collectives_that_are_waited_for", "test_ddp")
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", GOOD)
+def test_collectives_that_are_waited_for_are_right(option: Run, name: str, backend: str) -> None:
+    assert option.outcome(f"{name}[{backend}]") == "passed", option.output
+
+
+def test_fsdp2_is_right_under_skew(option: Run) -> None:
+    assert option.outcome("test_fsdp2") == "passed", option.output
+
+
+def test_the_mark_runs_a_subtest_for_each_seed(mark: Run) -> None:
+    for seed in (1, 2, 3):
+        assert re.search(
+            rf"^pytest test_mark.py::test_race .*--subtest skew={seed}$", mark.output, re.MULTILINE
+        )
+    assert "contains 3 failed subtests" in mark.output
+
+
+def test_nothing_is_disturbed_without_a_mark(mark: Run) -> None:
+    assert mark.outcome("test_the_same_race_undisturbed") == "passed"
+
+
+def test_a_marked_test_may_have_subtests(mark: Run) -> None:
+    assert mark.outcome("test_with_subtests_of_its_own") == "passed"
+
+
+def test_a_wrong_mark_says_what_to_write(mark: Run) -> None:
+    assert "skew(seeds=0): a number above 0, or a list of seeds" in failure(mark, "test_wrong_mark")
+
+
+@pytest.mark.parametrize("text", ["x", "1:", "-1", "1:0", "1:x"])
+def test_a_wrong_option_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"SEED|seed"):
+        Schedule.parse(text)
+
+
+def test_a_seed_always_draws_the_same_delays() -> None:
+    points = [
+        (rank, number, point) for rank in (0, 1) for number in range(50) for point in ("before", "after")
+    ]
+    drawn = [Schedule(3, 10).delay(*point) for point in points]
+    assert drawn == [Schedule(3, 10).delay(*point) for point in points]
+    assert drawn != [Schedule(4, 10).delay(*point) for point in points]
+    assert 20 < sum(delay > 0 for delay in drawn) < 100
+    assert max(drawn) <= 0.01
