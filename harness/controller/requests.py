@@ -243,7 +243,7 @@ def check_options(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     if (skew := config.getoption("skew")) is not None:
-        from harness.skew.schedule import Schedule
+        from harness.injection.schedule import Schedule
 
         try:
             Schedule.parse(skew)

@@ -40,9 +40,9 @@ from harness.rank.state import RankState
 from harness.rank.torch_internals import count_collectives, count_groups
 
 if TYPE_CHECKING:
+    from harness.injection.item import SkewedItems
     from harness.properties.plugin import Properties
     from harness.rank.process import Rank
-    from harness.skew.item import SkewedItems
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -266,7 +266,7 @@ class RankSession:
         if option is None and item.get_closest_marker("skew") is None:
             return nullcontext()
         if self._skewed_items is None:
-            from harness.skew.item import SkewedItems
+            from harness.injection.item import SkewedItems
 
             self._skewed_items = SkewedItems(self.rank, self._spec.rank, option)
             self._config.pluginmanager.register(self._skewed_items)

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.injection.torch_internals import Start, is_coalescing, replaced_kernels
+from harness.injection.work import Watched
 from harness.recorders.collectives import Collective, spelled
 from harness.recorders.tensors import named_tensors, short
 from harness.recorders.torch_internals import group_of, in_backward
-from harness.skew.torch_internals import Start, is_coalescing, replaced_kernels
-from harness.skew.work import Watched
 from harness.tracebacks import is_installed
 from lockstep.names import loaded
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.skew.pytest_internals import fixture_value
-from harness.skew.schedule import MILLISECONDS, Schedule
-from harness.skew.skew import Skew
+from harness.injection.pytest_internals import fixture_value
+from harness.injection.schedule import MILLISECONDS, Schedule
+from harness.injection.skew import Skew
 from harness.subtests import RunSubtests, VotingRank, parse_selection
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.exceptions import CollectiveRace
+from harness.injection.calls import INTERCEPTION, Call, Run, caller
+from harness.injection.schedule import Schedule
+from harness.injection.torch_internals import delayed_callbacks, without_modes
+from harness.injection.work import Watched
 from harness.recorders.collectives import NOT_COLLECTIVES
 from harness.recorders.in_flight import InFlight
 from harness.recorders.torch_internals import TorchDispatchMode
-from harness.skew.calls import INTERCEPTION, Call, Run, caller
-from harness.skew.schedule import Schedule
-from harness.skew.torch_internals import delayed_callbacks, without_modes
-from harness.skew.work import Watched
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
