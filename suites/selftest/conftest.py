@@ -88,3 +88,10 @@ def session(
     session = run_faults(request.module.FAULTS, path, *plugins, backend=backend)
     yield session
     session.assert_healthy()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why a test failed that has passed in a second try: `--reruns` alone says only that it did."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.write_sep("_", f"first try of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
