@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 from lockstep.names import lazy_exports, share
 
 if TYPE_CHECKING:
-    from harness.exceptions import PeerFailed, RankLeakWarning, RankStateWarning
+    from harness.exceptions import InjectedFault, PeerFailed, RankLeakWarning, RankStateWarning
+    from harness.injection.faults import Fault
     from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog, ForwardDtypes
     from harness.stages import stage
     from harness.subtests import RunSubtests
 
 _NAMES = {
-    "harness.exceptions": ("PeerFailed", "RankLeakWarning", "RankStateWarning"),
+    "harness.exceptions": ("InjectedFault", "PeerFailed", "RankLeakWarning", "RankStateWarning"),
+    "harness.injection.faults": ("Fault",),
     "harness.rank.world_fixture": ("RankWorld",),
     "harness.recorders": ("CollectivesLog", "ForwardDtypes"),
     "harness.stages": ("stage",),
@@ -29,7 +31,9 @@ _NAMES = {
 
 __all__ = [
     "CollectivesLog",
+    "Fault",
     "ForwardDtypes",
+    "InjectedFault",
     "PeerFailed",
     "RankLeakWarning",
     "RankStateWarning",

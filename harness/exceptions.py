@@ -26,6 +26,10 @@ class CollectiveRace(AssertionError):
     """A tensor of an asynchronous collective was used too early: found under `--skew`."""
 
 
+class InjectedFault(RuntimeError):
+    """The exception of `faults.fail`, in the place of a collective."""
+
+
 class FakeValueError(Failed):
     """A test on a rank of a fake world read a value that would come from another rank; there is none.
 

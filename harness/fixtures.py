@@ -1,4 +1,4 @@
-"""The fixtures `world`, `run_subtests`, `golden` and `collectives`, of ranks. Must not import torch.
+"""The fixtures of ranks: `world`, `run_subtests`, `golden`, `collectives`, `faults`. Must not import torch.
 
 A project that has fixtures of these names keeps them: a fixture of a conftest or a test file comes before one
 of a plugin. It reaches ours under other names by importing them in its conftest:
@@ -17,12 +17,13 @@ from harness.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
     from harness.goldens.golden import Goldens
+    from harness.injection.injector import Faults
     from harness.rank.session import RankSession
     from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog
     from harness.subtests import RunSubtests
 
-__all__ = ["collectives", "golden", "run_subtests", "world"]
+__all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
 
 
 def session_of(request: pytest.FixtureRequest) -> RankSession:
@@ -68,3 +69,11 @@ def collectives() -> Iterator[CollectivesLog]:
 
     with CollectivesLog() as log:
         yield log
+
+
+@pytest.fixture
+def faults(request: pytest.FixtureRequest) -> Iterator[Faults]:
+    """Faults at a rank's collectives: delay, fail, kill, stop, hang, corrupt, drop; and expecting them."""
+    from harness.injection.injector import injecting
+
+    yield from injecting(session_of(request))

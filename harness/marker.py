@@ -5,7 +5,7 @@ Used on both sides at collection; must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,7 +55,8 @@ def _nearest_mark(node: pytest.Item | Any) -> pytest.Mark | None:
     pytest's own `get_closest_marker` has the marks of a class in the order of definition, its bases' first.
     """
     # Of `pytest.param(..., marks=...)`, which pytest lists behind those of the function.
-    if of_parameter := [mark for mark in _marks_of_parameters(node) if mark.name == "ranks"]:
+    of_parameter: Sequence[pytest.Mark] = getattr(getattr(node, "callspec", None), "marks", ())
+    if of_parameter := [mark for mark in of_parameter if mark.name == "ranks"]:
         return of_parameter[-1]
     holder, mark = next(node.iter_markers_with_node("ranks"), (None, None))
     if isinstance(holder, pytest.Class):
@@ -63,10 +64,6 @@ def _nearest_mark(node: pytest.Item | Any) -> pytest.Mark | None:
         if any(mark in marks for marks in inherited):  # a hook may have added it to the node alone
             return next(marks[0] for marks in inherited if marks)
     return mark
-
-
-def _marks_of_parameters(node: pytest.Item | Any) -> list[pytest.Mark]:
-    return list(getattr(getattr(node, "callspec", None), "marks", ()))
 
 
 def _ranks_marks(cls: type) -> list[pytest.Mark]:

@@ -115,17 +115,11 @@ def add_options(parser: pytest.Parser) -> None:
         "MultiProcContinuousTest), deepspeed (DistributedTest), or both with a comma between (default: the "
         "ini option)",
     )
-    group.addoption(
-        "--ranks-adopt-cpu",
-        action="store_true",
-        help="run adopted tests that want accelerators on gloo and the CPU, as on a machine with four; "
-        "docs/how_to/adopt.md lists what is patched",
-    )
-    group.addoption(
-        "--ranks-adopt-report",
-        action="store_true",
-        help="list the classes that were adopted, and those left to their own launcher, with the reason",
-    )
+    on_cpu = "run adopted tests that want accelerators on gloo and the CPU, as on a machine with four; "
+    on_cpu += "docs/how_to/adopt.md lists what is patched"
+    report = "list the classes that were adopted, and those left to their own launcher, with the reason"
+    for name, what in (("cpu", on_cpu), ("report", report)):
+        group.addoption(f"--ranks-adopt-{name}", action="store_true", help=what)
     for name, what in (
         ("hosts", "spread each test evenly over N hosts, unless its mark says how many"),
         ("per-host", "how many ranks fit on a host without GPUs (default: as many as it has CPUs)"),

@@ -13,12 +13,12 @@ from collections.abc import Generator
 import pytest
 
 from harness import hookspecs
-from harness.fixtures import collectives, golden, run_subtests, world
+from harness.fixtures import collectives, faults, golden, run_subtests, world
 from harness.hookspecs import RANK_PLUGIN
 from harness.marker import MarkError, read_mark
 from harness.options import add_options, add_short_options, adopted_kinds, default_backend
 
-__all__ = ["collectives", "golden", "run_subtests", "world"]
+__all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -95,11 +95,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         mark = read_mark(metafunc.definition)
     except MarkError as error:
         wrong = str(error)
-    if mark is None and not wrong and (name := _name_of_world(metafunc)):
-        wrong = (
-            f"the fixture `{name}` exists only on ranks: mark the test, its class or its module with "
-            "pytest.mark.ranks(2)"
-        )
+    if mark is None and not wrong:
+        from harness.controller.pytest_internals import name_of_world
+
+        if name := name_of_world(metafunc):
+            wrong = f"the fixture `{name}` exists only on ranks: mark the test, its class or its module with "
+            wrong += "pytest.mark.ranks(2)"
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
     if mark is not None and (mark.backend or default_backend(metafunc.config)) == "fake":
@@ -112,12 +113,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.fixturenames.append("ranks_size")
         ids = [f"{size}-rank" if size == 1 else f"{size}-ranks" for size in mark.sizes]
         metafunc.parametrize("ranks_size", mark.sizes, ids=ids)
-
-
-def _name_of_world(metafunc: pytest.Metafunc) -> str | None:
-    """Return the name under which a test that nothing puts on ranks uses `world`, or a stage."""
-    from harness.controller.pytest_internals import marks_of_parameters, name_of_world
-
-    if any(mark.name == "ranks" for mark in marks_of_parameters(metafunc)):  # pytest.param(..., marks=...)
-        return None
-    return name_of_world(metafunc)

@@ -399,6 +399,16 @@ class Progress:
     """Whether it has run for most of the time since the last probe that asked; else it waits, or sleeps."""
 
 
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A fault that the test has injected has met its collective."""
+
+    text: str
+    """Which rank, what happened to it, and where."""
+    at: float
+    """Wall-clock time."""
+
+
 DebuggerState = Literal["prompts", "runs", "left", "quits"]
 """It waits for the user; it runs the test on by lines; it is closed; it was quit, and with it the run."""
 
@@ -464,6 +474,7 @@ FromRank = (
     | Vote
     | RankStatus
     | Progress
+    | Struck
     | Debugger
     | Finished
 )

@@ -150,7 +150,12 @@ def make_report(item: pytest.Item, when: str, outcome: str, longrepr: object = N
 
 
 def name_of_world(metafunc: pytest.Metafunc) -> str | None:
-    """Return the name under which a test uses our fixture `world`, or a stage; a project may have its own."""
+    """Return the name under which a test that nothing puts on ranks uses our fixture `world`, or a stage.
+
+    A project may have its own fixture of that name.
+    """
+    if any(mark.name == "ranks" for mark in marks_of_parameters(metafunc)):  # pytest.param(..., marks=...)
+        return None
     for name in metafunc.fixturenames:
         function = fixture_function(metafunc, name)
         module, function_name = getattr(function, "__module__", ""), getattr(function, "__name__", "")

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -131,7 +131,8 @@ INTERCEPTION = Interception()
 
 def _applied(layer: Layer, call: Call, run: Run) -> Run:
     def applied(written: Sequence[Tensor], read: Sequence[Tensor]) -> dist.Work | None:
-        return layer(call, run)
+        # What an outer layer has put in the place of tensors is what this one disturbs.
+        return layer(replace(call, written=list(written), read=list(read)), run)
 
     return applied
 
@@ -183,6 +184,10 @@ _HARNESS = str(Path(__file__).parents[1])
 _ENGINE = f"{_HARNESS}/engine/"
 
 
+NO_CODE = "a place without Python code"
+"""What `caller` returns where C++ code runs alone on a thread."""
+
+
 def caller() -> str:
     """Return `file:line` of the user's code that runs here, and of an engine's that it has called."""
     frame: FrameType | None = sys._getframe(1)
@@ -195,7 +200,7 @@ def caller() -> str:
         if not engine and _is_engine(file):
             engine = "/".join(place.split("/")[-2:])
         frame = frame.f_back
-    return engine or "a place without Python code"
+    return engine or NO_CODE
 
 
 def _is_engine(file: str) -> bool:

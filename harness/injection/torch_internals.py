@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +20,8 @@ Start = Callable[..., Any]
 """Start a collective with changed arguments, by keyword; return its handle, or None."""
 Replacement = Callable[[str, Mapping[str, Any], Start], Any]
 """Called with a collective's name in the dispatcher, its arguments, and what starts it."""
+
+_KEY = torch._C.DispatchKey.BackendSelect
 
 # What ProcessGroup calls for every collective of its C++ backends. If one moves:
 # the names in torch/csrc/distributed/c10d/Ops.cpp.
@@ -52,35 +53,25 @@ _OPERATORS = (
 def replaced_kernels(replacement: Replacement) -> Iterator[None]:
     """Let `replacement` run each collective of torch's own backends in this process, on all its threads.
 
-    The kernels of the operators in the dispatcher are replaced, which Python, DDP's reducer and functional
-    collectives all reach. If it moves: `torch.library.get_kernel` and `Library.impl(allow_override=True)`.
+    The operators in the dispatcher, which Python, DDP's reducer and functional collectives all reach, get a
+    kernel in front of those of their devices: for the key that every call has. If it moves: the keys in
+    `default_included_set` of c10/core/DispatchKeySet.h.
     """
     make: Any = torch.library.Library
     library = make("c10d", "IMPL")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an operator that is overridden
-            for name in _OPERATORS:
-                _replace(library, name, replacement)
+        for name in _OPERATORS:
+            operator = getattr(torch.ops.c10d, name).default
+            library.impl(
+                name, functools.partial(_run, operator, name, replacement), _KEY.name, with_keyset=True
+            )
         yield
     finally:
         library._destroy()
 
 
-def _replace(library: Any, name: str, replacement: Replacement) -> None:
-    schema = getattr(torch.ops.c10d, name).default._schema
-    for key in ("CPU", "CUDA"):
-        try:
-            kernel: Any = torch.library.get_kernel(f"c10d::{name}", key)
-        except RuntimeError:  # there is none, as of `monitored_barrier_`
-            continue
-        run = functools.partial(_run, schema, kernel, name, replacement)
-        library.impl(name, run, key, with_keyset=True, allow_override=True)
-
-
-def _run(
-    schema: Any, kernel: Any, name: str, replacement: Replacement, keyset: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _run(operator: Any, name: str, replacement: Replacement, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    schema = operator._schema
     # The dispatcher leaves out what equals the default.
     given = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
     names = (each.name for each in schema.arguments)
@@ -88,7 +79,9 @@ def _run(
 
     def start(**changed: Any) -> Any:
         values = given | changed
-        returned = kernel.call_boxed(keyset, *(values[each.name] for each in schema.arguments))
+        # This gives up the GIL, unlike `call_boxed` of the kernel: a thread of gloo that drops a tensor which
+        # Python has dropped before wants the GIL, and holds the lock that the kernel takes.
+        returned = operator.redispatch(keyset.remove(_KEY), *(values[each.name] for each in schema.arguments))
         handle = returned[-1] if isinstance(returned, tuple | list) else returned
         return None if handle is None else dist.Work.unbox(handle)
 

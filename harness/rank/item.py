@@ -100,6 +100,11 @@ class ItemGuards:
         runner = pyfuncitem.funcargs.get("run_subtests")
         if isinstance(runner, RunSubtests):
             runner.skip_if_nothing_ran()
+        if (faults := pyfuncitem.funcargs.get("faults")) is not None:
+            from harness.injection.injector import Faults
+
+            if isinstance(faults, Faults):  # and not of a fixture of the project
+                faults.check()
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

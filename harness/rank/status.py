@@ -26,6 +26,8 @@ from harness.tracebacks import Stack, is_installed, parse
 from lockstep.names import loaded
 
 WIRE_THREAD = "lockstep-wire"
+INJECTED_HANG = "injected_hang"
+"""Name of the function of `harness.injection.injector` that a rank waits in for ever."""
 _ADOPTION = str(Path(harness.properties.__file__).parents[1] / "adopt")
 _OUR_PROPERTIES = str(Path(harness.properties.__file__).parent)
 
@@ -125,6 +127,8 @@ class StatusReader:
         status = self.collectives()
         locks = build_locks() if full else ()
         where, call = _user_line(main)
+        if any(frame.name == INJECTED_HANG for _, frames in threads for frame in frames):
+            call = "an injected hang"
         is_reporting = status.state == "runs" and main and _is_of_pytest(main[0].filename)
         return replace(
             status,

@@ -43,7 +43,8 @@ _SPELLING = {
     "all_gather_single": "all_gather_into_tensor",  # names that torch 2.13 adds, and shm uses
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
-_OPS = {*_SPELLING.values(), "broadcast", "reduce", "scatter", "gather", "barrier", "monitored_barrier"}
+OPS = {*_SPELLING.values(), "broadcast", "reduce", "scatter", "gather", "barrier", "monitored_barrier"}
+"""The names in torch.distributed of all collectives, sends and receives."""
 NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 """Operators that start nothing: waiting, bookkeeping of autograd, a check of values."""
 
@@ -228,8 +229,8 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def count(self, op: str) -> int:
         """Return how often `op` occurred, maybe 0; ValueError if torch has no such collective."""
         # A misspelt name would count 0 always.
-        if op not in _OPS and op not in self.counts():
-            raise ValueError(f"{op!r} is not a collective; known: {', '.join(sorted(_OPS))}")
+        if op not in OPS and op not in self.counts():
+            raise ValueError(f"{op!r} is not a collective; known: {', '.join(sorted(OPS))}")
         return self.counts().get(op, 0)
 
     def of(self, op: str) -> tuple[Collective, ...]:

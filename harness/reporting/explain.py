@@ -27,6 +27,9 @@ from harness.reporting.rank_reports import Context, RankReports
 from harness.world.diagnosis import named
 from harness.world.outcome import Died, ItemOutcome, Stuck, in_stage
 
+MOST_INJECTED = 5
+"""Injected faults that a report lists."""
+
 
 def explain(
     context: Context, causes: list[Problem], ranks: list[RankReports], reports: dict[int, pytest.TestReport]
@@ -54,6 +57,7 @@ def explain(
         if rank.rank not in to_blame:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
     head += _left_build_locks(ranks)
+    head += _injected(context.outcome)
     longrepr = ExceptionChainRepr(
         [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, stage)]
     )
@@ -162,6 +166,14 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str
     if broken := BROKEN_CONNECTION.search(message):
         return f"lost {peer} at {lines(report)[0]} ({next(filter(None, broken.groups()), 'aborted')})"
     return f"failed at {lines(report)[0]} ({message.splitlines()[0]})"
+
+
+def _injected(outcome: ItemOutcome) -> list[str]:
+    """Name the faults that the test has injected, the latest of them, so that no one looks for them."""
+    struck = sorted((each for rank in outcome.ranks for each in rank.struck), key=lambda each: each.at)
+    more = len(struck) - MOST_INJECTED
+    lines = [f"injected by the test: {each.text}" for each in struck[-MOST_INJECTED:]]
+    return [f"injected by the test before: {more} faults more"] * (more > 0) + lines
 
 
 def _chain(problem: Problem, sentence: str, stage: str) -> list[Link]:

@@ -30,6 +30,7 @@ from harness.protocol import (
     RunItem,
     Shown,
     StartFailed,
+    Struck,
     Vote,
     Warned,
 )
@@ -226,6 +227,8 @@ class ItemRun:
                 self._note_place(rank, message)
             case Debugger(state):
                 self._handles[rank].debugger = state
+            case Struck():
+                outcome.struck.append(message)
             case Progress():
                 self._unanswered.discard(rank)
                 self._note_place(rank, message)

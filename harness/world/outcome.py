@@ -16,7 +16,7 @@ from typing import Any
 from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from harness.place import Moved
-from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Vote, Warned
+from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
 from harness.standing import all_go_on
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
@@ -96,6 +96,8 @@ class RankOutcome:
     """Its calls in the test, if ranks hung, died or called something differently, or under `--timeline`."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
+    struck: list[Struck] = field(default_factory=list)
+    """The injected faults that this rank has met."""
     left_in_flight: str | None = None
     """What the rank had begun and others had not at the item's end, and who had not: a collective of the
     default group, a send or a receive."""

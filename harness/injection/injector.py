@@ -1,0 +1,290 @@
+"""The fixture `faults`: what happens to a rank at its collectives, by order of the test. Inside a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol, Self, TypedDict, Unpack
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
+from harness.injection.faults import Fault, corrupt
+from harness.injection.torch_internals import without_modes
+from harness.injection.work import Watched
+from harness.protocol import Struck
+from harness.recorders.collectives import Collective
+
+__tracebackhide__ = True  # under pytest a failure points to the call
+
+MOST_SHOWN = 8
+"""Collectives that are listed where a fault never struck."""
+
+
+class InjectingRank(Protocol):
+    """The part of a rank that faults need."""
+
+    def send(self, message: Struck) -> None: ...
+
+
+class World(Protocol):
+    """The part of the fixture `world` that faults need."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+
+
+class Session(Protocol):
+    """The part of a rank's session that faults need."""
+
+    @property
+    def rank(self) -> InjectingRank: ...
+    @property
+    def world(self) -> World: ...
+
+
+class Match(TypedDict, total=False):
+    """Of which rank, and of which of its collectives; `Fault` says what each means."""
+
+    rank: int | None
+    nth: int
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype | None
+    where: Callable[[Collective], bool] | None
+
+
+class Moment(Match, total=False):
+    before: str | None
+    after: str | None
+
+
+class Operation(Match, total=False):
+    op: str | None
+
+
+class Faults:
+    """Faults at collectives of this rank, and what is expected of them.
+
+    Each method injects one, from the call on until the test's end, or as a context until the context's end.
+    All ranks call it; a fault strikes on the rank that it names alone, once. One that never struck fails the
+    test on that rank.
+    """
+
+    def __init__(self, rank: InjectingRank, world: World) -> None:
+        self._rank, self._world = rank, world
+        self._armed: list[Armed] = []
+        self._lock = threading.Lock()
+        self._layer = ExitStack()
+
+    def delay(self, seconds: float, **match: Unpack[Moment]) -> Injection:
+        """Let a rank wait before or after a collective."""
+        return self.inject(Fault("delay", seconds=seconds, **match))
+
+    def fail(
+        self, error: BaseException | type[BaseException] | None = None, **match: Unpack[Moment]
+    ) -> Injection:
+        """Raise an exception, by default `InjectedFault`, in the caller of a collective."""
+        return self.inject(Fault("fail", error=error, **match))
+
+    def kill(self, **match: Unpack[Moment]) -> Injection:
+        """End the process of a rank by SIGKILL."""
+        return self.inject(Fault("kill", **match))
+
+    def stop(self, **match: Unpack[Moment]) -> Injection:
+        """Stop the process of a rank by SIGSTOP."""
+        return self.inject(Fault("stop", **match))
+
+    def hang(self, **match: Unpack[Moment]) -> Injection:
+        """Let a rank wait for ever, in Python code that says so."""
+        return self.inject(Fault("hang", **match))
+
+    def corrupt(self, value: float | None = None, **match: Unpack[Operation]) -> Injection:
+        """Change the first element of a collective's output: flip a bit of it, or set it to `value`."""
+        return self.inject(Fault("corrupt", value=value, **match))
+
+    def drop(self, **match: Unpack[Operation]) -> Injection:
+        """Let a rank leave a collective out: its caller goes on as if it had run."""
+        return self.inject(Fault("drop", **match))
+
+    def inject(self, *faults: Fault, required: bool = True) -> Injection:
+        """Inject faults that are values, those of a search for example.
+
+        Args:
+            required: whether one that never strikes fails the test.
+
+        Raises:
+            ValueError: a fault is of a rank that the world does not have.
+        """
+        for fault in faults:
+            if fault.rank is not None and fault.rank >= self._world.size:
+                last = self._world.size - 1
+                raise ValueError(
+                    f"{fault!r}: the world has {'rank 0' if last == 0 else f'ranks 0 to {last}'}"
+                )
+        own = [Armed(each, required) for each in faults if each.rank in (None, self._world.rank)]
+        if own and not self._armed:
+            self._layer.enter_context(INTERCEPTION.layer(self._run))
+        self._armed += own
+        return Injection(self, own)
+
+    def disarm(self, armed: Sequence[Armed]) -> None:
+        """Inject these faults no longer."""
+        self._armed = [each for each in self._armed if each not in armed]
+        if not self._armed:
+            self._layer.close()
+
+    def end(self) -> None:
+        """Inject nothing any more."""
+        self.disarm(self._armed)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._world.rank
+
+    def check(self) -> None:
+        """Fail the test for faults that were to strike until its end, and never did."""
+        check(self._armed, self._world.rank)
+
+    def _run(self, call: Call, run: Run) -> dist.Work | None:
+        with self._lock:  # threads may call collectives at once
+            due = [each for each in self._armed if each.counts(call)]
+        after = [each for each in due if each.fault.is_after]
+        for each in due:
+            if not each.fault.is_after:
+                self._strike(each, call)
+        if any(each.fault.kind == "drop" for each in due):
+            work = None
+        else:
+            work = run(call.written, call.read)
+            if not after:
+                return work
+
+        def over() -> None:
+            for each in after:
+                self._strike(each, call)
+
+        if call.about.op == "monitored_barrier":  # it has no handle
+            over()
+            return None
+        return Watched(work, call.result, over)
+
+    def _strike(self, armed: Armed, call: Call) -> None:
+        fault = armed.fault
+        armed.has_struck = True
+        title, line = call.title(fault.nth), caller()
+        place = "" if line == NO_CODE else f" at {line}"
+        self._rank.send(Struck(f"rank {self._world.rank} {fault.what()} {title}{place}", time.time()))
+        match fault.kind:
+            case "delay":
+                time.sleep(fault.seconds)
+            case "fail":
+                raise fault.exception(title)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                injected_hang()
+            case "corrupt":
+                with without_modes():
+                    corrupt(call.written, fault.value)
+            case "drop":
+                pass  # `_run` does
+
+
+def injected_hang() -> None:
+    """Wait for ever. A status names a rank's place by this function's name."""
+    lock = threading.Lock()
+    while True:
+        lock.acquire()  # a signal's handler may raise here
+
+
+def injecting(session: Session) -> Iterator[Faults]:
+    """Yield the value of the fixture `faults`; end then what a test has injected by it."""
+    if session.world.backend == "fake":
+        pytest.fail("the fixture `faults` has nothing to disturb in a fake world", pytrace=False)
+    faults = Faults(session.rank, session.world)
+    try:
+        yield faults
+    finally:
+        faults.end()
+
+
+class Armed:
+    """A fault that waits for its collective.
+
+    Attributes:
+        has_struck: whether it has met it.
+    """
+
+    def __init__(self, fault: Fault, required: bool) -> None:
+        self.fault, self.required = fault, required
+        self.has_struck = False
+        self._matched = self._seen = 0
+        self._latest: deque[str] = deque(maxlen=MOST_SHOWN)
+
+    def counts(self, call: Call) -> bool:
+        """Count a collective; return whether it is the one."""
+        about = replace(call.about, index=self._seen)
+        self._seen += 1
+        self._latest.append(call.title(self._seen))
+        if not self.fault.matches(call, about):
+            return False
+        self._matched += 1
+        return self._matched == self.fault.nth
+
+    def miss(self, rank: int) -> str:
+        """Return why the fault never struck on this rank, "" if it did or need not."""
+        if self.has_struck or not self.required:
+            return ""
+        if self._matched >= self.fault.nth:
+            why = "its collective was begun, and its handle never waited for"
+        else:
+            number = {0: "no collective has", 1: "1 collective has"}
+            why = f"{number.get(self._matched, f'{self._matched} collectives have')} matched"
+        before = self._seen - len(self._latest)
+        more = f"{before} before, " if before else ""
+        ran = f"ran {more}{', '.join(self._latest)}" if self._seen else "ran none"
+        return f"{self.fault!r} never struck: {why}; since it was injected, rank {rank} {ran}"
+
+
+def check(armed: Sequence[Armed], rank: int) -> None:
+    """Fail the test if one of these faults never struck."""
+    if misses := [text for each in armed if (text := each.miss(rank))]:
+        pytest.fail("\n".join(misses), pytrace=False)
+
+
+class Injection:
+    """Faults that were injected: as a context, until its end."""
+
+    def __init__(self, faults: Faults, armed: Sequence[Armed]) -> None:
+        self._faults, self._armed = faults, armed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._faults.disarm(self._armed)
+        if error is None:
+            check(self._armed, self._faults.rank)
+
+    @property
+    def has_struck(self) -> bool:
+        """Whether all of them that are of this rank have struck."""
+        return all(each.has_struck for each in self._armed)

@@ -1,0 +1,111 @@
+"""The fixture `faults`: what is injected, what a report says of it, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.injection.faults import Fault
+from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
+
+FILE = PROJECTS / "injected" / "test_injected.py"
+ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
+
+
+@pytest.fixture(scope="module")
+def injected(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of tests that inject faults."""
+    path = copy_project("injected", tmp_path_factory.mktemp("injected"))
+    (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
+    return run_pytest(path, "-p", "no:cacheprovider", "test_injected.py")
+
+
+def failure(run: Run, name: str, kind: str = "failure") -> str:
+    found = run.case(name).find(kind)
+    assert found is not None, run.output
+    return str(found.text)
+
+
+RIGHT = [
+    *("test_delay", "test_fail", "test_corrupt", "test_drop", "test_functional", "test_matching"),
+    *("test_temporaries", "test_with_skew"),
+]
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", RIGHT)
+def test_faults_strike_where_they_match(injected: Run, name: str, backend: str) -> None:
+    assert injected.outcome(f"{name}[{backend}]") == "passed", injected.output
+
+
+@ON_EACH
+@pytest.mark.parametrize("kind", ["fail", "late", "corrupt", "drop"])
+def test_faults_strike_in_the_reducer_of_ddp(injected: Run, kind: str, backend: str) -> None:
+    assert injected.outcome(f"test_ddp[{kind}-{backend}]") == "passed", injected.output
+
+
+VERDICTS = {
+    "test_kill": (
+        "rank 1 of 2 died: SIGKILL",
+        "injected by the test: rank 1 is killed (SIGKILL) before all_reduce #2 (float32[3], 2 ranks) at ",
+    ),
+    "test_stop": (
+        "rank 1 waits in barrier #1, which rank 0 did not reach: it is stopped",
+        "injected by the test: rank 0 is stopped (SIGSTOP) before barrier #1 (2 ranks) at ",
+    ),
+    "test_fail_of_one_rank": (
+        "rank 1 of 2 failed",
+        "injected by the test: rank 1 raises InjectedFault before broadcast #1 (2 ranks) at ",
+    ),
+}
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_report_says_what_was_injected(injected: Run, name: str, backend: str) -> None:
+    verdict, cause = VERDICTS[name]
+    text = failure(injected, f"{name}[{backend}]")
+    assert text.startswith(verdict)
+    assert cause in text
+
+
+def test_a_hang_names_the_injection(injected: Run) -> None:
+    text = failure(injected, "test_hang")
+    place = f"test_injected.py:{line_of('work = dist.all_reduce(tensor, async_op=is_async)', FILE)} in total"
+    assert f"which rank 1 never reached: it is in an injected hang at {place}" in text
+    assert "in injected_hang" in text
+
+
+NEVER = {
+    "test_never": 'faults.kill(rank=1, before="all_reduce", nth=3) never struck: 2 collectives have matched; '
+    "since it was injected, rank 1 ran all_reduce #1 (float32[3], 2 ranks), all_reduce #2 (float32[3], ",
+    "test_never_in_a_context": 'faults.fail(after="all_reduce", nth=1, dtype=torch.int64) never struck: no '
+    "collective has matched; since it was injected, rank 0 ran all_reduce #1 (float32[3], 2 ranks)",
+    "test_never_waited_for": "never struck: its collective was begun, and its handle never waited for",
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_a_fault_that_never_struck_fails_its_test(injected: Run, name: str) -> None:
+    assert NEVER[name] in failure(injected, name)
+
+
+WRONG = ("allreduce", "nth", "rank", "both", "seconds", "op", "before", "error")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_fault_is_refused(injected: Run, name: str) -> None:
+    assert injected.outcome(f"test_wrong[{name}]") == "passed", injected.output
+
+
+def test_a_fake_world_is_refused(injected: Run) -> None:
+    text = failure(injected, "test_fake", "error")
+    assert "the fixture `faults` has nothing to disturb in a fake world" in text
+
+
+def test_a_fault_reads_as_a_line_and_as_a_call() -> None:
+    fault = Fault("delay", 1, before="reduce_scatter_tensor", nth=4, seconds=0.02)
+    assert str(fault) == "rank 1 waits 20 ms before reduce_scatter_tensor #4"
+    assert repr(fault) == 'faults.delay(rank=1, before="reduce_scatter_tensor", nth=4, seconds=0.02)'
+    fault = Fault("corrupt", op="all_reduce", value=float("nan"))
+    assert str(fault) == "every rank gets nan from all_reduce #1"
+    assert repr(fault) == 'faults.corrupt(op="all_reduce", nth=1, value=float("nan"))'
