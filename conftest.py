@@ -1,3 +1,5 @@
 """Plugins of all suites: engines under test, and pytester for the harness's tests of itself."""
 
-pytest_plugins = ["harness.conformance.plugin", "pytester"]
+from lockstep.names import package
+
+pytest_plugins = [f"{package()}.conformance.plugin", "pytester"]

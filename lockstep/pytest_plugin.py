@@ -59,6 +59,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return config.stash.get(_HEADER, None)
 
 
+def why_not_loaded(config: pytest.Config) -> str:
+    """Return the sentence about a plugin that another package `harness`, or `-p no:`, keeps out."""
+    return config.stash.get(_HEADER, "lockstep: not loaded, as an option `-p no:` says")
+
+
 def _named_plugins(config: pytest.Config | None) -> list[str]:
     """Return what PYTEST_PLUGINS and `-p`, in addopts and on the command line, name, in this order."""
     named = os.environ.get("PYTEST_PLUGINS", "").split(",")

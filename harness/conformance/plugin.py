@@ -28,6 +28,7 @@ from harness.conformance.registry import (
     find,
 )
 from harness.hookspecs import RANK_PLUGIN
+from lockstep.pytest_plugin import PLUGIN, why_not_loaded
 
 if TYPE_CHECKING:
     from harness.conformance.interface import Engine
@@ -55,10 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse, before anything is collected, a name behind which there is no engine.
 
     Raises:
-        pytest.UsageError: the name is not known, or the directory of `--conformance` cannot be written.
+        pytest.UsageError: Lockstep's own plugin is not loaded, the name is not known, or the directory of
+            `--conformance` cannot be written.
     """
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
+    if not config.pluginmanager.hasplugin(PLUGIN):
+        raise pytest.UsageError(
+            f"{why_not_loaded(config)}\nEngines are tested on its ranks. Where `harness` is another package: "
+            "python -m lockstep conformance, or pytest -p lockstep.conformance.plugin"
+        )
     here = str(config.invocation_params.dir)
     if here not in sys.path and any(":" in name for name in engines_of(config)):
         sys.path.append(here)  # as `python -m pytest` has it; ranks get the path of this process

@@ -143,7 +143,7 @@ def import_name(addopts: str) -> Finding:
     Args:
         addopts: of the project's pytest configuration.
     """
-    theirs = find_other(sys.path)
+    theirs = find_other([os.getcwd(), *sys.path])  # where pytest looks too, also under `python -P`
     if theirs is None:
         return ok("import-name", "`import harness` is Lockstep")
     what = f"`import harness` is {theirs.origin or 'a folder of the project'}"

@@ -249,6 +249,48 @@ def test_the_commands_run_by_both_names(tmp_path: Path) -> None:
     assert done.stdout.startswith("usage: python -m lockstep port")
 
 
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["harness", "conformance", "--engine", "lockstep"], "`harness` is another package here (PLACE)"),
+        (["pytest", "-p", "harness.conformance.plugin"], "`harness` is another package here (PLACE)"),
+        (["pytest", "-p", "harness.conformance.plugin", "-p", "no:lockstep"], "an option `-p no:` says"),
+    ],
+)
+def test_engines_are_refused_where_the_plugin_is_not_loaded(
+    tmp_path: Path, command: list[str], why: str
+) -> None:
+    """Under `python -P` the package of the project is not on the path when the command is imported."""
+    at_root(tmp_path)
+    command = [sys.executable, "-P", "-m", *command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    said = done.stderr.splitlines()
+    reason = why.replace("PLACE", str(tmp_path / "harness/__init__.py"))
+    assert said[0].startswith(f"ERROR: lockstep: not loaded, as {reason}")
+    assert said[1].endswith(
+        "another package: python -m lockstep conformance, or pytest -p lockstep.conformance.plugin"
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_checkout_tests_engines_beside_another_package(tmp_path: Path) -> None:
+    at_root(tmp_path)
+    words = [
+        "conformance",
+        "--engine",
+        "lockstep",
+        "--backend",
+        "shm",
+        "suites/pure_fp16",
+        "-k",
+        "no_offload",
+    ]
+    command = [sys.executable, "-m", "lockstep", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "1 passed" in done.stdout.splitlines()[-1], done.stdout + done.stderr
+    assert (tmp_path / "conformance-report/conformance.json").exists()
+
+
 def test_files_that_were_overwritten_are_named(tmp_path: Path) -> None:
     """Another distribution has installed its `harness` into the same `site-packages`."""
     copy, source = tmp_path / "site", Path(lockstep.names.__file__).parents[1]

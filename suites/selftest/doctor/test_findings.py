@@ -233,6 +233,10 @@ def test_files_that_are_not_installed(monkeypatch: Patch) -> None:
 def test_another_package_of_the_name(addopts: str, level: str, monkeypatch: Patch, tmp_path: Path) -> None:
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness/__init__.py").touch()
+    monkeypatch.chdir(tmp_path)  # as under `python -P`: not on the path, and pytest looks there
+    assert str(tmp_path) in the(installation.import_name(addopts), "import-name", level).what
+    monkeypatch.chdir("/")
+    assert installation.import_name(addopts).level == "ok"
     monkeypatch.syspath_prepend(tmp_path)
     assert str(tmp_path) in the(installation.import_name(addopts), "import-name", level).what
 
