@@ -1,12 +1,16 @@
 """Run tests of other launchers, and what they became on ranks, in turns: times, and verdicts of faults.
 
-    python benchmarks/porting.py [--kinds spawn,pool] [--repeats 3] [--faults] [--deepspeed DIR]
+    python benchmarks/porting.py [--kinds spawn,pool] [--faults [killed,hangs]] [--deepspeed DIR]
 
 The files are those of `examples/porting`, which the porting guide explains. Each side is one command.
 The CPU time is of all its processes: this one adopts those that outlive their parents. A test's time comes
-from the report of pytest, and the first test, which may pay for processes of its class, does not count. DIR
-is the folder `tests` of DeepSpeed's repository, where DeepSpeed is installed; without it a short launcher of
-the same kind runs.
+from the report of pytest, and the first test, which may pay for processes of its class, does not count.
+
+DIR is the folder `tests` of DeepSpeed's repository, where DeepSpeed is installed; without it a short launcher
+of the same kind runs. DeepSpeed's ranks compile a C++ operator when they first make a group: here into a
+folder of this run (or `$TORCH_EXTENSIONS_DIR`), before anything is measured. In the user's own folder,
+`~/.cache/torch_extensions`, a run that was killed may have left a file `lock`, for which every later rank
+waits without end (`torch.utils.file_baton`).
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ PROJECT = Path(__file__).parents[1]
 EXAMPLES = PROJECT / "examples" / "porting"
 STAND_IN = PROJECT / "suites" / "selftest" / "projects" / "adopt" / "distributed_test" / "launcher.py"
 KINDS = ("multi_process", "continuous", "spawn", "torchrun", "deepspeed", "pool")
-FAULTS = ("killed", "exits", "hangs", "skips", "leaks")
+FAULTS = ("killed", "exits", "hangs", "deadlocks", "skips", "leaks")
 
 PR_SET_CHILD_SUBREAPER = 36
 """Of prctl(2): orphans become children of this process."""
@@ -137,11 +141,21 @@ def copy(kind: str, base: Path, deepspeed: Path | None) -> Path:
     shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     if kind == "deepspeed":
         if deepspeed:
-            (folder / kind / "unit").symlink_to(deepspeed / "unit")
+            (folder / kind / "unit").symlink_to(deepspeed.resolve() / "unit")
         else:
             (folder / kind / "unit").mkdir()
             shutil.copy(STAND_IN, folder / kind / "unit" / "common.py")
     return folder / kind
+
+
+def build_operators(base: Path, deepspeed: Path) -> None:
+    """Let DeepSpeed's ranks compile what they use, so that no run that is measured does."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(base / "extensions"))
+    done = run(
+        "deepspeed", "before", copy("deepspeed", base, deepspeed), "before/test_dist.py", "-x", limit=900
+    )
+    if done.status != 0:
+        raise SystemExit(f"DeepSpeed's own launcher: {done.status}\n{done.output[-2000:]}")
 
 
 def lines(kind: str, side: str) -> int:
@@ -188,11 +202,11 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def judge(kinds: list[str], base: Path, deepspeed: Path | None, limit: float) -> str:
+def judge(kinds: list[str], faults: list[str], base: Path, deepspeed: Path | None, limit: float) -> str:
     """Run each fault under each launcher and on ranks; return what was said of it."""
     rows = []
     for kind in kinds:
-        for fault in FAULTS:
+        for fault in faults:
             side = "after" if kind == "ranks" else "before"
             folder = copy(kind, base, deepspeed)
             if kind == "ranks":
@@ -219,16 +233,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", help=f"(default: {','.join(KINDS)}, and with --faults also ranks)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of both sides (default: %(default)s)")
-    parser.add_argument("--faults", action="store_true", help="show verdicts of faults, and not times")
-    parser.add_argument("--limit", type=float, default=40, help="seconds for a fault (default: %(default)s)")
+    every = ",".join(FAULTS)
+    parser.add_argument("--faults", nargs="?", const=every, help=f"show verdicts, and not times ({every})")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for a fault (default: %(default)s)")
     parser.add_argument("--deepspeed", type=Path, help="the folder `tests` of DeepSpeed's repository")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended first
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kinds = options.kinds.split(",") if options.kinds else [*KINDS, *(["ranks"] if options.faults else [])]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        if options.deepspeed and "deepspeed" in kinds:
+            build_operators(Path(base), options.deepspeed)
         if options.faults:
-            print(judge(kinds, Path(base), options.deepspeed, options.limit))
+            print(judge(kinds, options.faults.split(","), Path(base), options.deepspeed, options.limit))
         else:
             print(measure(kinds, options.repeats, Path(base), options.deepspeed))
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items()))

@@ -1,4 +1,4 @@
-"""Five faults of rank 1 of two, which the tests of each launcher run."""
+"""Six faults of rank 1 of two, which the tests of each launcher run."""
 
 import os
 import signal
@@ -25,6 +25,13 @@ def hangs(rank):
     """Leave rank 0 alone in a collective."""
     if rank == 0:
         dist.all_reduce(torch.ones(1))
+
+
+def deadlocks(rank):
+    """Use two groups in a different order on each rank."""
+    groups = [dist.group.WORLD, dist.new_group()]
+    for group in groups if rank == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(1), group=group)
 
 
 def skips(rank):

@@ -6,7 +6,7 @@ import pytest
 pytestmark = pytest.mark.ranks(2)
 
 
-@pytest.mark.parametrize("fault", ["killed", "exits", "hangs", "skips", "leaks"])
+@pytest.mark.parametrize("fault", ["killed", "exits", "hangs", "deadlocks", "skips", "leaks"])
 def test_fault(world, fault):
     getattr(faults, fault)(world.rank)
 

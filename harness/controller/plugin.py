@@ -107,7 +107,7 @@ class Controller:
         self._current: pytest.Item | None = None
         self._looks_ahead = (
             debugged_rank(config) is None
-            and config.getoption("capture") in ("fd", "sys")
+            and config.getoption("capture", "no") in ("fd", "sys")
             and not hasattr(config, "workerinput")
             and not shows_live(config)
         )

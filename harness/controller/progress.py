@@ -99,7 +99,7 @@ def way_of(config: pytest.Config, environ: Mapping[str, str]) -> Way:
     is_terminal = terminal_stream(config).isatty()
     if is_terminal and is_replaced(reporter):  # pytest-sugar and others draw on a terminal themselves
         return "off"
-    writes = option.capture not in ("fd", "sys") or shows_live(config)
+    writes = getattr(option, "capture", "no") not in ("fd", "sys") or shows_live(config)
     in_ci = "CI" in environ or "BUILD_NUMBER" in environ  # as pytest finds it out
     can_redraw = environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
     return "line" if is_terminal and can_redraw and not in_ci and not writes else "plain"

@@ -15,6 +15,7 @@ import pytest
 from harness.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
 from harness.controller import debugging
 from harness.controller.pytest_internals import fixture_of, make_report
+from harness.controller.rerun import rerun_line
 from harness.controller.timeout_internals import limits_of
 from harness.controller.unsupported import refuse_fixtures
 from harness.fake_ranks import PLACE, FakeRank, places
@@ -150,7 +151,10 @@ def report_refusal(item: pytest.Item, refusal: Refusal) -> list[pytest.TestRepor
     longrepr: object = refusal.why
     if refusal.outcome == "skipped":
         longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {refusal.why}")
-    return [make_report(item, "setup", refusal.outcome, longrepr), make_report(item, "teardown", "passed")]
+    setup = make_report(item, "setup", refusal.outcome, longrepr)
+    if refusal.outcome == "failed":
+        setup.user_properties.append(("rerun", rerun_line(item)))
+    return [setup, make_report(item, "teardown", "passed")]
 
 
 def _deadline(item: pytest.Item, mark: RanksMark) -> float:
@@ -208,7 +212,7 @@ def output_directory_of(config: pytest.Config) -> str:
 def _check_output_directory(config: pytest.Config) -> None:
     if not (path := output_directory_of(config)):
         return
-    if config.getoption("capture") == "no":
+    if config.getoption("capture", "no") == "no":
         raise pytest.UsageError("--rank-output-dir: with -s no output is captured; remove one of the two")
     try:
         os.makedirs(path, exist_ok=True)

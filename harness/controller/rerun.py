@@ -51,7 +51,7 @@ def rerun_line(item: pytest.Item) -> str:
     for flag, values in (("-o", ini), ("-p", config.option.plugins)):
         words += [word for value in values or () for word in (flag, str(value))]
     for option, default in (*DEFAULTS.items(), *_PYTEST_OPTIONS.items()):
-        value = config.getoption(option)
+        value = config.getoption(option, default)  # without it under `-p no:capture`
         if value != default:
             words += [_option_of(config, option), *([] if value is True else [str(value)])]
     others = (word for word in _others_options(config) if word != nodeid)  # `--pyargs` once

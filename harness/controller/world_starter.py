@@ -102,7 +102,7 @@ class WorldStarter:
             measures=measures(config),
             debugged_rank=debugging.debugged_rank(config),
             debugpy_port=debugging.debugpy_port(config),
-            captures=config.getoption("capture") in ("fd", "sys"),
+            captures=config.getoption("capture", "no") in ("fd", "sys"),
             output_directory=self._output_directory,
         )
 

@@ -99,7 +99,8 @@ class RankSession:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
         options = early_config.known_args_namespace
-        if options.capture == "sys":  # into memory, which ends with the rank: write to its log as well
+        if getattr(options, "capture", "no") == "sys":
+            # Into memory, which ends with the rank: write to its log as well.
             options.capture = "tee-sys"
         return (yield)
 

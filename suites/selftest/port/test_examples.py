@@ -77,6 +77,7 @@ def test_ported_tests_pass(on_ranks: Run, kind: str, count: int) -> None:
         ("killed", "rank 1 of 2 died: SIGKILL"),
         ("exits", "rank 1 of 2 exited with code 0"),
         ("hangs", "rank 0 waits in all_reduce #1 (float [1]), which rank 1 never reached"),
+        ("deadlocks", "deadlock: rank 0 waits in all_reduce #1 (float [1]) for rank 1; rank 1 waits in"),
         ("skips", "rank 1 of 2 skipped (not on this rank) and others did not: ranks disagree"),
     ],
 )

@@ -67,7 +67,7 @@ def test_pytest_s_logging_can_be_left_out(project: Project) -> None:
     assert "1 passed" in output
 
 
-@pytest.mark.parametrize("option", ["-s", "--capture=tee-sys"])
+@pytest.mark.parametrize("option", ["-s", "--capture=tee-sys", "-pno:capture"])
 def test_lines_that_ranks_print_have_their_number(project: Project, option: str) -> None:
     project.copy("live")
     output = project.run(option, "test_live.py::test_a")

@@ -52,6 +52,14 @@ def test_commands_are_of_the_directory_where_pytest_was_started(project: Project
     assert "      all of them: pytest ../test_plain.py::test_b\n" in output
 
 
+def test_tests_that_could_not_start_are_run_again_with_their_options(project: Project) -> None:
+    project.write("def test_a(world): pass\ndef test_b(world): pass\n")
+    output = project.run("-o", "ranks_at_once=1")
+    options = "-o ranks_at_once=1 -p no:cacheprovider -p harness.plugin"
+    assert f"      one of them: pytest test_sample.py::test_a {options}\n" in output
+    assert f"      all of them: pytest test_sample.py {options}\n" in output
+
+
 def test_one_cause_for_each_failure_is_no_news(project: Project) -> None:
     project.write("def test_a(world): assert 0\ndef test_b(world): assert not world\n")
     assert "cause" not in project.run()

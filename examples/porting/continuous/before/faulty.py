@@ -20,6 +20,9 @@ class FaultsTest(MultiProcContinuousTest):
     def test_hangs(self):
         faults.hangs(self.rank)
 
+    def test_deadlocks(self):
+        faults.deadlocks(self.rank)
+
     def test_skips(self):
         faults.skips(self.rank)
 

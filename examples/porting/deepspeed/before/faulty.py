@@ -6,7 +6,7 @@ import torch.distributed as dist
 from unit.common import DistributedTest
 
 
-@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "skips", "leaks"])
+@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "deadlocks", "skips", "leaks"])
 class TestFaults(DistributedTest):
     world_size = 2
 

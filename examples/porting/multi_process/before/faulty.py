@@ -26,6 +26,9 @@ class FaultsTest(MultiProcessTestCase):
     def test_hangs(self):
         self._fault("hangs")
 
+    def test_deadlocks(self):
+        self._fault("deadlocks")
+
     def test_skips(self):
         self._fault("skips")
 

@@ -11,6 +11,6 @@ def run(_, name):
     getattr(faults, name)(dist.get_rank())
 
 
-@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "skips", "leaks"])
+@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "deadlocks", "skips", "leaks"])
 def test(name):
     pytest.pool.map(partial(run, name=name), range(2))

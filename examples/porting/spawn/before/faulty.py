@@ -14,6 +14,6 @@ def run(rank, name, path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "skips", "leaks"])
+@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "deadlocks", "skips", "leaks"])
 def test(name):
     mp.spawn(run, args=(name, tempfile.mkstemp()[1]), nprocs=2, join=True)

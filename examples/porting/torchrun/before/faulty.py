@@ -5,7 +5,7 @@ import group
 import pytest
 
 
-@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "skips", "leaks"])
+@pytest.mark.parametrize("name", ["killed", "exits", "hangs", "deadlocks", "skips", "leaks"])
 def test(name):
     group.initialize()
     getattr(faults, name)(group.rank)
