@@ -8,9 +8,9 @@ from the report of pytest, and the first test, which may pay for processes of it
 
 DIR is the folder `tests` of DeepSpeed's repository, where DeepSpeed is installed; without it a short launcher
 of the same kind runs. DeepSpeed's ranks compile a C++ operator when they first make a group: here into a
-folder of this run (or `$TORCH_EXTENSIONS_DIR`), before anything is measured. In the user's own folder,
-`~/.cache/torch_extensions`, a run that was killed may have left a file `lock`, for which every later rank
-waits without end (`torch.utils.file_baton`).
+folder of this run, before anything is measured, unless `$TORCH_EXTENSIONS_DIR` names one that has it. In the
+user's own, `~/.cache/torch_extensions`, a run that was killed may have left a file `lock`, for which every
+later rank waits without end (`torch.utils.file_baton`).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def copy(kind: str, base: Path, deepspeed: Path | None) -> Path:
 
 def build_operators(base: Path, deepspeed: Path) -> None:
     """Let DeepSpeed's ranks compile what they use, so that no run that is measured does."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(base / "extensions"))
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(base / "extensions")
     done = run(
         "deepspeed", "before", copy("deepspeed", base, deepspeed), "before/test_dist.py", "-x", limit=900
     )
@@ -242,7 +242,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kinds = options.kinds.split(",") if options.kinds else [*KINDS, *(["ranks"] if options.faults else [])]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
-        if options.deepspeed and "deepspeed" in kinds:
+        if options.deepspeed and "deepspeed" in kinds and "TORCH_EXTENSIONS_DIR" not in os.environ:
             build_operators(Path(base), options.deepspeed)
         if options.faults:
             print(judge(kinds, options.faults.split(","), Path(base), options.deepspeed, options.limit))
