@@ -38,6 +38,7 @@ class Capability(Enum):
     ONE_NORM = "a norm over parts that are sharded differently"
     ONE_PADDING = "one padding for each group"
     EARLY_REDUCTION = "a reduction as soon as a group has its gradients"
+    STATE_DICTS = "state dicts by type"
     SUMMON = "full parameters in place"
     GROUPS = "a view of groups"
     HOOKS = "a view of hooks"

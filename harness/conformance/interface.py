@@ -7,6 +7,7 @@ what an engine does not offer its adapter raises `NotOffered`.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,16 @@ class Composable:
     register_fsdp_forward_method: Callable[[nn.Module, str], None]
 
 
+@dataclass(frozen=True)
+class StateDicts:
+    """The front that saves state by type: torch's public names, with torch's signatures."""
+
+    FullyShardedDataParallel: Any
+    StateDictType: type[Enum]
+    FullStateDictConfig: type[Any]
+    FullOptimStateDictConfig: type[Any]
+
+
 class Snapshot(GroupInfo):
     """Group info of which some fields may be missing: to read one of those raises `NotOffered`."""
 
@@ -80,6 +91,10 @@ class Engine(Protocol):
     @property
     def composable(self) -> Composable:
         """Return the front that shards modules in place."""
+
+    @property
+    def state_dicts(self) -> StateDicts:
+        """Return the front that saves the state of models and optimizers by type."""
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         """Return the sharded model; `model` is used up by it."""

@@ -13,18 +13,19 @@ pytestmark = pytest.mark.ranks(2)
 
 
 class Skipping(nn.Sequential):
-    """Units of which a training step leaves one out, each step another; an evaluation needs all of them."""
+    """Units of which a training step may skip one, or leave its output unused; an evaluation needs all."""
 
     units = ("0", "1")
 
     def __init__(self):
         super().__init__(*(nn.Linear(8, 8) for _ in range(3)))
-        self.skipped = None
+        self.skipped = self.unused = None
 
     def forward(self, x):
         for index, layer in enumerate(self):
             if not (self.training and index == self.skipped):
-                x = layer(x)
+                output = layer(x)
+                x = x if self.training and index == self.unused else output
         return x
 
 
@@ -86,3 +87,50 @@ def test_an_evaluation_has_the_weights_that_were_loaded(world, front):
         for parameter in reference.parameters():
             parameter.div_(2)
     assert_named_close(evaluate(model, x), evaluate(reference, x))
+
+
+def check_steps_that_leave_units_out(world, front, left_out, prepare=lambda bare: None, **spec):
+    """Check the outputs of steps of which every second one leaves a unit out, in the way `left_out`."""
+    torch.manual_seed(0)
+    bare = Skipping()
+    reference = copy.deepcopy(bare).to(world.device)
+    model = front.shard(bare, **spec)
+    prepare(bare)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizers = sgd(reference.parameters()), front.optimizer(model, sgd)
+    for unit in (None, 1, None, 0, None):
+        for each in (bare, reference):
+            setattr(each, left_out, unit)
+        batch = torch.randn(2 * world.size, 8, device=world.device)
+        own = batch.chunk(world.size)[world.rank]
+        output = model(own)
+        assert_named_close({"output": output.detach()}, {"output": reference(own).detach()})
+        front.backward(model, output.square().mean())
+        reference(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+
+LEFT_OUT = pytest.mark.parametrize("left_out", ["skipped", "unused"])
+
+
+@LEFT_OUT
+@pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
+@pytest.mark.parametrize("forward_prefetch", [False, True], ids=["", "forward_prefetch"])
+def test_what_was_gathered_in_vain_is_not_used_later(
+    world, fronts, strategy, left_out, backward_prefetch, forward_prefetch
+):
+    """pytorch#137348: a unit that a step gathered and did not run computed the next with those weights."""
+    spec = {"backward_prefetch": backward_prefetch, "forward_prefetch": forward_prefetch}
+    front = fronts[f"{strategy}-flat"]
+    check_steps_that_leave_units_out(world, front, left_out, **spec)
+
+
+@LEFT_OUT
+def test_what_was_prefetched_in_vain_by_choice_is_not_used_later(world, fully_shard, left_out):
+    def prefetch(bare):
+        bare[0].set_modules_to_forward_prefetch([bare[1]])
+        bare[1].set_modules_to_backward_prefetch([bare[0]])
+
+    check_steps_that_leave_units_out(world, fully_shard, left_out, prefetch)

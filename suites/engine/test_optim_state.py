@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from harness.assertions import assert_named_close
 from harness.assertions.closeness import EXACT
@@ -88,71 +88,6 @@ def by_names(model, optimizer):
     return {"state": {names[n]: one for n, one in state["state"].items()}, "param_groups": groups}
 
 
-def full_parameters(model):
-    with FullyShardedDataParallel.state_dict_type(model, FULL):
-        return model.state_dict()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_state_is_that_of_the_unsharded_optimizer(world, engine, use_orig_params, strategy):
-    model, optimizer = trained(engine, world, use_orig_params=use_orig_params, strategy=strategy)
-    _, expected = unsharded(world)
-    found = save(model, optimizer)
-    expected["state"].pop("empty")  # original parameters without elements are never stepped
-    groups = [copied["param_groups"][0] for copied in (found, expected)]
-    names = [sorted(group.pop("params")) for group in groups]
-    assert (names[0], groups[0]) == (names[1], groups[1])
-    assert_named_close(values(found), values(expected))
-    assert {value.device.type for value in values(found).values()} == {"cpu"}
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_sharded_optimizer_state_is_chunked_like_parameters(world, engine, use_orig_params):
-    model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
-    full = save(model, optimizer)["state"]
-    for name, state in save(model, optimizer, SHARDED)["state"].items():
-        moment, whole = state["exp_avg"], full[name]["exp_avg"]
-        assert (type(state["step"]), state["step"].shape) == (torch.Tensor, ()), name
-        if whole.dim():
-            chunks = whole.chunk(world.size)
-            chunk = chunks[world.rank] if world.rank < len(chunks) else whole[:0]
-            assert moment.placements == (Shard(0),), name
-            assert (moment.shape, torch.equal(moment.to_local(), chunk)) == (whole.shape, True), name
-
-
-@pytest.mark.parametrize("kind", StateDictType)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_training_resumes_bit_equal_with_uneven_and_empty_shards(
-    world, engine, use_orig_params, strategy, kind
-):
-    spec = {"use_orig_params": use_orig_params, "strategy": strategy}
-    model, optimizer = trained(engine, world, steps=2, **spec)
-    parameters, state = full_parameters(model), save(model, optimizer, kind)
-    step(model, optimizer, world, 2)
-    resumed, other = trained(engine, world, steps=3, **spec)
-    resumed.load_state_dict(parameters)
-    load(resumed, other, state, kind)
-    step(resumed, other, world, 2)
-    assert_named_close(full_parameters(resumed), full_parameters(model), EXACT)
-    assert_named_close(values(save(resumed, other)), values(save(model, optimizer)), EXACT)
-
-
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
-@pytest.mark.parametrize("first", [False, True], ids=["from_flat", "from_original"])
-def test_state_round_trips_between_wrappings(world, engine, kind, first):
-    model, optimizer = trained(engine, world, use_orig_params=first)
-    other_spec = {"units": ("body.linear",), "strategy": "NO_SHARD", "use_orig_params": not first}
-    other, other_optimizer = trained(engine, world, steps=2, **other_spec)
-    expected = values(save(model, optimizer))
-    load(other, other_optimizer, save(model, optimizer, kind), kind)
-    back = save(other, other_optimizer, kind)
-    assert_named_close(values(back), expected, EXACT)
-    load(model, optimizer, back, kind)
-    step(model, optimizer, world, 1)
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_an_unsharded_optimizers_state_loads(world, engine, use_orig_params):
     model, optimizer = trained(engine, world, steps=2, use_orig_params=use_orig_params)
@@ -161,17 +96,6 @@ def test_an_unsharded_optimizers_state_loads(world, engine, use_orig_params):
     load(model, optimizer, state)
     state["state"].pop("empty")
     assert_named_close(values(save(model, optimizer)), values(state), EXACT)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_rank0_only_saves_and_loads_on_rank_zero(world, engine, use_orig_params):
-    model, optimizer = trained(engine, world, use_orig_params=use_orig_params)
-    expected, config = values(save(model, optimizer)), FullOptimStateDictConfig(rank0_only=True)
-    state = save(model, optimizer, config=config)
-    assert bool(state) == (world.rank == 0)
-    other, other_optimizer = trained(engine, world, steps=2, use_orig_params=use_orig_params)
-    load(other, other_optimizer, state, config=config)
-    assert_named_close(values(save(other, other_optimizer)), expected, EXACT)
 
 
 @pytest.mark.ranks(2)
@@ -215,63 +139,6 @@ def test_param_group_options_follow_the_parameters(world, engine, use_orig_param
         group["lr"] = 7.0
     load(other, reversed_, state)
     assert [group["lr"] for group in reversed_.param_groups] == [0.01, 0.5]
-
-
-class Strange(torch.optim.SGD):
-    """Keeps nothing, a number, a 0-dim tensor and one of the parameter's shape."""
-
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                self.state[parameter] = {
-                    "nothing": None,
-                    "number": 3,
-                    "single": torch.tensor(2.5),
-                    "like": parameter.grad.clone(),
-                }
-
-
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_state_of_any_type_is_kept(world, engine, use_orig_params, kind):
-    model, optimizer = trained(
-        engine, world, lambda m: Strange(m.parameters()), use_orig_params=use_orig_params
-    )
-    state = save(model, optimizer, kind)
-    for name in ("first.weight", "scalar", "body.gate.weight"):
-        one = state["state"][name]
-        assert list(one) == ["nothing", "number", "single", "like"]
-        assert [one["nothing"], one["number"], one["single"].item()] == [None, 3, 2.5]
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    optimizer.state.clear()
-    load(model, optimizer, state, kind)
-    for number, one in optimizer.state_dict()["state"].items():
-        assert torch.equal(one.pop("like"), before[number].pop("like"))
-        assert one == before[number]
-
-
-class Partly(UnevenShapes):
-    """A model with a frozen parameter and an unused unit."""
-
-    units = (*UnevenShapes.units, "idle")
-
-    def __init__(self):
-        super().__init__()
-        self.idle = nn.Linear(7, 1, bias=False)
-        self.first.bias.requires_grad_(False)
-
-
-@pytest.mark.parametrize("kind", [FULL, SHARDED])
-def test_unstepped_parameters_have_no_state(world, engine, kind):
-    spec = {"bare": Partly, "units": Partly.units, "use_orig_params": True}
-    model, optimizer = trained(engine, world, **spec)
-    state = save(model, optimizer, kind)
-    assert {"idle.weight", "first.bias"} <= set(state["param_groups"][0]["params"])
-    assert not {"idle.weight", "first.bias"} & set(state["state"])
-    other, fresh = trained(engine, world, steps=0, strategy="NO_SHARD", **spec)
-    load(other, fresh, state, kind)
-    assert_named_close(values(save(other, fresh)), values(save(model, optimizer)), EXACT)
-    assert other.idle.weight not in fresh.state
 
 
 def test_a_flat_parameter_gets_zero_state_for_unstepped_parts(world, engine):

@@ -39,6 +39,7 @@ _NOT_OFFERED = {
     Capability.UNSYNCED_GRADIENTS,
     Capability.PLAIN_PARAMETERS,
     Capability.ONE_NORM,
+    Capability.STATE_DICTS,
     Capability.SUMMON,
     Capability.ONE_PADDING,
 }

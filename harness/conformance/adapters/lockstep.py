@@ -10,7 +10,7 @@ from harness import engine
 from harness.conformance.adapters.composed import Composed
 from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
 from harness.conformance.capabilities import Capability
-from harness.conformance.interface import Composable, Traffic
+from harness.conformance.interface import Composable, StateDicts, Traffic
 from harness.conformance.spec import ShardSpec
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
@@ -60,6 +60,15 @@ class Lockstep(_BuiltIn, Wrapped):
         engine.size_based_auto_wrap_policy,
     )
     capabilities = frozenset(Capability)
+
+    @property
+    def state_dicts(self) -> StateDicts:
+        return StateDicts(
+            engine.FullyShardedDataParallel,
+            engine.StateDictType,
+            engine.FullStateDictConfig,
+            engine.FullOptimStateDictConfig,
+        )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         full_precision = spec.full_precision_in_eval

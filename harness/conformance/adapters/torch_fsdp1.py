@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_polic
 from harness.conformance.adapters.torch_internals import fsdp1_units
 from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
 from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import Traffic
+from harness.conformance.interface import StateDicts, Traffic
 from harness.conformance.spec import ProcessGroups, ShardSpec, required_capabilities
 from harness.engine import GroupInfo
 from harness.recorders import Collective
@@ -54,6 +54,10 @@ class TorchFsdp1(Wrapped):
         if not torch.accelerator.is_available():  # it pins memory, and broadcasts no tensors of the CPU
             lacking |= {Capability.OFFLOAD, Capability.SYNC_STATES}
         self.capabilities = frozenset(Capability) - lacking
+
+    @property
+    def state_dicts(self) -> StateDicts:
+        return StateDicts(FSDP, fsdp.StateDictType, fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig)
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         required = tuple(required_capabilities(spec))
