@@ -6,6 +6,7 @@ kernels of torch's operators `c10d::*`, or the methods of a group of shm.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -193,18 +194,25 @@ def caller() -> str:
     frame: FrameType | None = sys._getframe(1)
     engine = ""
     while frame is not None:
-        file = frame.f_code.co_filename
-        place = f"{file.removeprefix(f'{os.getcwd()}/')}:{frame.f_lineno}"
-        if not is_installed(file):
-            return f"{place} ({engine})" if engine else place
-        if not engine and _is_engine(file):
-            engine = "/".join(place.split("/")[-2:])
+        match _owner(frame.f_code.co_filename):
+            case "user":
+                return f"{_place(frame)} ({engine})" if engine else _place(frame)
+            case "engine" if not engine:
+                engine = "/".join(_place(frame).split("/")[-2:])
         frame = frame.f_back
     return engine or NO_CODE
 
 
-def _is_engine(file: str) -> bool:
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename.removeprefix(f'{os.getcwd()}/')}:{frame.f_lineno}"
+
+
+@functools.cache  # there are fifty frames below a collective in a backward
+def _owner(file: str) -> str:
+    """Return "user", "engine", or "" of what neither has written."""
+    if not is_installed(file):
+        return "user"
     if file.startswith(_HARNESS):
-        return file.startswith(_ENGINE)
+        return "engine" if file.startswith(_ENGINE) else ""
     is_other = not file.startswith(("<", _TORCH)) and not file.endswith("typing_extensions.py")
-    return is_other and (not file.startswith(_STDLIB) or "-packages" in file)
+    return "engine" if is_other and (not file.startswith(_STDLIB) or "-packages" in file) else ""

@@ -40,6 +40,10 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self._numbers, self._callbacks = itertools.count(1), itertools.count(1)
         self._in_flight = InFlight(lambda *_: None, self._raced)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler with the first operation, which takes 0.4 s
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Disturb what runs inside."""
@@ -81,12 +85,11 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # A wrapper subclass (DTensor) goes first, and comes back here with plain tensors.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        kwargs = kwargs or {}
         if self._in_flight.is_any() and func.overloadpacket.__name__ not in NOT_COLLECTIVES:
-            self._in_flight.check(func, args, kwargs)
-        return func(*args, **kwargs)
+            self._in_flight.check(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _raced(self, title: str, line: str, verb: str, func: Any) -> None:
         __tracebackhide__ = False  # else the innermost frame would be torch's

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from harness.recorders.tensors import named_tensors
 from harness.recorders.torch_internals import is_view, work_of, written_arguments
 
 Span = tuple[int, int]
@@ -98,17 +97,16 @@ class InFlight:
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report each collective in flight whose output `func` reads, or whose tensors it writes."""
         __tracebackhide__ = True
-        name = func.overloadpacket.__name__
-        if is_view(func) or name.startswith(_HANDLES_NO_DATA) or name.endswith("_like"):
+        if not _handles_data(func):
             return
-        written = written_arguments(func, args, kwargs)
-        for tensor in named_tensors([args, kwargs]).values():
+        for tensor in _tensors_in((*args, *kwargs.values())):
             span = _span(tensor)
-            writes = any(tensor is each for each in written)
             for begun in list(self._begun.values()):  # another thread may wait
-                if begun.has_raced:  # once is enough
+                reads_early = _meet(span, begun.spans_written)
+                if begun.has_raced or not (reads_early or _meet(span, begun.spans_read)):  # once is enough
                     continue
-                if _meet(span, begun.spans_written) or (writes and _meet(span, begun.spans_read)):
+                writes = any(tensor is each for each in written_arguments(func, args, kwargs))
+                if reads_early or writes:
                     begun.has_raced = True
                     verb = "wrote to its tensors" if writes else "read its output"
                     self._raced(begun.title, begun.line, verb, func)
@@ -130,11 +128,28 @@ class InFlight:
         return noticing
 
 
+@functools.cache
+def _handles_data(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return not (is_view(func) or name.startswith(_HANDLES_NO_DATA) or name.endswith("_like"))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of an operator, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
 def _span(tensor: torch.Tensor) -> Span:
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.itemsize
 
 
