@@ -74,11 +74,19 @@ def test_a_whole_weight_may_be_read_before_its_unit(check_reads, run_subtests, r
     run_subtests({"front": WHOLE}, check_reads, read=read, frozen=frozen)
 
 
+def error_of(check_reads, *args, **spec):
+    # Not by `pytest.raises`, which keeps the traceback: up to torch 2.12 the hooks of a checkpoint whose
+    # function raised last as long as its frame, and disturb the next case.
+    try:
+        check_reads(*args, **spec)
+    except RuntimeError as error:
+        return str(error)
+    pytest.fail("nothing was refused")
+
+
 def is_refused(check_reads, *args, **spec):
     """Check that the error names the parameter, its unit, the module that reads it, and a remedy."""
-    with pytest.raises(RuntimeError) as caught:
-        check_reads(*args, **spec)
-    text = str(caught.value)
+    text = error_of(check_reads, *args, **spec)
     assert "parameter 'wte.weight' of " in text
     assert "Embedding) is read by " in text
     assert any(reader in text for reader in ("Reader", "'mlp' (", "'wte' (", "'head' ("))
