@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.assertions import assert_named_close
+from lockstep.conformance import Capability, require
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -134,3 +135,17 @@ def test_what_was_prefetched_in_vain_by_choice_is_not_used_later(world, fully_sh
         bare[1].set_modules_to_backward_prefetch([bare[0]])
 
     check_steps_that_leave_units_out(world, fully_shard, left_out, prefetch)
+
+
+@pytest.mark.inside
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_what_was_gathered_in_vain_is_given_up_after_forward(world, engine, shard, strategy):
+    require(engine, Capability.GROUPS)
+    bare = Skipping()
+    model = shard(bare, strategy, forward_prefetch=True, units=("0", "1"))
+    x = torch.ones(2, 8, device=world.device)
+    with torch.no_grad():
+        for bare.skipped in (None, 1):
+            model(x)
+    (skipped,) = (group for group in engine.groups(model) if group.name == "1")
+    assert (skipped.state.name, skipped.gathered_bytes) == ("SHARDED", 0)

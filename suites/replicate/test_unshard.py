@@ -48,6 +48,22 @@ def test_unshard_shows_full_parameters_until_reshard(world, front, policy, async
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
 
 
+def test_state_dicts_are_of_shards_while_parameters_are_unsharded(world, front):
+    """A state dict that is taken then, and one that is loaded, have the same names, kinds and values."""
+    model, full = nested(world, front)
+    sharded = model.state_dict()
+    model.unshard()
+    state = model.state_dict()
+    assert {name: (type(value), value.shape) for name, value in state.items()} == {
+        name: (type(value), value.shape) for name, value in sharded.items()
+    }
+    doubled = {name: value.detach() * 2 for name, value in state.items()}
+    model.unshard()
+    model.load_state_dict(doubled)
+    expected = {name: tensor * 2 for name, tensor in full.items()}
+    assert_named_close(front.full_parameters(model), expected, EXACT)
+
+
 def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, step, collectives):
     model, _ = nested(world, fully_shard)
     handles = [model.get_submodule(name).unshard(async_op=True) for name in ("", *NestedWrappedModule.units)]

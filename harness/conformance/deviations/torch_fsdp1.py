@@ -21,6 +21,7 @@ _OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assig
 _CAST_BACK = "gradients that are kept are cast to the dtype of the parameters that compute"
 _UNCAST = "a unit that is recomputed does not cast its inputs"
 _LEFT = "full parameters that an evaluation has left are used by the next, changed or not"
+_IN_VAIN = "what a forward gathered ahead and did not run stays unsharded, pytorch#137348"
 _CAST_BUFFERS = "{fp16,params_and_buffers,all_different}"
 
 CORE: tuple[Deviation, ...] = (
@@ -33,6 +34,10 @@ CORE: tuple[Deviation, ...] = (
         claims=("core/test_evaluation.py::test_an_evaluation_has_the_weights_of_the_last_step[FULL_SHARD-*",),
         cases=("evaluated_before=step",),
         why=_LEFT,
+    ),
+    Deviation(
+        claims=("core/test_evaluation.py::test_what_was_gathered_in_vain_is_given_up_after_forward[*",),
+        why=_IN_VAIN,
     ),
     Deviation(
         claims=expand(f"core/test_evaluation.py::test_an_evaluation_has_the_weights_that_*[{SHARDED}-*"),

@@ -1,0 +1,382 @@
+"""Mutants of the engine: how many of them the suites notice, and how soon.
+
+    python benchmarks/power.py --mutants 120 --jobs 2         # chosen by --seed
+    python benchmarks/power.py --only gradients.py --show     # chosen, and not run
+    python benchmarks/power.py --corpus                       # bugs of real engines, as edits of this one
+
+Each mutant is one edit in a copy of its own. The claims of `suites` that run the line come first, a few of
+each file, and the first failure ends it: it is killed. A line that no claim runs makes a survivor at once.
+What cannot be noticed is in `mutants/equivalent.toml`, with its reason. Neither suites/engine nor
+suites/selftest takes part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from figures import describe_machine, table, verdicts
+from mutants.corpus import CORPUS
+from mutants.mutations import Mutant, mutants_of
+
+ROOT = Path(__file__).parents[1]
+HERE = ROOT / "benchmarks" / "mutants"
+CACHE = ROOT / "build" / "power"
+RECORDED = {"gloo": (4, ("suites",)), "shm": (1, ("suites/core", "suites/replicate"))}
+"""How many cases of each function are recorded, of which suites: on shm some lines of the engine differ."""
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Return a name for what the files have in them."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
+
+
+Row = tuple[str, int, float, Mapping[str, Sequence[int]]]
+"""A claim, on how many processes it ran, the seconds that took, and the lines that it ran in each file."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An item of the suites: on how many processes, how long, and the lines of the engine that it runs."""
+
+    name: str
+    backend: str
+    processes: int
+    seconds: float
+    lines: Mapping[str, frozenset[int]]
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+    @property
+    def function(self) -> str:
+        return self.name.partition("[")[0]
+
+    @cached_property
+    def size(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A verdict on a mutant; `by` is the first claim that failed, or why there is none."""
+
+    verdict: str
+    by: str
+    seconds: float
+    tried: int
+
+
+class Copy:
+    """A copy of the project in which tests run; made of another copy, what that compiled comes along."""
+
+    def __init__(self, folder: Path, source: Path = ROOT) -> None:
+        self.folder = folder
+        ignored = shutil.ignore_patterns("selftest", "projects", *(["__pycache__"] if source == ROOT else []))
+        for package in ("harness", "lockstep", "suites"):
+            shutil.copytree(source / package, folder / package, ignore=ignored)
+        for file in ("pyproject.toml", "conftest.py"):
+            shutil.copy2(source / file, folder)
+
+    @property
+    def engine(self) -> Path:
+        return self.folder / "harness" / "engine"
+
+    def claims(self) -> dict[str, list[Path]]:
+        """Return the names of the files of claims, each with itself and the conftest files that it sees."""
+        suites = self.folder / "suites"
+        files = (path for path in suites.rglob("test_*.py") if path.parts[-2] not in ("engine", "selftest"))
+        return {
+            str(path.relative_to(self.folder)): [
+                path,
+                suites / "conftest.py",
+                *path.parent.glob("conftest.py"),
+            ]
+            for path in files
+        }
+
+    def pytest(self, arguments: Sequence[str], limit: float, **variables: str) -> int:
+        """Run pytest with the plugin `claims`; return its exit status."""
+        command = [sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider", "-q", *arguments]
+        path = os.pathsep.join((str(self.folder), str(HERE)))
+        with open(self.folder / "output.txt", "w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": path, **variables},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                return process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its ranks end with it
+                process.wait()
+                return -1
+
+    def output(self, length: int = 2000) -> str:
+        """Return the end of what pytest has printed; all of it for -1."""
+        text = (self.folder / "output.txt").read_text(errors="replace")
+        return text if length < 0 else text[-length:]
+
+
+def spread(names: Iterable[str], number: int) -> list[str]:
+    """Return `number` cases of each function, from the first to the last."""
+    cases: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        cases[name.partition("[")[0]].append(name)
+    return [
+        each[i * len(each) // number] for each in cases.values() for i in range(number) if number < len(each)
+    ] + [name for each in cases.values() if len(each) <= number for name in each]
+
+
+def record(base: Copy) -> list[Claim]:
+    """Return all claims with the lines that they run: recorded, where the engine or a suite has changed.
+
+    Those of which no case like them is recorded have no lines.
+    """
+    store = CACHE / f"claims-{digest(base.engine.glob('*.py'))}"
+    store.mkdir(parents=True, exist_ok=True)
+    claims: list[Claim] = []
+    for backend, (number, folders) in RECORDED.items():
+        kept = {
+            name: store / f"{backend}-{name.replace('/', '-')}-{digest(files)}.json"
+            for name, files in base.claims().items()
+            if name.startswith(folders)
+        }
+        if lacking := [name for name, path in kept.items() if not path.exists()]:
+            print(f"recording what {len(lacking)} files of claims run on {backend}", flush=True)
+            for name, rows in _recorded(base, backend, lacking, number).items():
+                kept[name].write_text(json.dumps(rows))
+        for path in kept.values():
+            claims += [
+                Claim(name, backend, processes, seconds, {f: frozenset(v) for f, v in lines.items()})
+                for name, processes, seconds, lines in json.loads(path.read_text())
+            ]
+    return claims
+
+
+def _recorded(base: Copy, backend: str, files: Sequence[str], number: int) -> dict[str, list[Row]]:
+    """Return a row for each claim of each of `files`; without lines for those that did not run."""
+    options = ["--backend", backend, *files]
+    if base.pytest(["--collect-only", *options], 600):
+        raise SystemExit(base.output())
+    names = [line for line in base.output(-1).splitlines() if "::" in line and line.startswith("suites")]
+    with tempfile.TemporaryDirectory() as folder:
+        order = Path(folder) / "order.txt"
+        order.write_text("\n".join(spread(names, number)))
+        variables = {"LOCKSTEP_CLAIMS_RECORD": folder, "LOCKSTEP_CLAIMS_ORDER": str(order)}
+        if base.pytest(options, 3600, **variables, LOCKSTEP_CLAIMS_SECONDS="3600"):
+            raise SystemExit(f"the suites do not hold for the engine as it is:\n{base.output()}")
+        rows = [
+            json.loads(row) for path in Path(folder).glob("*.jsonl") for row in path.read_text().splitlines()
+        ]
+    found: dict[str, tuple[int, float, defaultdict[str, set[int]]]] = {
+        name: (0, 0.0, defaultdict(set)) for name in names
+    }
+    for name, seconds, lines in rows:
+        processes, longest, merged = found[name]
+        for file, numbers in lines.items():
+            merged[file] |= set(numbers)
+        found[name] = (processes + bool(lines), max(longest, seconds), merged)
+    by_file: dict[str, list[Row]] = {name: [] for name in files}
+    for name, (processes, seconds, merged) in found.items():
+        row = (name, processes, seconds, {file: sorted(numbers) for file, numbers in merged.items()})
+        by_file[name.partition("::")[0]].append(row)
+    return by_file
+
+
+def in_order(claims: Sequence[Claim], file: str, lines: Sequence[int]) -> list[Claim]:
+    """Return the claims that run one of `lines`, the first of them that any runs, the nearest first.
+
+    First the nearest of each file of claims, then of each function, then second cases and so on. A claim is
+    near if much of what it runs is in the file of the mutant. On gloo, where any claim runs the line there.
+    """
+    found = [each for each in claims if file in each.lines]
+    if lines:
+        running = ([each for each in found if line in each.lines[file]] for line in lines)
+        found = next(filter(None, running), [])
+    backend = "gloo" if any(each.backend == "gloo" for each in found) else "shm"
+
+    def nearness(claim: Claim) -> float:
+        return -len(claim.lines[file]) / claim.size / (0.5 + claim.seconds)
+
+    rounds: defaultdict[tuple[int, int], list[Claim]] = defaultdict(list)
+    files: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    for claim in sorted((each for each in found if each.backend == backend), key=nearness):
+        rounds[functions[claim.function], min(files[claim.file], 1)].append(claim)
+        files[claim.file] += 1
+        functions[claim.function] += 1
+    # One world after another: those of a size need no new ranks.
+    return [
+        c for key in sorted(rounds) for c in sorted(rounds[key], key=lambda c: (c.processes, nearness(c)))
+    ]
+
+
+def run(base: Copy, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], limit: float) -> Result:
+    """Run the claims on a copy of the engine with other texts of the files in `edits`."""
+    started = time.monotonic()
+    if not claims:
+        return Result("survived", "no claim runs it", 0.0, 0)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Copy(Path(folder), base.folder)
+        for file, text in edits:
+            (copy.engine / file).write_text(text)
+        order, failed, tried = (copy.folder / f"{name}.txt" for name in ("order", "failed", "tried"))
+        order.write_text("\n".join(claim.name for claim in claims))
+        arguments = ["-x", "--tb=short", "--world-timeout=30", "--backend", claims[0].backend]
+        variables = {"LOCKSTEP_CLAIMS_ORDER": str(order), "LOCKSTEP_CLAIMS_SECONDS": str(limit)}
+        files = dict.fromkeys(claim.file for claim in claims)
+        status = copy.pytest([*arguments, *files], limit + 120, **variables)
+        by = failed.read_text() if failed.exists() else ""
+        seconds = time.monotonic() - started
+        count = int(tried.read_text()) if tried.exists() else 0
+        if by or (count == 0 and status > 0):
+            return Result("killed", by or "the session", seconds, count)
+        if status == 0 and count == len(claims):
+            return Result("survived", f"{count} claims hold", seconds, count)
+        return Result("undecided", f"{count} of {len(claims)} claims in {limit:.0f} s", seconds, count)
+
+
+def choose(engine: Path, number: int, seed: int, only: str) -> list[Mutant]:
+    """Return mutants of lines drawn from all that have some: a file has as many as it has lines to mutate."""
+    by_line: defaultdict[tuple[str, int], list[Mutant]] = defaultdict(list)
+    for path in sorted(engine.glob("*.py")):
+        for mutant in mutants_of(path.name, path.read_text()):
+            if only in f"{mutant.file}:{mutant.function}:{mutant.line}:":
+                by_line[mutant.file, mutant.line].append(mutant)
+    draw = random.Random(seed)
+    lines = list(by_line)
+    draw.shuffle(lines)
+    return [draw.choice(by_line[line]) for line in lines[:number]]
+
+
+def equivalents() -> dict[tuple[str, str, str, str], str]:
+    with open(HERE / "equivalent.toml", "rb") as file:
+        entries = tomllib.load(file)["equivalent"]
+    return {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
+
+
+def report(results: Sequence[tuple[Mutant, Result]], reasons: Mapping[tuple[str, ...], str]) -> str:
+    """Return the tables: by file, and of each mutant that is left."""
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for mutant, result in results:
+        kinds[mutant.file][result.verdict] += 1
+    names = ("killed", "survived", "undecided", "equivalent")
+    rows = [[file, *(str(kinds[file][name]) for name in names)] for file in sorted(kinds)]
+    total = Counter(result.verdict for _, result in results)
+    rows.append(["all", *(str(total[name]) for name in names)])
+    left = [
+        [f"{m.file}:{m.line}", f"`{m.before}` to `{m.after}`", r.verdict, r.by]
+        for m, r in results
+        if r.verdict in ("survived", "undecided")
+    ]
+    parts = [table(["file", *names], rows)]
+    if left:
+        parts.append(table(["left", "the edit", "verdict", "claims"], left))
+    if killed := [result for _, result in results if result.verdict == "killed"]:
+        parts.append(f"to the first failure: {median(r.seconds for r in killed):.0f} s in the median")
+    decided = len(results) - total["equivalent"]
+    held = {f"95 % of {decided} that are not equivalent are killed": total["killed"] >= 0.95 * decided}
+    return "\n\n".join([*parts, verdicts(held)])
+
+
+def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
+    """Run the mutants that are chosen, and print what became of them."""
+    reasons, chosen = equivalents(), choose(base.engine, arguments.mutants, arguments.seed, arguments.only)
+    ends = time.monotonic() + 60 * arguments.minutes
+
+    def decide(mutant: Mutant) -> Result | None:
+        if mutant.key in reasons:
+            return Result("equivalent", reasons[mutant.key], 0.0, 0)
+        if time.monotonic() > ends:
+            return None
+        text = mutant.apply((base.engine / mutant.file).read_text())
+        near = in_order(claims, mutant.file, mutant.lines)
+        return run(base, [(mutant.file, text)], near, arguments.limit)
+
+    results = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        futures = {pool.submit(decide, mutant): mutant for mutant in chosen}
+        for future in as_completed(futures):
+            mutant, result = futures[future], future.result()
+            if result:
+                results.append((mutant, result))
+                place = f"{mutant.file}:{mutant.line} [{mutant.before}] -> [{mutant.after}]"
+                print(result.verdict, f"{result.seconds:.0f} s", result.tried, place, result.by, flush=True)
+    print("\n" + report(results, reasons))
+    if lost := len(chosen) - len(results):
+        print(f"{lost} of {len(chosen)} were not begun in {arguments.minutes} minutes")
+
+
+def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
+    """Run each bug of the corpus, and print the claim that notices it."""
+
+    def decide(name: str) -> Result:
+        injection = CORPUS[name]
+        source = (base.engine / injection.file).read_text()
+        assert source.count(injection.before) == 1, f"{name}: {injection.before!r}"
+        first = source[: source.index(injection.before)].count("\n") + 1
+        lines = range(first, first + injection.before.count("\n") + 1)
+        near = in_order(claims, injection.file, lines)
+        return run(base, [(injection.file, injection.apply(source))], near, arguments.limit)
+
+    names = [name for name in CORPUS if arguments.only in name][: arguments.mutants]
+    rows = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for name, result in zip(names, pool.map(decide, names), strict=True):
+            rows.append([name, result.verdict, result.by, f"{result.seconds:.0f}"])
+            print(*rows[-1], flush=True)
+    print("\n" + table(["bug", "verdict", "the claim", "seconds"], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--mutants", type=int, default=120, help="how many (default: 120)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
+    parser.add_argument("--only", default="", help="of this FILE:FUNCTION:LINE:, a part of it, or bug")
+    parser.add_argument("--minutes", type=float, default=60, help="begin none after that (default: 60)")
+    parser.add_argument(
+        "--limit", type=float, default=150, help="seconds for the claims of one (default: 150)"
+    )
+    parser.add_argument(
+        "--corpus", action="store_true", help="bugs that real engines had, in place of mutants"
+    )
+    parser.add_argument("--show", action="store_true", help="print the mutants and the claims that would run")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="power-") as folder:
+        base = Copy(Path(folder))
+        claims = record(base)
+        print(describe_machine(), f"{len(claims)} claims", flush=True)
+        if arguments.show:
+            for mutant in choose(base.engine, arguments.mutants, arguments.seed, arguments.only):
+                near = in_order(claims, mutant.file, mutant.lines)
+                print(f"{mutant.file}:{mutant.line} {mutant.function} [{mutant.before}] -> [{mutant.after}]")
+                print(f"    {len(near)} claims: {', '.join(claim.name for claim in near[:3])}")
+        elif arguments.corpus:
+            each_injection(base, arguments, claims)
+        else:
+            each_mutant(base, arguments, claims)
+
+
+if __name__ == "__main__":
+    main()
