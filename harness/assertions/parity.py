@@ -172,6 +172,7 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
             recording, and the message says where the two parted first.
         AssertionError: it would be empty: no step, no parameters, none that moved, or the same losses on all
             ranks without `same_data`; or the two start from different weights.
+        ValueError: one of the two alone has `full_gradients`.
     """
     __tracebackhide__ = True
     if training.steps < 1:
@@ -309,6 +310,7 @@ def assert_sharded_parity(
     Args:
         sharded: its parameters are DTensors, named as in the reference.
         reference: unsharded; the same on every rank.
+        tolerance: as in `assert_named_close`.
 
     Raises:
         AssertionError: on every rank, with rank, name and largest difference; also if there is no parameter.

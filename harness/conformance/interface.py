@@ -97,7 +97,11 @@ class Engine(Protocol):
         """Return the front that saves the state of models and optimizers by type."""
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
-        """Return the sharded model; `model` is used up by it."""
+        """Return the sharded model; `model` is used up by it.
+
+        Raises:
+            NotOffered: `spec` asks for what the engine does not have.
+        """
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the model that was sharded, without what is around it, if there is anything."""
@@ -123,7 +127,12 @@ class Engine(Protocol):
         """
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of the root `model`; return the norm over all of them, shape ()."""
+        """Clip the gradients of the root `model`; return the norm over all of them, shape ().
+
+        Args:
+            max_norm: what the norm is at most afterwards, as in `torch.nn.utils.clip_grad_norm_`.
+            norm_type: the p of the p-norm over all elements; inf: the largest magnitude.
+        """
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the state dict of `model` with whole tensors, by the names in the bare model."""
@@ -138,7 +147,10 @@ class Engine(Protocol):
         """Return copies of all parameters in full, original dtype, by their names in the bare model."""
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        """Return copies of all gradients in full, by parameter name; None where no rank has one."""
+        """Return copies of all gradients in full, by parameter name; None where no rank has one.
+
+        They are the mean over the ranks that share `model`, in the dtype that the engine leaves them in.
+        """
 
     def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
         """Return a context in which modules see unsharded parameters; `writeback` keeps changes."""

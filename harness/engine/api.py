@@ -150,11 +150,16 @@ class GroupInfo:
         name: The unit's name within the model, "" for the model itself.
         parameters: Names as in the unsharded model; tied parameters once.
         original_dtype: Dtype of the parameters outside forward and backward.
+        compute_dtype: Dtype of the unsharded parameters.
+        reduce_dtype: Dtype in which gradients are reduced.
+        flat_dtype: Dtype of the local shard.
         gradient_dtype: Dtype of the gradients held now, None without any.
         post_backward_hooks: Hooks that wait for the gradient of each unsharded parameter; empty before the
             first all-gather.
         local_numel: Elements of the local shard, `padding` included.
         full_numel: Elements of all shards together, `padding` included.
+        padding: Elements that make the shards of all ranks equal in size.
+        local_bytes: Bytes of the local shard.
         gathered_bytes: Bytes of the unsharded parameters; 0 when they are freed.
         low_precision_bytes: Bytes of the cast copy of the local shard while an all-gather sends it, or 0.
     """

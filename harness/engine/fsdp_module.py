@@ -111,7 +111,11 @@ class FSDPModule(nn.Module):
         self._composed_unit.root_state.event = event
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by `factor`, instead of by the number of ranks."""
+        """Divide the sum of gradients over ranks by `factor`, instead of by the number of ranks.
+
+        Raises:
+            ValueError: `factor` is not positive.
+        """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: expected a positive number, got {factor!r}")
         if gradients := _gradients(self._composed_unit):
@@ -130,7 +134,14 @@ class FSDPModule(nn.Module):
                 unit.group.gradients.drop_accumulated()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether forward reshards parameters, or retains unsharded ones for backward."""
+        """Set whether forward reshards parameters, or retains unsharded ones for backward.
+
+        Args:
+            recurse: also of the groups below.
+
+        Raises:
+            TypeError: a number of ranks, which only `fully_shard` takes.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
@@ -138,11 +149,19 @@ class FSDPModule(nn.Module):
             unit.options.reshard_to = None
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Prefetch the groups of `modules` when this forward begins, in place of the guessed next one."""
+        """Prefetch the groups of `modules` when this forward begins, in place of the guessed next one.
+
+        Raises:
+            ValueError: one of them is no module of `fully_shard` or `replicate`.
+        """
         self._composed_unit.options.forward_prefetch = _groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Prefetch the groups of `modules` before these gradients, in place of the guessed next one."""
+        """Prefetch the groups of `modules` before these gradients, in place of the guessed next one.
+
+        Raises:
+            ValueError: one of them is no module of `fully_shard` or `replicate`.
+        """
         self._composed_unit.options.backward_prefetch = _groups_of(modules)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
@@ -191,7 +210,11 @@ class FSDPModule(nn.Module):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make the method of `module` unshard and reshard as its forward does; other modules stay as they are."""
+    """Make the method of `module` unshard and reshard as its forward does; other modules stay as they are.
+
+    Raises:
+        ValueError: the class of `module`, one of `fully_shard` or `replicate`, has no method `method_name`.
+    """
     if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)

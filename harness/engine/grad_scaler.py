@@ -32,6 +32,10 @@ class ShardedGradScaler(GradScaler):
 
     Args:
         device: The type of the device that computes. None: the accelerator if there is one, else "cpu".
+        init_scale: The first scale, a positive fp32 number.
+        backoff_factor, growth_factor: What `update` multiplies the scale by after an inf, and after
+            `growth_interval` steps without one.
+        enabled: With False `scale` returns what it gets, and `step` steps.
         process_group: The ranks that must agree, at least all that share the model: a group, or the pair
             (shard, replicate) of a hybrid model. None: the default group when the flag is reduced.
     """

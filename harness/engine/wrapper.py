@@ -28,7 +28,7 @@ class FullyShardedDataParallel(WrapperState):
     """Shard `module` over the ranks of `process_group`; every rank calls everything here in step.
 
     The parameters of `module` that no unit below it holds make one group. Gradients are the mean over
-    ranks. The arguments are torch's; those that are not built raise NotImplementedError when given. All ranks
+    ranks. The arguments are those of torch's class of this name. All ranks
     must start from the same parameters, or pass `sync_module_states=True`. With `use_orig_params=False`
     the group's one visible parameter is `flat_param`; with True the original ones stay, each as the piece
     that this rank holds: 1-D, so group them for weight decay by name, not by `ndim`.
@@ -50,8 +50,20 @@ class FullyShardedDataParallel(WrapperState):
     that is not casts arguments up, and results back to what came in. A buffer that was not changed while it
     was cast goes back to every bit it had, another to its value in the low precision.
 
+    Args:
+        process_group: The ranks that share the model, or the pair (shard, replicate) of a hybrid strategy;
+            None: all ranks. `device_mesh`, of one axis or of two (replicate, shard), takes its place.
+        sharding_strategy: None: FULL_SHARD.
+        cpu_offload: None: shards rest where `device_id` says.
+        auto_wrap_policy: Chooses modules below that become units with the same arguments; None: none.
+        backward_prefetch: When backward gathers the next group; None: when it is needed.
+        forward_prefetch: Gather the group that is expected next while the forward of this one runs.
+        device_id: Where to compute: an index, a device or its name; None: where the parameters are.
+        limit_all_gathers: Has no effect: one all-gather at a time is in flight ahead of its use.
+
     Raises:
         ValueError, TypeError: For what cannot be sharded; the message says what, where, and the remedy.
+        NotImplementedError: For parameters that are DTensors or of another subclass of Tensor.
     """
 
     def __init__(
@@ -223,7 +235,15 @@ class FullyShardedDataParallel(WrapperState):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip all gradients by their norm over all ranks, and return that (0-dim, fp64, equal everywhere).
 
-        For the root unit only, after backward and before the optimizer's step.
+        For the root unit only, after backward and before the optimizer's step. Gradients are multiplied by
+        max_norm / (norm + 1e-6) if that is below 1, as by `torch.nn.utils.clip_grad_norm_`.
+
+        Args:
+            max_norm: Largest norm that is left.
+            norm_type: The p of the p-norm over all elements; inf: the largest magnitude.
+
+        Raises:
+            RuntimeError: For a unit below the root, or gradients of `no_sync` that are not reduced yet.
         """
         units = self._require_root("clip_grad_norm_").units
         shards = [unit.group.shard for unit in units if unit.group]
@@ -244,6 +264,11 @@ class FullyShardedDataParallel(WrapperState):
         """Show modules full original parameters (shape and dtype as before sharding) inside the context.
 
         On exit each rank keeps its shard of them, and of gradients `with_grads`, if `writeback`.
+
+        Args:
+            module: The units in it, itself included, are shown; without `recurse` its own parameters alone.
+            rank0_only: Other ranks take part, and see shards.
+            offload_to_cpu: Show them on the CPU, where shards stay on their device.
 
         Raises:
             RuntimeError: Inside forward, backward or another such context.
