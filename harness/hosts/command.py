@@ -6,12 +6,14 @@ Must not import torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,12 +92,25 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
         if place.nodes == 1:
             _forget_launcher()
             return _run_pytest(options.arguments)
-        return _lead(place, options) if place.node == 0 else _serve(place, options)
+        if place.node == 0:
+            return _lead(place, options)
+        with _interrupted_by_sigterm():
+            return _serve(place, options)
     except LaunchError as error:
         _say(str(error))
         return NOT_RUN
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Take SIGTERM, by which launchers end what they have started, as Ctrl-C: files are removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _place(options: argparse.Namespace) -> NodePlace:
@@ -142,8 +157,9 @@ def _lead(place: NodePlace, options: argparse.Namespace) -> int:
         environ = _forget_launcher()
         this = _this_host(options.name, invitation.address, 0)
         meeting = Meeting(place, this, invitation, directory / "roster.json", environ)
-        way.publish(meeting.invitation)
-        hosts = meeting.await_all(options.wait, _say)
+        with _interrupted_by_sigterm():  # pytest handles it for itself
+            way.publish(meeting.invitation)
+            hosts = meeting.await_all(options.wait, _say)
         _say(f"{len(hosts)} hosts: " + ", ".join(f"{host.name} ({host.address})" for host in hosts))
         os.environ[HOSTS] = str(directory / "roster.json")
         status = _run_pytest(options.arguments)

@@ -102,6 +102,14 @@ def test_a_host_that_never_comes_is_named(bed: Bed) -> None:
     assert ended.statuses == (4,)
 
 
+def test_a_host_that_is_terminated_while_it_waits_leaves_nothing(bed: Bed) -> None:
+    first = bed.by_hand(0, "-q")
+    wait_for(lambda: "waiting for node 1 of 2" in bed.output(first), "node 0 says that it waits", 60)
+    first.terminate()
+    assert bed.end(first).statuses == (130,)
+    bed.assert_nothing_is_left()
+
+
 def test_a_node_0_that_never_comes_is_named(bed: Bed) -> None:
     ended = bed.end(bed.by_hand(1, options=("--wait", "0.5")))
     assert f"hosts: node 0 cannot be reached at {bed.addresses[0]}:{bed.port}: " in ended.output
