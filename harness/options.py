@@ -14,7 +14,7 @@ DEFAULTS: Mapping[str, Any] = {
     "world_timeout": 60.0,
     "fresh_worlds": False,
     "check_collectives": False,
-    "skew": None,
+    "ranks_skew": None,
     "ranks_adopt": None,
     "ranks_adopt_cpu": False,
     **dict.fromkeys(("ranks_hosts", "ranks_per_host", "ranks_shared_dir")),
@@ -28,6 +28,10 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     },
     "device": {"choices": ("cpu", "cuda"), "help": "device of the ranks (default: cpu, cuda under nccl)"},
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
+    "skew": {
+        "metavar": "SEED[:MILLISECONDS]",
+        "help": "delay ranks around collectives, and fail what races",
+    },
     "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
     "no-divergence": {
         "action": "store_true",
@@ -76,9 +80,6 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="after each test compare the collectives of all ranks (operation, dtypes, sizes): a mismatch "
         "fails it, even one that raised no error",
-    )
-    group.addoption(
-        "--skew", metavar="SEED[:MILLISECONDS]", help="delay ranks around collectives, and fail what races"
     )
     group.addoption("--fresh-worlds", action="store_true", help="start new processes for every test on ranks")
     group.addoption(

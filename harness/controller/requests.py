@@ -246,7 +246,7 @@ def check_options(config: pytest.Config) -> None:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    if (skew := config.getoption("skew")) is not None:
+    if (skew := config.getoption("ranks_skew")) is not None:
         from harness.injection.schedule import Schedule
 
         try:

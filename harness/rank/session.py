@@ -263,7 +263,7 @@ class RankSession:
 
     def _skewed(self, item: pytest.Item) -> AbstractContextManager[object]:
         """Disturb the collectives of an item, where `--skew` or its mark wants that."""
-        option = self._config.getoption("skew")
+        option = self._config.getoption("ranks_skew")
         if option is None and item.get_closest_marker("skew") is None:
             return nullcontext()
         if self._skewed_items is None:

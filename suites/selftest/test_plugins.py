@@ -125,6 +125,7 @@ OWN_OPTIONS = """
 def pytest_addoption(parser):
     parser.addoption("--backend", default="jax")
     parser.getgroup("ours").addoption("--device", action="store_true")
+    parser.addoption("--skew")
 """
 READS_OPTIONS = """
 def test_options(world, pytestconfig):
@@ -137,7 +138,8 @@ def test_a_project_keeps_its_own_options(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
     (tmp_path / "conftest.py").write_text(OWN_OPTIONS)
     (tmp_path / "test_it.py").write_text(HEADER + READS_OPTIONS)
-    options = ("--backend", "triton", "--device", "--ranks-backend", "shm")
+    options = ("--backend", "triton", "--device", "--skew", "left", "--ranks-backend", "shm")
     done = run_pytest(tmp_path, *options)
     assert "AssertionError: assert 'shm' == 'gloo'" in done.output
-    assert "pytest test_it.py::test_options --ranks-backend shm --backend triton --device" in done.lines
+    words = "--ranks-backend shm --backend triton --device --skew left"
+    assert f"pytest test_it.py::test_options {words}" in done.lines
