@@ -215,10 +215,23 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
+class Happened:
+    """A death or a standstill of ranks, as a sentence."""
+
+    text: str
+    at: float
+    """Wall-clock time; of an injected fault, that at which it struck."""
+
+
+@dataclass(frozen=True, slots=True)
 class Agreed:
-    """The votes of all ranks on the same case, in rank order."""
+    """The votes of all ranks on the same case, in rank order, and what has happened in the test so far.
+
+    The vote of a rank that has ended the test has the outcome "ended", or "died" as `faults.expect` has it.
+    """
 
     votes: tuple[Vote, ...]
+    happened: tuple[Happened, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +413,15 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Expects:
+    """The test goes on after a fault: it is no failure if what happens to a rank contains the text."""
+
+    text: str
+    within: float
+    """Seconds for which ranks have to stand still, where one that hangs is expected."""
+
+
+@dataclass(frozen=True, slots=True)
 class Struck:
     """A fault that the test has injected has met its collective."""
 
@@ -474,6 +496,7 @@ FromRank = (
     | Vote
     | RankStatus
     | Progress
+    | Expects
     | Struck
     | Debugger
     | Finished

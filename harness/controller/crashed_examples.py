@@ -59,7 +59,7 @@ class CrashSearch:
 
 def _culprit(outcome: ItemOutcome) -> RankOutcome | None:
     """Return the rank that crashed in an example: that died, or else that stood still."""
-    dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died)]
+    dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died) and not rank.is_expected]
     if dead:
         return next((rank for rank in dead if rank.example is not None), None)
     if any(rank.has_failed() or isinstance(rank.fate, Finished) for rank in outcome.ranks):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from harness.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
+from harness.injection.expectation import WITHIN, Expectation, ExpectingRank
 from harness.injection.faults import Fault, corrupt
 from harness.injection.torch_internals import without_modes
 from harness.injection.work import Watched
@@ -28,12 +29,6 @@ __tracebackhide__ = True  # under pytest a failure points to the call
 
 MOST_SHOWN = 8
 """Collectives that are listed where a fault never struck."""
-
-
-class InjectingRank(Protocol):
-    """The part of a rank that faults need."""
-
-    def send(self, message: Struck) -> None: ...
 
 
 class World(Protocol):
@@ -51,7 +46,7 @@ class Session(Protocol):
     """The part of a rank's session that faults need."""
 
     @property
-    def rank(self) -> InjectingRank: ...
+    def rank(self) -> ExpectingRank: ...
     @property
     def world(self) -> World: ...
 
@@ -83,7 +78,7 @@ class Faults:
     test on that rank.
     """
 
-    def __init__(self, rank: InjectingRank, world: World) -> None:
+    def __init__(self, rank: ExpectingRank, world: World) -> None:
         self._rank, self._world = rank, world
         self._armed: list[Armed] = []
         self._lock = threading.Lock()
@@ -139,6 +134,22 @@ class Faults:
             self._layer.enter_context(INTERCEPTION.layer(self._run))
         self._armed += own
         return Injection(self, own)
+
+    def expect(self, text: str, within: float = WITHIN) -> Expectation:
+        """Expect a fault, and go on after it.
+
+        Args:
+            text: a part of the words that a report has for it: "rank 1 of 2 died: SIGKILL", "it is stopped",
+                "rank 0 of 2 failed: ValueError".
+            within: seconds, since the latest fault, for which ranks have to stand still before one that hangs
+                is ended, which frees the others. One that is stopped is ended as soon as no rank can get on.
+
+        Raises:
+            ValueError: there is no text.
+        """
+        if not text or within <= 0:
+            raise ValueError(f"faults.expect({text!r}, within={within}): a text, and seconds above 0")
+        return Expectation(self._rank, self._world.rank, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:
         """Inject these faults no longer."""

@@ -43,12 +43,14 @@ from harness.rank.pytest_internals import attach_log_handlers_quickly
 from harness.rank.rendezvous import Rendezvous
 from harness.rank.reporter import describe_raised
 from harness.rank.session import RankSession, seed_everything
-from harness.rank.state import CrashReports
+from harness.rank.state import CrashReports, RankState
 from harness.rank.status import WIRE_THREAD, Activity, StatusReader
 from harness.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
 from harness.rank.world_fixture import RankWorld
 from harness.standing import Standing
 
+ABORT_AFTER = 1.0
+"""Seconds after which a rank that rebuilds its world frees those that still wait for it in a collective."""
 LOOK_EVERY = 0.2
 """Seconds between looks of an idle rank at whether its world's lease is recalled."""
 
@@ -69,7 +71,11 @@ class Rank:
     def __init__(self, spec: RankSpec, wire: Connection, lease: LeaseShare | None) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
-        self.world = RankWorld(spec, self.group.device)
+        self.world = RankWorld(spec, self.group.device, self.regroup)
+        self.is_rebuilt = False
+        """Whether a test has left other ranks behind, and may be this rank's last one."""
+        self.adopt_state: Callable[[RankState], None] = lambda before: None
+        """Accept what has changed since a state; the session sets it."""
         self.interrupted = False
         """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
         self._wire = wire
@@ -186,12 +192,17 @@ class Rank:
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
         """Send this rank's vote on a case of a test; return the votes of all ranks, in rank order.
 
-        A rank that has ended the test counts as a vote with the outcome "ended".
+        A rank that has ended the test counts as a vote with the outcome "ended"; one that has died as the
+        test expects has none.
 
         Args:
             abort_after: seconds to wait for the others before the group is aborted, which frees those that
                 wait for this rank.
         """
+        return tuple(each for each in self.meet(vote, abort_after).votes if each.outcome != "died")
+
+    def meet(self, vote: Vote, abort_after: float | None = None) -> Agreed:
+        """Do so, and return what has happened besides; ranks that have died count, with that outcome."""
         self._activity.state = "votes"
         self.send(vote)
         answer = None
@@ -202,7 +213,7 @@ class Rank:
                 self.abort()
         answer = answer or self._answers.get()
         self._activity.state = "runs"
-        return answer.votes
+        return answer
 
     def groups(self) -> GroupState:
         """Return the state of the process groups."""
@@ -257,6 +268,26 @@ class Rank:
         self.exchanges.clear()
         self.agree(Vote(self._activity.case, "met"))
 
+    def regroup(self) -> tuple[int, ...]:
+        """Meet the ranks that are left in a new default group; return the numbers that they have had.
+
+        Raises:
+            RuntimeError: another rank has ended the test, or does something else.
+        """
+        where = "world.rebuild()"
+        votes = self.meet(Vote(where, "met"), ABORT_AFTER).votes
+        if other := [(rank, each) for rank, each in enumerate(votes) if each.outcome not in ("met", "died")]:
+            raise RuntimeError(f"{where}: all ranks that are left must call it; {_described(other)}")
+        living = tuple(rank for rank, each in enumerate(votes) if each.outcome == "met")
+        before = RankState.capture()
+        self._own_connections()
+        self.group.regroup(living.index(self.spec.rank), len(living))
+        self.exchanges.clear()
+        self.meet(Vote(where, "met"))
+        self.is_rebuilt = True
+        self.adopt_state(before)
+        return living
+
     def _own_connections(self) -> None:
         """Ignore orders to abort from now on: one may come so late that it would abort the new group."""
         with self._aborting:
@@ -297,6 +328,11 @@ class Rank:
                     self._orders.put(message)
                 case Agreed():
                     self._answers.put(message)
+
+
+def _described(votes: list[tuple[int, Vote]]) -> str:
+    ways = {"ended": "has ended the test, or died"}
+    return ", ".join(f"rank {rank} {ways.get(each.outcome, f'is at {each.case}')}" for rank, each in votes)
 
 
 class Forks:

@@ -234,6 +234,11 @@ class DefaultGroup:
         self._destroy()
         self.join()
 
+    def regroup(self, rank: int, size: int) -> None:
+        """Leave the group and meet those ranks in a new one that are left, as one of them."""
+        self._place = rank, size
+        self.repair()
+
     def leave(self) -> None:
         """Destroy the group where its backend warns otherwise; gloo's connections end with the process."""
         if uses(self._spec.key.backend, "nccl"):

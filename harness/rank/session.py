@@ -89,6 +89,7 @@ class RankSession:
         self._collection = RankCollection()
         self._guards = ItemGuards(rank)
         self._state = self._guards.state
+        rank.adopt_state = self._state.adopt
         self._reporter = RankReporter(rank, self._guards)
         self._properties: Properties | None = None
         self._skewed_items: SkewedItems | None = None
@@ -201,7 +202,7 @@ class RankSession:
             end_lines()
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
-        usable = self.rank.group.stands() and self._state.is_restored
+        usable = self.rank.group.stands() and self._state.is_restored and not self.rank.is_rebuilt
         exchanged = self.rank.exchanges.take() if order.fake is None else ()
         # The controller compares what was sent between ranks, finds out what a directory is missing for, ...
         goes_on = usable and not exchanged and not checks and self._reporter.has_passed()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import numbers
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,9 +34,13 @@ class RankWorld:
         hosts: Names of the hosts of the world, in rank order.
         local_rank: This rank among those of its host, from 0.
         local_size: Number of ranks on this host.
+        old_ranks: The numbers that its ranks have had when the test began, in rank order: of a world that
+            `rebuild` has returned, those that are left.
     """
 
-    def __init__(self, spec: RankSpec, device: torch.device) -> None:
+    def __init__(
+        self, spec: RankSpec, device: torch.device, regroup: Callable[[], tuple[int, ...]] = tuple
+    ) -> None:
         self.rank = spec.rank
         self.size = spec.key.size
         self.backend = spec.key.backend
@@ -46,6 +51,10 @@ class RankWorld:
         self.host = self.hosts[0 if place is None else place.host]
         self.local_rank = spec.rank if place is None else place.local_rank
         self.local_size = self.size if place is None else place.local_size
+        self.old_ranks = tuple(range(self.size))
+        self._number = spec.rank
+        self._is_spread = place is not None
+        self._regroup = regroup
         self._shared_tmp_path = ""
         self._starts_with_group = spec.key.has_group
 
@@ -107,6 +116,27 @@ class RankWorld:
         if places != self.size:
             raise ValueError(f"a mesh of shape {shape} has {places} places, the world {self.size} ranks")
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def rebuild(self) -> RankWorld:
+        """Leave the default process group, and meet the ranks that are left in a new one.
+
+        All ranks that live call it, after others have died as `faults.expect` says. Groups and meshes of
+        before are gone. The fixture `world` stays what it was; no other test gets these ranks.
+
+        Returns:
+            the new world, whose ranks are numbered from 0, in the order of before.
+
+        Raises:
+            RuntimeError: the world has no group of its own, or another rank does not call it.
+        """
+        if not self._starts_with_group or self.backend == "fake":
+            raise RuntimeError("world.rebuild: this world has no default process group of its own to rebuild")
+        world = copy.copy(self)
+        world.old_ranks = self._regroup()
+        world.rank, world.size = world.old_ranks.index(self._number), len(world.old_ranks)
+        if not self._is_spread:
+            world.local_rank, world.local_size = world.rank, world.size
+        return world
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

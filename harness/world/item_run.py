@@ -19,6 +19,7 @@ from harness.protocol import (
     Agreed,
     Collecting,
     Debugger,
+    Expects,
     Finished,
     FromRank,
     ItemStarted,
@@ -35,6 +36,7 @@ from harness.protocol import (
     Warned,
 )
 from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
+from harness.world.expectations import Expectations
 from harness.world.glance import Glance, Onlooker, Places
 from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
 from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
@@ -84,6 +86,7 @@ class ItemRun:
         self._failed_cases: dict[str, dict[int, RankStatus]] = {}
         """By case, what the ranks that failed in it had begun then."""
         self._aborted = ""
+        self._expectations = Expectations()
 
     def begin(self, handles: Sequence[RankHandle]) -> None:
         """Send the ranks the order; they run the item, also while the controller does something else.
@@ -126,6 +129,9 @@ class ItemRun:
         finally:
             if self._places is not None and self._onlooker is not None:
                 self._onlooker.look_away()
+        if not any(isinstance(outcome.fate, Finished) for outcome in self._outcomes):
+            for each in self._outcomes:
+                each.is_expected = False  # no rank is left that could say how the test went on
         now = time.monotonic()
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
@@ -145,6 +151,7 @@ class ItemRun:
             self._diagnoses,
             fake,
             self.order.stage,
+            self._expectations.missed(),
         )
         if self._next is not None and outcome.goes_on():
             self.following = self._next
@@ -169,7 +176,9 @@ class ItemRun:
         # The rank of `--rank-pdb` may still come to a breakpoint, or fail.
         may_stop = any(self._handles[rank].can_debug for rank in self._without_failure(pending))
         failed = any(outcome.has_failed() and not outcome.has_xpassed() for outcome in self._outcomes)
-        if failed and not may_stop:
+        if not failed:
+            self._grace = self._last_grace = float("inf")  # what was one may have become expected
+        elif not may_stop:
             self._grace = min(self._grace, now + GRACE)
             self._last_grace = min(self._last_grace, now + MAX_GRACE)
         if now >= self._deadline:
@@ -213,6 +222,8 @@ class ItemRun:
                 else:
                     outcome.status = outcome.status or message.status
                 outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
+                if outcome.fate is message and isinstance(message, Died):
+                    self._expectations.note_death(outcome, message, len(self._outcomes))
                 self._count_votes()
             case Collecting(path):
                 self._collecting[rank] = path
@@ -229,6 +240,9 @@ class ItemRun:
                 self._handles[rank].debugger = state
             case Struck():
                 outcome.struck.append(message)
+                self._expectations.note_strike()
+            case Expects():
+                self._expectations.add(message, self._outcomes)
             case Progress():
                 self._unanswered.discard(rank)
                 self._note_place(rank, message)
@@ -244,7 +258,10 @@ class ItemRun:
         voters = [outcome for outcome in self._outcomes if outcome.vote is not None]
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
-        votes = tuple(outcome.vote or Vote("the end of the test", "ended") for outcome in self._outcomes)
+        votes = tuple(
+            outcome.vote or Vote("the end of the test", "died" if outcome.is_expected else "ended")
+            for outcome in self._outcomes
+        )
         votes = tuple(
             # A case that stood still has failed, though the test caught the error that freed it.
             replace(vote, outcome="failed")
@@ -255,7 +272,7 @@ class ItemRun:
         self._aborted = ""
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
-        agreed = pickle_message(Agreed(votes))
+        agreed = pickle_message(Agreed(votes, tuple(self._expectations.happened)))
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send_packed(agreed)
@@ -274,9 +291,14 @@ class ItemRun:
                 self._note_place(rank, self._answers[rank])
         self._let_look(pending)
         found = None
-        if pending & self._answers.keys():
+        if pending & self._answers.keys() and not self._has_lost():
             found = diagnose(self._answers, len(self._handles), self._timeout)
-        if found is not None and found.is_hopeless and found == self._suspicion:
+        is_certain = found is not None and found == self._suspicion
+        if found is not None and is_certain and (lost := self._expectations.culprits(found, pending)):
+            for rank in lost:
+                self._handles[rank].started.kill()  # the others notice its death, and go on
+            found = None
+        elif found is not None and is_certain and found.is_hopeless:
             self._end_standstill(found, pending)
             found = None  # the answers to the next probe may come before a rank has noticed
         self._suspicion = found
@@ -285,6 +307,10 @@ class ItemRun:
             if handle.rank not in self._unanswered:  # a write to a full wire would wait until the rank reads
                 self._unanswered.add(handle.rank)
                 handle.send(Probe(names_place=self._names_place))
+
+    def _has_lost(self) -> bool:
+        """Whether a rank has died as was expected: what the others did meanwhile differs."""
+        return any(outcome.is_expected for outcome in self._outcomes)
 
     def _let_look(self, pending: set[int]) -> None:
         if self._onlooker is None:
@@ -375,7 +401,7 @@ class ItemRun:
 
     def _find_diagnosis(self) -> Diagnosis | None:
         """Return what was wrong between ranks that were ended or that failed, as far as is known."""
-        if self._diagnosis is not None:
+        if self._diagnosis is not None or self._has_lost():
             return self._diagnosis
         statuses = {outcome.rank: outcome.status for outcome in self._outcomes if outcome.status is not None}
         if not statuses:
@@ -412,6 +438,8 @@ class ItemRun:
         The number alone proves nothing: it counts sends and receives too. Of these, what a rank has left in
         a test that passed is known; after a failure it is a consequence.
         """
+        if self._has_lost():
+            return
         finished = {each.rank: each.fate for each in self._outcomes if isinstance(each.fate, Finished)}
         exchanged = {rank: fate.exchanged for rank, fate in finished.items()}
         if any(exchanged.values()) and all(each.has_passed() for each in self._outcomes):

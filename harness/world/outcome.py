@@ -96,6 +96,8 @@ class RankOutcome:
     """Its calls in the test, if ranks hung, died or called something differently, or under `--timeline`."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
+    is_expected: bool = False
+    """Whether its death is one that the test expects."""
     struck: list[Struck] = field(default_factory=list)
     """The injected faults that this rank has met."""
     left_in_flight: str | None = None
@@ -104,7 +106,8 @@ class RankOutcome:
 
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
-        return isinstance(self.fate, Died) or any(
+        has_died = isinstance(self.fate, Died) and not self.is_expected
+        return has_died or any(
             report["outcome"] == "failed" and is_of_phase(report) for report in self.reports
         )
 
@@ -140,6 +143,8 @@ class ItemOutcome:
     """The rank of a fake world that the one process stood for."""
     stage: str = ""
     """Name of the item's stage that ran; "" if the item itself did."""
+    missed: tuple[str, ...] = ()
+    """The faults that the test expected, and that the controller has not seen."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What to say of the first divergence, by case of `run_subtests`; "" stands for the test itself."""
 

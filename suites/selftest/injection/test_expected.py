@@ -1,0 +1,82 @@
+"""`faults.expect` and `world.rebuild`: what survivors of a fault go on with, and what still fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.selftest.project import Run, copy_project, run_pytest
+
+ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of tests that expect faults."""
+    path = copy_project("injected", tmp_path_factory.mktemp("expected"))
+    (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
+    return run_pytest(path, "-p", "no:cacheprovider", "test_expected.py")
+
+
+def failure(run: Run, name: str) -> str:
+    found = run.case(name).find("failure")
+    assert found is not None, run.output
+    return str(found.text)
+
+
+RIGHT = [
+    *("test_kill", "test_stop", "test_hang", "test_fail", "test_without_an_error", "test_healthy"),
+    *("test_two_after_each_other", "test_rebuild", "test_training", "test_training_undisturbed"),
+]
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", RIGHT)
+def test_survivors_go_on_after_an_expected_fault(expected: Run, name: str, backend: str) -> None:
+    assert expected.outcome(f"{name}[{backend}]") == "passed", expected.output
+
+
+@ON_EACH
+def test_another_fault_than_expected_fails_with_both_texts(expected: Run, backend: str) -> None:
+    text = failure(expected, f"test_other_words[{backend}]")
+    assert text.startswith("rank 1 of 2 died: SIGKILL")
+    assert 'expected by the test, and not seen: "rank 0 of 2 died: SIGKILL"' in text
+
+
+@ON_EACH
+def test_an_expected_fault_that_does_not_happen_fails(expected: Run, backend: str) -> None:
+    text = failure(expected, f"test_nothing[{backend}]")
+    assert "faults.expect('rank 1 of 2 died: SIGKILL'): nothing happened to any rank" in text
+
+
+FAILED = {
+    "test_an_assertion": "AssertionError: a claim of this test",
+    "test_an_error_of_its_own": "KeyError: 'own'",
+    "test_failure_after_it": "assert 1 == 3",
+}
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", FAILED)
+def test_failures_of_survivors_are_none_of_the_fault(expected: Run, name: str, backend: str) -> None:
+    text = failure(expected, f"{name}[{backend}]")
+    assert FAILED[name] in text
+    assert text.startswith("rank 0 of 2 failed\nrank 1: died: SIGKILL, as the test expects")
+
+
+@ON_EACH
+def test_cases_go_on_after_one_that_fails_in_a_rebuilt_world(expected: Run, backend: str) -> None:
+    test = f"test_expected.py::TestWrong::test_a_case_after_it[{backend}]"
+    for case in ("value=5, again=1", "value=5, again=2"):
+        assert f"SUBFAILED[{case}] {test}" in expected.output
+    assert f"SUBFAILED[value=0, again=1] {test}" not in expected.output
+
+
+@ON_EACH
+def test_all_ranks_have_to_rebuild(expected: Run, backend: str) -> None:
+    text = failure(expected, f"test_only_one_rebuilds[{backend}]")
+    assert "all ranks that are left must call it; rank 1 has ended the test, or died" in text
+
+
+@ON_EACH
+def test_the_death_of_all_ranks_is_a_failure(expected: Run, backend: str) -> None:
+    assert failure(expected, f"test_all_die[{backend}]").startswith("all 2 ranks died: SIGKILL")

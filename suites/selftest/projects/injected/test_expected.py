@@ -1,0 +1,204 @@
+"""Faults that tests expect, and what they do after them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import harness.shm  # noqa: F401
+from harness.engine import FullyShardedDataParallel
+
+BACKENDS = ["gloo", "shm"]
+on_2 = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.ranks(2, backend=name)) for name in BACKENDS]
+)
+on_3 = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.ranks(3, backend=name)) for name in BACKENDS]
+)
+
+
+def total(*groups):
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, *groups)
+    return tensor.tolist()
+
+
+@on_2
+def test_kill(world, faults, backend):
+    faults.kill(rank=1, before="all_reduce", nth=2)
+    with faults.expect("rank 1 of 2 died: SIGKILL") as seen:
+        total()
+        total()
+    assert world.rank == 0
+    assert isinstance(seen.error, RuntimeError)
+    assert 0 <= seen.seconds < 30
+    assert seen.cause == "rank 1 of 2 died: SIGKILL"
+
+
+@on_3
+def test_rebuild(world, faults, backend, run_subtests):
+    faults.kill(rank=1, before="barrier")
+    with faults.expect("rank 1 of 3 died: SIGKILL"):
+        total()
+        dist.barrier()
+    new = world.rebuild()
+    assert (new.rank, new.size, new.old_ranks) == (world.rank // 2, 2, (0, 2))
+    assert total() == [2, 2, 2]
+    assert new.gather(world.rank) == [0, 2]
+    group = dist.new_group([0, 1])
+    assert total(dist.ReduceOp.SUM, group) == [2, 2, 2]
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    run_subtests({"value": [1, 2]}, new.assert_same)
+
+
+@on_3
+def test_stop(world, faults, backend):
+    faults.stop(rank=0, before="all_reduce")
+    with faults.expect("rank 0 did not reach: it is stopped") as seen:
+        total()
+    assert "wait in all_reduce #1" in seen.cause
+    new = world.rebuild()
+    assert new.gather(new.old_ranks[new.rank]) == [1, 2]
+
+
+@on_2
+def test_hang(world, faults, backend):
+    faults.hang(rank=1, before="all_reduce")
+    with faults.expect("it is in an injected hang at test_expected.py", within=0.5) as seen:
+        total()
+    assert seen.seconds >= 0.5
+    assert world.rebuild().size == 1
+
+
+@on_2
+def test_fail(world, faults, backend):
+    faults.fail(ValueError("broken disk"), rank=1, before="all_reduce")
+    with faults.expect("rank 1 of 2 failed: ValueError: broken disk") as seen:
+        total()
+    assert isinstance(seen.error, ValueError) == (world.rank == 1)
+    assert seen.cause == "rank 1 of 2 failed: ValueError: broken disk"
+    assert world.rebuild().gather(world.rank) == [0, 1]
+
+
+@on_2
+def test_two_after_each_other(world, faults, backend):
+    with faults.fail(rank=0, before="barrier"), faults.expect("failed: InjectedFault"):
+        dist.barrier()
+    new = world.rebuild()
+    faults.kill(rank=0, before="barrier")
+    with faults.expect("rank 0 of 2 died: SIGKILL"):
+        dist.barrier()
+    assert (world.rank, new.rank, new.rebuild().rank) == (1, 1, 0)
+
+
+@on_2
+def test_without_an_error(world, faults, backend):
+    faults.kill(rank=1, before="barrier")
+    with faults.expect("rank 1 of 2 died: SIGKILL") as seen:
+        if world.rank == 1:
+            dist.barrier()
+    assert (seen.error, seen.cause) == (None, "rank 1 of 2 died: SIGKILL")
+
+
+class TestWrong:
+    @on_2
+    def test_other_words(self, world, faults, backend):
+        faults.kill(rank=1, before="all_reduce")
+        with faults.expect("rank 0 of 2 died: SIGKILL"):
+            total()
+
+    @on_2
+    def test_nothing(self, world, faults, backend):
+        with faults.expect("rank 1 of 2 died: SIGKILL"):
+            total()
+
+    @on_2
+    def test_an_assertion(self, world, faults, backend):
+        faults.kill(rank=1, before="all_reduce")
+        with faults.expect("rank 1 of 2 died: SIGKILL"):
+            assert world.rank == 1, "a claim of this test"
+            total()
+
+    @on_2
+    def test_an_error_of_its_own(self, world, faults, backend):
+        faults.kill(rank=1, before="all_reduce")
+        with faults.expect("rank 1 of 2 died: SIGKILL"):
+            if world.rank == 0:
+                raise KeyError("own")
+            total()
+
+    @on_2
+    def test_failure_after_it(self, world, faults, backend):
+        faults.kill(rank=1, before="all_reduce")
+        with faults.expect("rank 1 of 2 died: SIGKILL"):
+            total()
+        assert world.rebuild().size == 3
+
+    @on_3
+    def test_a_case_after_it(self, world, faults, backend, run_subtests):
+        faults.kill(rank=1, before="all_reduce")
+        with faults.expect("rank 1 of 3 died: SIGKILL"):
+            total()
+        new = world.rebuild()
+
+        def claim(value, again):
+            assert new.gather(value + new.rank) == [value, 1]
+
+        run_subtests({"value": [0, 5], "again": [1, 2]}, claim)
+
+    @on_2
+    def test_only_one_rebuilds(self, world, faults, backend):
+        if world.rank == 0:
+            world.rebuild()
+
+    @on_2
+    def test_all_die(self, world, faults, backend):
+        faults.kill(before="all_reduce")
+        with faults.expect("died: SIGKILL"):
+            total()
+
+
+@on_2
+def test_healthy(world, backend):
+    assert total() == [2, 2, 2]
+
+
+def step(world, model, optimizer, number):
+    torch.manual_seed(10 * number + world.rank)
+    loss = model(torch.randn(4, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def sharded(state=None):
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)))
+    if state is not None:
+        model.load_state_dict(state)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@on_3
+def test_training(world, faults, backend, pytestconfig):
+    model, optimizer = sharded()
+    for number in range(3):
+        step(world, model, optimizer, number)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    faults.kill(rank=1, where=lambda collective: collective.in_backward)
+    with faults.expect("rank 1 of 3 died: SIGKILL"):
+        step(world, model, optimizer, 3)
+    world = world.rebuild()
+    model, optimizer = sharded(state)
+    losses = world.gather([step(world, model, optimizer, number) for number in range(3, 6)])
+    if world.rank == 0:
+        torch.save((state, losses), pytestconfig.rootpath / f"{backend}.pt")
+
+
+@on_2
+def test_training_undisturbed(world, backend, pytestconfig):
+    state, losses = torch.load(pytestconfig.rootpath / f"{backend}.pt")
+    model, optimizer = sharded(state)
+    assert world.gather([step(world, model, optimizer, number) for number in range(3, 6)]) == losses
