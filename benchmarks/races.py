@@ -23,79 +23,167 @@ PROJECT = ROOT / "suites" / "selftest" / "projects" / "races"
 
 @dataclass(frozen=True)
 class Race:
-    """An edit of `collectives.py`; `strategy` is the one whose training comes by it."""
+    """Edits of files of the engine, `{file: [(before, after), ...]}`, and the training that comes by them."""
 
-    before: str
-    after: str
-    strategy: str = "FULL_SHARD"
+    edits: dict[str, list[tuple[str, str]]]
+    training: str = "FULL_SHARD"
 
 
-GATHER = "    return _after(work, lambda: full)"
+def in_collectives(before: str, after: str, training: str = "FULL_SHARD") -> Race:
+    return Race({"collectives.py": [(before, after)]}, training)
+
+
+GATHER = "    return _after(work, lambda: full)\n"
 SCATTER = "return _after(dist.all_to_all_single(received, full, group=axis.group, async_op=True), result)"
 STARTED = "work = dist.all_to_all_single(received, full, group=axis.group, async_op=True)"
 REDUCE = "work = dist.all_reduce(full, group=axis.group, async_op=True)\n"
+FINISH = """                if self._after("prefetch"):
+                    self._start_all_gather(dtypes)
+                self._finish_all_gather()
+"""
+NOT_AHEAD = """                if self._after("prefetch"):
+                    self._start_all_gather(dtypes)
+                    self._finish_all_gather()
+"""
+FLAG = """        everyones = collectives.total(found_inf, groups)
+        return {found_inf.device: everyones.clamp_(max=1.0)}
+"""
+LAST = """            dist.broadcast(copy, source, group=group)
+"""
+FLAT = """        finish = self._start(flat, full.dtypes.gradient, pool)
+"""
+PACKED = """        self.settle()
+        # Where nothing is sharded"""
+SETTLE = """        self._settle()
+        group.gradients.reduce(full, self._pool)
+"""
 RACES = {
-    "unsharded parameters used before the gather's wait": Race(
-        GATHER, "    return lambda: (full.add_(0), work.wait())[0]"
+    "a gather that was prefetched is not waited for": Race(
+        {"param_group.py": [(FINISH, f"{NOT_AHEAD}                self._arrive = None\n")]}
     ),
-    "gather started, its handle dropped": Race(GATHER, "    return lambda: full"),
-    "shard overwritten while it is gathered": Race(GATHER, f"    shard.data.zero_()\n{GATHER}"),
-    "gathered buffer cleared after the gather began": Race(GATHER, f"    full.zero_()\n{GATHER}"),
-    "reduced gradients read before the wait": Race(
-        SCATTER, f"{STARTED}\n    return lambda: (result(), work.wait())[0]"
+    "it is waited for one layer later, when its unit reshards": Race(
+        {"param_group.py": [(FINISH, NOT_AHEAD)]}
     ),
-    "reduction started, its handle dropped": Race(SCATTER, f"{STARTED}\n    return result"),
-    "sent gradients overwritten too early": Race(
-        SCATTER, f"{STARTED}\n    full.zero_()\n    return _after(work, result)"
+    "prefetch into a buffer that is still read": Race(
+        {"param_group.py": [(FINISH, f"{FINISH}                self._start_all_gather(dtypes)\n")]}
     ),
-    "sent gradients freed too early": Race(
-        SCATTER, f"{STARTED}\n    full.untyped_storage().resize_(0)\n    return _after(work, result)"
+    "unsharded parameters used before the gather's wait": in_collectives(
+        GATHER, "    return lambda: (full.add_(0), work.wait())[0]\n"
     ),
-    "receive buffer given back to the pool, and filled, too early": Race(
-        SCATTER, f"{STARTED}\n    pool.give(received, poison=True)\n    return _after(work, result)"
+    "the copy that a gather sends is freed before its wait": Race(
+        {
+            "param_group.py": [
+                (
+                    "            self._arrive()\n            self._forget_all_gather()\n\n",
+                    "            arrive = self._arrive\n            if self.state is GroupState.PREFETCHED:\n"
+                    "                self._forget_all_gather()\n            arrive()\n"
+                    "            self._forget_all_gather()\n\n",
+                )
+            ]
+        },
+        "low_precision",
     ),
-    "gradients of replicas divided before the all-reduce's wait": Race(
+    "reduced gradients are read without a wait": in_collectives(SCATTER, f"{STARTED}\n    return result"),
+    "their wait has moved behind the optimizer's step": Race(
+        {
+            "collectives.py": [
+                (SCATTER, f"{STARTED}\n    LATE.append(work)\n    return result"),
+                ("MEAN = Sum()\n", "MEAN = Sum()\nLATE: list[dist.Work] = []\n"),
+                (
+                    "def _start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:\n",
+                    "def _start_gather(full: Tensor, shard: Tensor, axis: Axis) -> Finish:\n"
+                    "    while LATE and not torch._C._current_graph_task_id() + 1:\n"
+                    "        LATE.pop().wait()\n",
+                ),
+            ]
+        }
+    ),
+    "sent gradients are freed one layer later, before their wait": Race(
+        {
+            "gradients.py": [(FLAT, f"{FLAT}        self.sent = flat\n")],
+            "root.py": [
+                (
+                    SETTLE,
+                    "        if self._reducing:\n"
+                    "            self._reducing.gradients.sent.untyped_storage().resize_(0)\n"
+                    f"{SETTLE}",
+                )
+            ],
+        },
+    ),
+    "sent gradients are overwritten by the next ones": Race(
+        {
+            "gradients.py": [(FLAT, f"{FLAT}        pool.give(flat)\n")],
+            "root.py": [
+                (
+                    SETTLE,
+                    "        before = self._reducing\n        group.gradients.reduce(full, self._pool)\n"
+                    "        if before:\n            before.gradients.settle()\n",
+                )
+            ],
+        },
+    ),
+    "a sum is sent on before its last part has come": in_collectives(
+        "_start_gather(padded, scattered(), axis)()",
+        "_start_gather(padded, scattered.__closure__[0].cell_contents(), axis)()",
+        "low_replicas",
+    ),
+    "the all-reduce of replicas is not waited for": in_collectives(
+        "    return _after(\n        work, lambda: keep(usage",
+        "    return (lambda _, result: result)(\n        work, lambda: keep(usage",
+        "NO_SHARD",
+    ),
+    "gradients of replicas divided before the all-reduce's wait": in_collectives(
         REDUCE, REDUCE + "    full.div_(after)\n    after = 1\n", "NO_SHARD"
     ),
-    "the scaler's flag and the norm read before their all-reduce ended": Race(
-        "dist.all_reduce(values, group=group)", "dist.all_reduce(values, group=group, async_op=True)"
+    "the scaler's flag is read before its all-reduce has ended": Race(
+        {
+            "grad_scaler.py": [
+                (
+                    FLAG,
+                    "        dist.all_reduce(found_inf, group=next(iter(groups)), async_op=True)\n"
+                    "        return {found_inf.device: found_inf}\n",
+                )
+            ]
+        },
     ),
-    "the largest gradient read before its all-gather ended": Race(
-        "_all_gather(everyone, values.reshape(-1), group=group)",
-        "_all_gather(everyone, values.reshape(-1), group=group, async_op=True)",
-    ),
-    "parameters of rank 0 read before their broadcast ended": Race(
-        "dist.broadcast(copy, source, group=group)",
-        "dist.broadcast(copy, source, group=group, async_op=True)",
+    "of several broadcasts the last alone is waited for": in_collectives(
+        LAST,
+        "            work = dist.broadcast(copy, source, group=group, async_op=True)\n"
+        "            if copy is sent[-1][1]:\n                work.wait()\n",
     ),
 }
 
 
-def run(race: Race | None) -> str:
+ENGINES = ("torch-fsdp1", "torch-fsdp2", "torch-ddp")
+
+
+def run(race: Race | None, training: str) -> str:
     """Return a row of the table: how many of the runs failed, and what those under skew say."""
-    strategy = race.strategy if race else "FULL_SHARD"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         for package in ("harness", "lockstep"):
             shutil.copytree(ROOT / package, path / package, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(PROJECT / "test_training.py", path)
-        (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
-        if race:
-            file = path / "harness" / "engine" / "collectives.py"
+        (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore\n")
+        for name, edits in race.edits.items() if race else ():
+            file = path / "harness" / "engine" / name
             source = file.read_text()
-            assert source.count(race.before) == 1, race.before
-            file.write_text(source.replace(race.before, race.after))
-        command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", strategy]
+            for before, after in edits:
+                assert source.count(before) == 1, before
+                source = source.replace(before, after)
+            file.write_text(source)
+        command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, "--world-timeout=60"],
+            [*command, "--world-timeout=60", "-k", f"[{training}]" if race is None else f"[{training}"],
             cwd=path,
             env={**os.environ, "PYTHONPATH": folder},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=900,
         )
     text = done.stdout
-    plain = len(re.findall(r"^FAILED \S*test_undisturbed", text, re.MULTILINE))
+    plain = len(re.findall(r"^SUBFAILED\[number", text, re.MULTILINE))
     skewed = len(re.findall(r"^SUBFAILED\[skew", text, re.MULTILINE))
     sections = re.split(r"^_{3,} (?=.*_{3,}$)", text, flags=re.MULTILINE)
     named = sum(
@@ -107,14 +195,17 @@ def run(race: Race | None) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Print the table of these races, of all by default."""
-    print("| race | plain runs that fail, of 10 | under skew, of 10 | of these, named with its line |")
+    """Print the table of the races and engines with one of these words in their names, of all by default."""
+    print("| race | plain runs that fail, of 20 | under skew, of 20 | of these, named with its line |")
     print("|---|---|---|---|")
-    if not names:
-        print(f"| none | {run(None)} |", flush=True)
-    for name, race in RACES.items():
-        if not names or name in names:
-            print(f"| {name} | {run(race)} |", flush=True)
+    rows: dict[str, tuple[Race | None, str]] = {
+        "none": (None, "FULL_SHARD"),
+        **{name: (race, race.training) for name, race in RACES.items()},
+        **{f"none, {engine}": (None, engine) for engine in ENGINES},
+    }
+    for name, row in rows.items():
+        if not names or any(word in name for word in names):
+            print(f"| {name} | {run(*row)} |", flush=True)
 
 
 if __name__ == "__main__":

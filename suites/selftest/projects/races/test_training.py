@@ -1,60 +1,92 @@
 """Trainings whose result is known, as a race in the engine would change it; for `benchmarks/races.py`."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from harness.engine import FullyShardedDataParallel, ShardedGradScaler, ShardingStrategy, always_wrap_policy
+from harness.conformance import Precision, ShardSpec
+from harness.conformance.registry import find
 
 pytestmark = pytest.mark.ranks(2)
-TRIES = 10
-STRATEGIES = {name: ShardingStrategy[name] for name in ("FULL_SHARD", "NO_SHARD")}
+TRIES = 20
+WIDTH, BATCH = 256, 128
+LOW = torch.bfloat16
+UNITS = {"units": ("0", "1", "2", "3"), "use_orig_params": False}
+OURS = {**UNITS, "forward_prefetch": True, "sync_module_states": True}
+TRAININGS = {
+    "FULL_SHARD": ("lockstep", ShardSpec(**OURS)),
+    "NO_SHARD": ("lockstep", ShardSpec("NO_SHARD", **OURS)),
+    "low_precision": ("lockstep", ShardSpec(precision=Precision(LOW), **OURS)),
+    "low_replicas": ("lockstep", ShardSpec("NO_SHARD", precision=Precision(reduce_dtype=LOW), **OURS)),
+    "torch-fsdp1": ("torch-fsdp1", ShardSpec(**UNITS, forward_prefetch=True)),
+    "torch-fsdp2": ("torch-fsdp2", ShardSpec(**UNITS)),
+    "torch-ddp": ("torch-ddp", ShardSpec("NO_SHARD", **UNITS, sync_module_states=True)),
+}
 
 
-def training(world, strategy):
-    """Train a model in both ways: the parameters must be the same, and so must those of all ranks."""
+def prepared(x):
+    """Return `x` after work without parameters, whose backward comes after that of all units."""
+    for _ in range(6):
+        x = torch.tanh(x @ torch.full((WIDTH, WIDTH), 1 / WIDTH) + x)
+    return x
+
+
+def bare():
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    reference = copy.deepcopy(model)
-    if world.rank:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def batches():
+    return torch.randn(2, 2, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def learned():
+    """Return the norms, and then the parameters, that the model has without an engine."""
+    model, found = bare(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for both in batches():
+        model(prepared(both.reshape(-1, WIDTH))).square().mean().backward()
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(parameter.detach() for parameter in model.parameters())]
+
+
+def training(world, name, learned):
+    """Train the same by an engine: norms and parameters must be the same."""
+    engine_name, spec = TRAININGS[name]
+    engine = find(engine_name)
+    low = spec.precision is not None and (spec.precision.param_dtype or spec.precision.reduce_dtype)
+    close = {"atol": 0.02, "rtol": 0.05} if low else {"atol": 1e-5, "rtol": 1e-4}
+    model = bare()
+    if spec.sync_module_states and world.rank:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)  # rank 0 sends its own
-    model = FullyShardedDataParallel(
-        model, sharding_strategy=strategy, auto_wrap_policy=always_wrap_policy, sync_module_states=True
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    scaler = ShardedGradScaler(init_scale=8.0, growth_interval=1000)
-    everyone = torch.randn(3, 2, 8, 64)
-    for number, both in enumerate(everyone):
-        scaler.scale(model(both[world.rank]).square().mean()).backward()
+    model = engine.shard(model, spec)
+    optimizer = engine.optimizer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    scaler = engine.grad_scaler(model, init_scale=8.0, growth_interval=1000)
+    found = []
+    for both in batches():
+        loss = model(prepared(both[world.rank].requires_grad_())).float().square().mean()
+        engine.backward(model, scaler.scale(loss))
         scaler.unscale_(optimizer)
-        norm = model.clip_grad_norm_(0.5, float("inf") if number == 1 else 2.0)
+        found.append(engine.clip_grad_norm_(model, 0.5).reshape(()).float())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        reference(both.reshape(-1, 64)).square().mean().backward()
-        kind = float("inf") if number == 1 else 2.0
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, kind)
-        plain.step()
-        plain.zero_grad()
-        torch.testing.assert_close(norm.reshape(()).float(), expected)
-    with FullyShardedDataParallel.summon_full_params(model):
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.reshape(-1), theirs.reshape(-1))
-    dist.barrier()
+    found += engine.full_parameters(model).values()
+    for ours, expected in zip(found, learned, strict=True):
+        torch.testing.assert_close(ours, expected, **close)
+    world.barrier()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("number", range(TRIES))
-def test_undisturbed(world, strategy, number):
-    training(world, STRATEGIES[strategy])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_undisturbed(world, run_subtests, learned, name):
+    run_subtests({"number": list(range(TRIES))}, lambda number: training(world, name, learned))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.skew(seeds=TRIES)
-def test_skewed(world, strategy):
-    training(world, STRATEGIES[strategy])
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.skew(seeds=TRIES, milliseconds=1)
+def test_skewed(world, learned, name):
+    training(world, name, learned)
