@@ -11,8 +11,10 @@ pytestmark = pytest.mark.ranks(2)
 def test_race(world):
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
-    tensor.sum()
-    work.wait()
+    try:
+        tensor.sum()
+    finally:
+        work.wait()  # what is in flight on gloo when its group is aborted may keep the next case from it
 
 
 def test_the_same_race_undisturbed(world):
