@@ -13,6 +13,7 @@ suites/selftest takes part.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -335,7 +336,9 @@ def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[C
         source = (base.engine / injection.file).read_text()
         assert source.count(injection.before) == 1, f"{name}: {injection.before!r}"
         first = source[: source.index(injection.before)].count("\n") + 1
-        lines = range(first, first + injection.before.count("\n") + 1)
+        functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+        inside = any(n.lineno <= first <= (n.end_lineno or 0) for n in functions)
+        lines = range(first, first + injection.before.count("\n") + 1) if inside else ()
         near = in_order(claims, injection.file, lines)
         return run(base, [(injection.file, injection.apply(source))], near, arguments.limit)
 

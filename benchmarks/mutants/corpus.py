@@ -98,7 +98,7 @@ CORPUS = {
         "                full[span] +=",
     ),
     "DeepSpeed#7985: microbatches leak into the next step": Injection(
-        "gradients.py", "self._unsynced, self._synced = False, {}", "self._unsynced = False"
+        "gradients.py", "self._unsynced, self._synced = False, {}", "self._synced = {}"
     ),
     "DeepSpeed#7985, composable": Injection("gradients.py", FILLED, "flat += self._accumulated"),
     "accelerate#3762: no_sync reduces": Injection("root.py", "        if not sync:", "        if False:"),

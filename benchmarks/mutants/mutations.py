@@ -223,7 +223,7 @@ class Finder(ast.NodeVisitor):
     def operator(self, node: ast.expr, left: ast.expr, kind: ast.AST, right: ast.expr) -> None:
         if type(kind) in SYMBOLS:
             symbol, other = SYMBOLS[type(kind)]
-            (start, after), (before, stop) = self.span(left), self.span(right)
+            (start, stop), (_, after), (before, _) = map(self.span, (node, left, right))
             between = self.source[after:before].replace(symbol, other)
             self.add(node, "operator", self.source[start:after] + between + self.source[before:stop])
 

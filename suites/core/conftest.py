@@ -2,6 +2,8 @@
 
 import pytest
 
+from lockstep.conformance import Capability, require
+
 
 class StateDicts:
     """Saves and loads by the front; `kind` is FULL, SHARDED or LOCAL, `rank0` leaves it to rank 0."""
@@ -57,5 +59,6 @@ class StateDicts:
 
 @pytest.fixture
 def states(engine):
-    """The engine's state dicts by type, see `StateDicts`."""
+    """The engine's state dicts by type, see `StateDicts`; most of the models have a 0-dim parameter."""
+    require(engine, Capability.STATE_DICTS, Capability.SCALARS)
     return StateDicts(engine.state_dicts)

@@ -89,6 +89,17 @@ def test_sharded_state_is_chunked_like_torch_chunk(world, engine, states, use_or
     assert {name for name, t in sharded["model"].items() if not isinstance(t, DTensor)} == {"offset", "count"}
 
 
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_sharded_state_of_any_number_of_rows_is_chunked(world, engine, states, rows):
+    """As torch.chunk does, which leaves less to the last ranks than an even division would."""
+    bare = nn.Linear(3, rows).to(world.device)
+    full = bare.weight.detach().clone()
+    model = engine.shard(bare, ShardSpec(device=world.device))
+    chunks = full.chunk(world.size)
+    chunk = chunks[world.rank] if world.rank < len(chunks) else full[:0]
+    assert torch.equal(states.model(model, "SHARDED")["weight"].to_local(), chunk)
+
+
 def test_sharded_state_of_what_is_whole_is_replicated(world, engine, states):
     state = states.model(Training(engine, world, 0, strategy="NO_SHARD").model, "SHARDED")
     assert state["first.weight"].placements == (Replicate(),)

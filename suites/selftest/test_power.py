@@ -1,0 +1,75 @@
+"""The mutants and bugs of `benchmarks/power.py` still are edits of the engine as it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PROJECT = Path(__file__).parents[2]
+MUTANTS, ENGINE = PROJECT / "benchmarks" / "mutants", PROJECT / "harness" / "engine"
+
+
+def loaded(name: str, monkeypatch: Any) -> ModuleType:
+    """Return a module of the folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"mutants_{name}", MUTANTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_bug_of_the_corpus_is_an_edit_of_the_engine(monkeypatch: Any) -> None:
+    for name, injection in loaded("corpus", monkeypatch).CORPUS.items():
+        source = (ENGINE / injection.file).read_text()
+        assert source.count(injection.before) == 1, name
+        ast.parse(injection.apply(source))
+
+
+def test_each_equivalent_is_a_mutant_of_the_engine(monkeypatch: Any) -> None:
+    mutants_of = loaded("mutations", monkeypatch).mutants_of
+    entries = tomllib.loads((MUTANTS / "equivalent.toml").read_text())["equivalent"]
+    assert entries
+    found = {
+        mutant.key
+        for file in {entry["file"] for entry in entries}
+        for mutant in mutants_of(file, (ENGINE / file).read_text())
+    }
+    assert {tuple(e[k] for k in ("file", "function", "before", "after")) for e in entries} <= found
+
+
+SAMPLE = '''
+def mean(values: list[int | None], scale: float = 1.0) -> float:
+    """Return it."""
+    if not values and scale > 2:
+        raise ValueError(f"{len(values) + 1}")
+    work.wait()
+    return total.detach() / (len(values) * 2)
+'''
+
+
+def test_mutants_are_of_what_runs_and_not_of_types_or_messages(monkeypatch: Any) -> None:
+    found = [(m.before, m.after) for m in loaded("mutations", monkeypatch).mutants_of("mean.py", SAMPLE)]
+    assert ("work.wait()", "pass") in found
+    condition = "if not values and scale > 2:"
+    for other in (
+        "if True:",
+        "if False:",
+        "if ((not values) or (scale > 2)):",
+        "if (values) and scale > 2:",
+        "if not values and scale >= 2:",
+        "if not values and scale > 3:",
+    ):
+        assert (condition, other) in found
+    result = "return total.detach() / (len(values) * 2)"
+    assert (result, "return total / (len(values) * 2)") in found
+    assert (result, "return total.detach() * (len(values) * 2)") in found
+    assert not any("raise" in before or '"""' in before for before, _ in found)
+    signature = [after for before, after in found if before.startswith("def ")]
+    assert signature == ["def mean(values: list[int | None], scale: float = 2.0) -> float:"]
