@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.protocol import Finished, RankSpec
+from harness.protocol import Finished
+from harness.specification import RankSpec
 
 # A rank's part, a cache line of 64-bit words: how its last item of an even number ended, how that of an odd
 # number did, phases of the current item that are over, size of the log when that item began.

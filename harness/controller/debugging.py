@@ -18,7 +18,7 @@ import pytest
 
 from harness.controller.pytest_internals import uncaptured_streams
 from harness.launch.terminal import Terminal
-from harness.protocol import WorldKey
+from harness.specification import WorldKey
 from harness.world.world import World
 
 

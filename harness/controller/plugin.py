@@ -44,9 +44,10 @@ from harness.hosts.launchers import refuse_launcher
 from harness.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
 from harness.options import adopted_kinds
 from harness.output import shows_live
-from harness.protocol import HOSTS, RunItem, Search, WorldKey
+from harness.protocol import RunItem, Search
 from harness.reporting.differences import pass_on_warnings
 from harness.reporting.merge import merge
+from harness.specification import HOSTS, WorldKey
 from harness.timeline import TIMELINES
 from harness.world.item_run import ItemRun
 from harness.world.outcome import ItemOutcome

@@ -21,8 +21,8 @@ from harness.controller.unsupported import refuse_fixtures
 from harness.fake_ranks import PLACE, FakeRank, places
 from harness.marker import MarkError, RanksMark, read_mark
 from harness.options import DEFAULTS, adopted_kinds, default_backend
-from harness.protocol import HOSTS, Spread, WorldKey
 from harness.pytest_internals import fixtures_below
+from harness.specification import HOSTS, Spread, WorldKey
 from harness.stages import find_stage
 from harness.subtests import parse_selection
 

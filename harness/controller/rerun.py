@@ -14,7 +14,7 @@ import pytest
 
 from harness.controller.pytest_internals import option_groups
 from harness.options import DEFAULTS
-from harness.protocol import HOSTS
+from harness.specification import HOSTS
 
 _PYTEST_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
 

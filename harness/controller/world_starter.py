@@ -25,7 +25,7 @@ from harness.exceptions import LaunchError
 from harness.launch.limits import explain
 from harness.launch.processes import Launcher
 from harness.output import OutputDirectory
-from harness.protocol import SessionSpec, WorldKey
+from harness.specification import SessionSpec, WorldKey
 from harness.world.world import World
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from harness.hosts.wire import be_patient, listen, prove
 from harness.launch.limits import explain
 from harness.launch.processes import ProcessLauncher, RankProcess
 from harness.place import moved_path
-from harness.protocol import HOSTS, RankSpec
+from harness.specification import HOSTS, RankSpec
 from harness.standing import create_standing, read_line
 
 ATTACH_WITHIN = 10.0

@@ -35,7 +35,7 @@ from harness.hosts.invitation import (
 from harness.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of, without_launcher
 from harness.hosts.meeting import Comer, Meeting, Way, versions
 from harness.hosts.roster import HostInfo, this_host
-from harness.protocol import HOSTS
+from harness.specification import HOSTS
 from lockstep.names import package
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from harness.launch.processes import RankProgram
 from harness.place import Moved
-from harness.protocol import RankSpec
+from harness.specification import RankSpec
 
 KEPT = "kept"
 """Suffix of the folder in which a rank keeps its output for `--rank-output-dir`."""

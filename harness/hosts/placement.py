@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.hosts.roster import HostInfo, read_roster
-from harness.protocol import Spread
+from harness.specification import Spread
 
 
 def spread_of(size: int, on: int | None, *, needs_gpus: bool, per_host: int | None) -> Spread | str:

@@ -37,7 +37,7 @@ from harness.hosts.roster import HostInfo, Roster, read_roster
 from harness.hosts.wire import be_patient, connect
 from harness.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
 from harness.place import Place
-from harness.protocol import HOSTS, RankSpec, Spread, WorldKey
+from harness.specification import HOSTS, RankSpec, Spread, WorldKey
 from harness.standing import write_line
 
 ANSWER_WITHIN = 30.0

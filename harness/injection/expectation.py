@@ -11,7 +11,14 @@ from typing import Protocol, Self
 import pytest
 import torch.distributed as dist
 
-from harness.protocol import BROKEN_CONNECTION, Agreed, Expects, Happened, Struck, Vote
+from harness.protocol import (
+    BROKEN_CONNECTION,
+    Agreed,
+    Expects,
+    Happened,
+    Struck,
+    Vote,
+)
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

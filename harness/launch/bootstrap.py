@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 from harness.launch.limits import explain
 from harness.launch.multiprocessing_internals import close_server_pipe, forget_start_method
 from harness.launch.terminal import SentTerminal
-from harness.protocol import RankSpec, StartFailed
+from harness.protocol import StartFailed
+from harness.specification import RankSpec
 
 if TYPE_CHECKING:
     from harness.launch.lease_store import LeaseShare

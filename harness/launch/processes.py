@@ -39,7 +39,7 @@ from harness.launch.multiprocessing_internals import (
 from harness.launch.terminal import Terminal
 from harness.place import Moved
 from harness.process_tree import children_of, end, with_descendants
-from harness.protocol import RankSpec, WorldKey
+from harness.specification import RankSpec, WorldKey
 
 
 class ChildProcess:

@@ -12,7 +12,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from harness.protocol import RankSpec, RunningExample, Vote
+from harness.protocol import RunningExample, Vote
+from harness.specification import RankSpec
 
 EXAMPLE = "example "
 """Prefix of the case of an example; cases of `run_subtests` read `key=value`."""

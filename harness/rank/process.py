@@ -28,7 +28,6 @@ from harness.protocol import (
     FromRank,
     Interrupt,
     Probe,
-    RankSpec,
     Ready,
     RunItem,
     StartFailed,
@@ -47,6 +46,7 @@ from harness.rank.state import CrashReports, RankState
 from harness.rank.status import WIRE_THREAD, Activity, StatusReader
 from harness.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
 from harness.rank.world_fixture import RankWorld
+from harness.specification import RankSpec
 from harness.standing import Standing
 
 ABORT_AFTER = 1.0

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from harness.backends import BACKENDS, backends_of, uses
 from harness.fake_ranks import FakeRank
-from harness.protocol import RankSpec
 from harness.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,
@@ -28,6 +27,7 @@ from harness.rank.torch_internals import (
     set_default_store,
     take_groups,
 )
+from harness.specification import RankSpec
 from lockstep.names import loaded
 
 if TYPE_CHECKING:

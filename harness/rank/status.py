@@ -17,7 +17,14 @@ import pluggy
 
 import harness.properties
 from harness.process_tree import children_of
-from harness.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
+from harness.protocol import (
+    FlightRecord,
+    Issued,
+    Probe,
+    Progress,
+    RankStatus,
+    State,
+)
 from harness.rank import pytest_internals
 from harness.rank.flight_record import issued_since, keep_stack, read_record
 from harness.rank.process_group import DefaultGroup

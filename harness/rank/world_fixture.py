@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.backends import uses
 from harness.fake_ranks import FakeRank
-from harness.protocol import RankSpec
+from harness.specification import RankSpec
 
 T = TypeVar("T")
 

@@ -16,7 +16,15 @@ from typing import Any
 from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from harness.place import Moved
-from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
+from harness.protocol import (
+    Finished,
+    FlightRecord,
+    RankStatus,
+    RunningExample,
+    Struck,
+    Vote,
+    Warned,
+)
 from harness.standing import all_go_on
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis

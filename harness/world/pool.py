@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from harness.exceptions import WorldError
-from harness.protocol import WorldKey
+from harness.specification import WorldKey
 from harness.world.world import World
 
 MOST_WARM = 4

@@ -20,13 +20,11 @@ from harness.protocol import (
     Close,
     Finished,
     Interrupt,
-    RankSpec,
     Ready,
-    SessionSpec,
     StartFailed,
     Warned,
-    WorldKey,
 )
+from harness.specification import RankSpec, SessionSpec, WorldKey
 from harness.standing import create_standing
 from harness.world.diagnosis import place_of
 from harness.world.handle import RankHandle, receive, request_statuses

@@ -16,7 +16,7 @@ from harness.hosts.placement import spread_of
 from harness.hosts.roster import HostInfo, Roster, write_roster
 from harness.hosts.wire import connect, listen, prove
 from harness.place import Place
-from harness.protocol import HOSTS
+from harness.specification import HOSTS
 
 FIRST = HostInfo("a", "127.0.0.1", cpus=4, gpus=("0", "1"))
 ROSTER = Roster(b"secret", (FIRST, replace(FIRST, name="b")), {})

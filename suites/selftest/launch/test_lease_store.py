@@ -22,7 +22,7 @@ from harness.launch import lease_store
 from harness.launch import leases as leases_module
 from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
 from harness.launch.leases import Lease, Leases
-from harness.protocol import RankSpec, SessionSpec, WorldKey
+from harness.specification import RankSpec, SessionSpec, WorldKey
 from suites.selftest.project import PROJECTS, wait_for
 
 # One line for all

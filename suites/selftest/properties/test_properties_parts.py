@@ -23,15 +23,13 @@ from harness.properties.plugin import Properties
 from harness.protocol import (
     CrashedExample,
     Finished,
-    RankSpec,
     RankStatus,
     RunItem,
     RunningExample,
     Search,
-    SessionSpec,
-    WorldKey,
 )
 from harness.rank.world_fixture import RankWorld
+from harness.specification import RankSpec, SessionSpec, WorldKey
 from harness.world.diagnosis import Diagnosis
 from harness.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from harness.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus
+from harness.protocol import (
+    DEFAULT_GROUP,
+    Issued,
+    Progress,
+    RankStatus,
+)
 from harness.world.glance import Places
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from harness.launch.processes import ChildProcess, RankProcess
-from harness.protocol import Probe, RankSpec, SessionSpec, WorldKey
+from harness.protocol import Probe
+from harness.specification import RankSpec, SessionSpec, WorldKey
 from harness.world import handle as module
 from harness.world.handle import RankHandle
 from harness.world.outcome import Died

@@ -1,0 +1,94 @@
+"""The specification of a rank: the kind of its world, the controller's session, and its own part.
+
+Both sides import this; standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from harness.place import Place
+
+HOSTS = "LOCKSTEP_HOSTS"
+"""The environment variable that names the file of `harness.hosts.roster`, in a run on several hosts."""
+
+Spread = tuple[tuple[int, int], ...]
+"""Numbers of hosts, each with that of its ranks there, in rank order; empty for the controller's alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldKey:
+    """The properties that make two worlds interchangeable between tests."""
+
+    size: int
+    backend: str
+    device: str
+    has_group: bool = True
+    """Whether its ranks join a default process group; tests make their own otherwise."""
+    spread: Spread = ()
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        ranks += f" on {len(self.spread)} hosts" if len(self.spread) > 1 else ""
+        group = "" if self.has_group else ", without a group"
+        return f"{ranks} ({self.backend}, {self.device}{group})"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """The controller's pytest session, as far as a rank has to repeat it."""
+
+    args: tuple[str, ...]
+    cwd: str
+    argv: tuple[str, ...]
+    sys_path: tuple[str, ...]
+    environ: dict[str, str]
+    workerinput: dict[str, Any]
+    measures: bool
+    """Whether pytest-cov does in the controller."""
+    debugged_rank: int | None
+    """Of `--rank-pdb` or `--rank-debugpy`."""
+    captures: bool
+    """False under `-s` and `--capture=tee-sys`: the ranks write where the controller writes."""
+    debugpy_port: int = 0
+    """Of `--rank-debugpy`, where an IDE attaches to the debugged rank; 0 without that option."""
+    output_directory: str = ""
+    """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
+
+
+RankFile = Literal["log", "captured", "running", "stacks"]
+"""Of a rank: its output outside of pytest's capture; the directory of the files that pytest captures in; the
+running example of a property test, if it dies; stacks by faulthandler, if it holds the GIL."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Everything a new process needs to become one rank of a world."""
+
+    rank: int
+    key: WorldKey
+    session: SessionSpec
+    seed: int
+    directory: str
+    """Private directory (mode 0700) of the world: stores, logs, stacks."""
+    basetemp: str
+    lease: str | None = None
+    """What the world has leased of the machine: the path of its files in the store, without suffix."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that the world has leased, as CUDA_VISIBLE_DEVICES has them; empty on CPUs."""
+    port: int = 0
+    """MASTER_PORT of the ranks."""
+    place: Place | None = None
+    """Where it runs, in a run on several hosts."""
+
+    @property
+    def gpu(self) -> int | None:
+        """The rank's GPU, counted among those of the world, which are all that it sees; None on CPUs."""
+        rank = self.rank if self.place is None else self.place.local_rank
+        return rank % len(self.gpus) if self.gpus else None
+
+    def path_of(self, file: RankFile) -> str:
+        """Return the path of a file of this rank."""
+        return f"{self.directory}/rank-{self.rank}.{file}"
