@@ -45,6 +45,7 @@ _TORCH_PROCESSES = (
 _INFRASTRUCTURE = {
     "InductorSubproc",  # reads what torch's compile worker answers
     "TMonitor",  # tqdm's, one for all progress bars
+    "destroys-groups",  # ours, of a group of gloo that never ends
 }
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from harness.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,
     fake_store,
+    process_groups,
     set_default_store,
     take_groups,
 )
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+_DESTROYED_WITHIN = 1.0
+"""Seconds; what is in flight fails at once, as its connections are closed."""
 MAX_RECORDED = 256
 """Collectives that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
 
@@ -245,8 +249,15 @@ class DefaultGroup:
             self._destroy()
 
     def _destroy(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            return
+        groups = process_groups()
+        dist.destroy_process_group()
+        # The destructor of a group of gloo waits for its collectives. One whose connection was closed just as it
+        # began to send never ends: `UnboundBuffer::waitSend`, seen in torch 2.13 in one of about 20 such cases.
+        destructor = threading.Thread(target=groups.clear, name="destroys-groups", daemon=True)
+        destructor.start()
+        destructor.join(_DESTROYED_WITHIN)
 
 
 def _do_not_preempt() -> None:
