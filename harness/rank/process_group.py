@@ -253,8 +253,8 @@ class DefaultGroup:
             return
         groups = process_groups()
         dist.destroy_process_group()
-        # The destructor of a group of gloo waits for its collectives. One whose connection was closed just as it
-        # began to send never ends: `UnboundBuffer::waitSend`, seen in torch 2.13 in one of about 20 such cases.
+        # The destructor of a group of gloo waits for its collectives. One whose connection was closed just as
+        # it began to send never ends: `UnboundBuffer::waitSend`, seen in torch 2.13, once in about 20 cases.
         destructor = threading.Thread(target=groups.clear, name="destroys-groups", daemon=True)
         destructor.start()
         destructor.join(_DESTROYED_WITHIN)
