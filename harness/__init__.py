@@ -15,6 +15,7 @@ from lockstep.names import lazy_exports, share
 if TYPE_CHECKING:
     from harness.exceptions import InjectedFault, PeerFailed, RankLeakWarning, RankStateWarning
     from harness.injection.faults import Fault
+    from harness.injection.search import schedules
     from harness.rank.world_fixture import RankWorld
     from harness.recorders import CollectivesLog, ForwardDtypes
     from harness.stages import stage
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "harness.exceptions": ("InjectedFault", "PeerFailed", "RankLeakWarning", "RankStateWarning"),
     "harness.injection.faults": ("Fault",),
+    "harness.injection.search": ("schedules",),
     "harness.rank.world_fixture": ("RankWorld",),
     "harness.recorders": ("CollectivesLog", "ForwardDtypes"),
     "harness.stages": ("stage",),
@@ -39,6 +41,7 @@ __all__ = [
     "RankStateWarning",
     "RankWorld",
     "RunSubtests",
+    "schedules",
     "stage",
 ]
 

@@ -71,9 +71,9 @@ def collectives() -> Iterator[CollectivesLog]:
         yield log
 
 
-@pytest.fixture
-def faults(request: pytest.FixtureRequest) -> Iterator[Faults]:
+@pytest.fixture(scope="session")  # Hypothesis refuses those of functions; `ItemGuards` ends what tests inject
+def faults(request: pytest.FixtureRequest) -> Faults:
     """Faults at a rank's collectives: delay, fail, kill, stop, hang, corrupt, drop; and expecting them."""
-    from harness.injection.injector import injecting
+    from harness.injection.injector import faults_of
 
-    yield from injecting(session_of(request))
+    return faults_of(session_of(request))

@@ -347,6 +347,11 @@ class Struck:
     """Wall-clock time."""
 
 
+@dataclass(frozen=True, slots=True)
+class NewExample:
+    """The rank begins another example of a property test; faults that have struck it are not of that."""
+
+
 DebuggerState = Literal["prompts", "runs", "left", "quits"]
 """It waits for the user; it runs the test on by lines; it is closed; it was quit, and with it the run."""
 
@@ -414,6 +419,7 @@ FromRank = (
     | Progress
     | Expects
     | Struck
+    | NewExample
     | Debugger
     | Finished
 )

@@ -23,8 +23,8 @@ Kind = Literal["delay", "fail", "kill", "stop", "hang", "corrupt", "drop"]
 ANY = "any"
 """Stands for every operation in the place of one."""
 
-# Of these the collective itself is the target; of the others the moment before or after it.
-_OF_OPERATION = ("corrupt", "drop")
+OF_OPERATION = ("corrupt", "drop")
+"""Kinds of which the collective itself is the target; of the others it is the moment before or after it."""
 _COALESCED = "_coalesced"
 
 
@@ -74,7 +74,7 @@ class Fault:
         if self.kind not in get_args(Kind):
             return f"the kinds of faults are {', '.join(get_args(Kind))}"
         given = [name for name in ("before", "after", "op") if getattr(self, name) is not None]
-        allowed = ("op",) if self.kind in _OF_OPERATION else ("before", "after")
+        allowed = ("op",) if self.kind in OF_OPERATION else ("before", "after")
         if wrong := [name for name in given if name not in allowed]:
             return f"write {' or '.join(f'{name}=' for name in allowed)} in the place of {wrong[0]}="
         if len(given) > 1:
@@ -171,6 +171,9 @@ class Fault:
                 continue
             texts.append(f"{field.name}={_literal(value)}")
         return f"faults.{self.kind}({', '.join(texts)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis, whose reports show examples, would list all fields
 
 
 def _is_number(value: object) -> bool:

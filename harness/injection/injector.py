@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self, TypedDict, Unpack
@@ -22,7 +22,7 @@ from harness.injection.expectation import WITHIN, Expectation, ExpectingRank
 from harness.injection.faults import Fault, corrupt
 from harness.injection.torch_internals import without_modes
 from harness.injection.work import Watched
-from harness.protocol import Struck
+from harness.protocol import NewExample, Struck
 from harness.recorders.collectives import Collective
 
 __tracebackhide__ = True  # under pytest a failure points to the call
@@ -42,11 +42,19 @@ class World(Protocol):
     def backend(self) -> str: ...
 
 
+class FaultyRank(ExpectingRank, Protocol):
+    """The part of a rank that the fixture needs."""
+
+    faults: Faults | None
+
+    def post(self, message: NewExample) -> None: ...
+
+
 class Session(Protocol):
     """The part of a rank's session that faults need."""
 
     @property
-    def rank(self) -> ExpectingRank: ...
+    def rank(self) -> FaultyRank: ...
     @property
     def world(self) -> World: ...
 
@@ -78,11 +86,12 @@ class Faults:
     test on that rank.
     """
 
-    def __init__(self, rank: ExpectingRank, world: World) -> None:
+    def __init__(self, rank: FaultyRank, world: World) -> None:
         self._rank, self._world = rank, world
         self._armed: list[Armed] = []
         self._lock = threading.Lock()
         self._layer = ExitStack()
+        self._has_struck = False
 
     def delay(self, seconds: float, **match: Unpack[Moment]) -> Injection:
         """Let a rank wait before or after a collective."""
@@ -132,7 +141,7 @@ class Faults:
         own = [Armed(each, required) for each in faults if each.rank in (None, self._world.rank)]
         if own and not self._armed:
             self._layer.enter_context(INTERCEPTION.layer(self._run))
-        self._armed += own
+        self._armed = [*self._armed, *own]
         return Injection(self, own)
 
     def expect(self, text: str, within: float = WITHIN) -> Expectation:
@@ -160,6 +169,22 @@ class Faults:
     def end(self) -> None:
         """Inject nothing any more."""
         self.disarm(self._armed)
+
+    @contextmanager
+    def example(self) -> Iterator[None]:
+        """Let an example of a property test have its own faults, which end with it."""
+        before = self._armed
+        if self._has_struck:
+            self._has_struck = False
+            self._rank.post(NewExample())
+        try:
+            yield
+            check(self._since(before), self._world.rank, pytrace=True)  # with the example
+        finally:
+            self.disarm(self._since(before))
+
+    def _since(self, before: Sequence[Armed]) -> list[Armed]:
+        return [each for each in self._armed if each not in before]
 
     @property
     def rank(self) -> int:
@@ -195,7 +220,7 @@ class Faults:
 
     def _strike(self, armed: Armed, call: Call) -> None:
         fault = armed.fault
-        armed.has_struck = True
+        armed.has_struck = self._has_struck = True
         title, line = call.title(fault.nth), caller()
         place = "" if line == NO_CODE else f" at {line}"
         self._rank.send(Struck(f"rank {self._world.rank} {fault.what()} {title}{place}", time.time()))
@@ -224,15 +249,12 @@ def injected_hang() -> None:
         lock.acquire()  # a signal's handler may raise here
 
 
-def injecting(session: Session) -> Iterator[Faults]:
-    """Yield the value of the fixture `faults`; end then what a test has injected by it."""
+def faults_of(session: Session) -> Faults:
+    """Return the value of the fixture `faults`. Who runs items ends what each has injected."""
     if session.world.backend == "fake":
         pytest.fail("the fixture `faults` has nothing to disturb in a fake world", pytrace=False)
-    faults = Faults(session.rank, session.world)
-    try:
-        yield faults
-    finally:
-        faults.end()
+    session.rank.faults = Faults(session.rank, session.world)
+    return session.rank.faults
 
 
 class Armed:
@@ -273,10 +295,10 @@ class Armed:
         return f"{self.fault!r} never struck: {why}; since it was injected, rank {rank} {ran}"
 
 
-def check(armed: Sequence[Armed], rank: int) -> None:
+def check(armed: Sequence[Armed], rank: int, pytrace: bool = False) -> None:
     """Fail the test if one of these faults never struck."""
     if misses := [text for each in armed if (text := each.miss(rank))]:
-        pytest.fail("\n".join(misses), pytrace=False)
+        pytest.fail("\n".join(misses), pytrace)
 
 
 class Injection:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from harness.exceptions import PeerFailed
@@ -61,6 +63,18 @@ class Examples:
         self._began = 0.0
         self._continues = True
         self._hung = 0.0
+
+    def wrap_body(self, test: Callable[..., object]) -> Callable[..., object]:
+        """Return the body of a property, with whose end the faults that it has injected end."""
+
+        @functools.wraps(test)
+        def body(*args: Any, **kwargs: Any) -> object:
+            __tracebackhide__ = True
+            faults = self._rank.faults
+            with contextlib.nullcontext() if faults is None else faults.example():
+                return test(*args, **kwargs)
+
+        return body
 
     def begin_item(self, search: Search) -> None:
         """Start a test in which ranks keep in step."""

@@ -30,7 +30,7 @@ __hypothesistracebackhide__ = True  # frames of ours do not belong into a failur
 _DEFAULT_DEADLINE = timedelta(milliseconds=200)
 """Hypothesis's own. It does not fit ranks, which wait for each other, and connect again after a failure."""
 
-_FOLDERS = [str(Path(__file__).parents[1] / room) for room in ("properties", "rank")]
+_FOLDERS = [str(Path(__file__).parents[1] / room) for room in ("properties", "rank", "injection")]
 
 
 def keep_in_step(examples: Examples) -> None:
@@ -73,7 +73,7 @@ class _Execution(internals.PropertyExecution):
             super().__init__(stuff, test, given, random, wrapped_test, **options)
             return
         super().__init__(stuff, test, self._adapt(given), random, wrapped_test, **options)
-        self.test = self._examples.crash_guard.wrap_body(test)
+        self.test = self._examples.crash_guard.wrap_body(self._examples.wrap_body(test))
         self.test_runner = partial(self._examples.run, self.test_runner)
         facts = {
             "seed": str(internals.explicit_seed(wrapped_test)),

@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import struct
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -92,11 +93,19 @@ class GroupState:
     groups: int
 
 
+class FaultsOfRank(Protocol):
+    """The faults that tests inject, as far as property tests need them."""
+
+    def example(self) -> AbstractContextManager[None]: ...
+
+
 class RankInStep(Protocol):
     """The rank that runs a property test, as far as property tests need it."""
 
     @property
     def spec(self) -> RankSpec: ...
+    @property
+    def faults(self) -> FaultsOfRank | None: ...
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]: ...
     def begin_case(self, name: str, count: str = "") -> None: ...
     def groups(self) -> GroupState: ...

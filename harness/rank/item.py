@@ -100,18 +100,17 @@ class ItemGuards:
         runner = pyfuncitem.funcargs.get("run_subtests")
         if isinstance(runner, RunSubtests):
             runner.skip_if_nothing_ran()
-        if (faults := pyfuncitem.funcargs.get("faults")) is not None:
-            from harness.injection.injector import Faults
-
-            if isinstance(faults, Faults):  # and not of a fixture of the project
-                faults.check()
+        if self._rank.faults is not None:
+            self._rank.faults.check()
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         state, *others = self._guards
+        self._end_faults()
         try:
             result = yield
+            self._end_faults()  # those of fixtures that inject them in their tear-down
             self._look([state])  # raises where warnings are errors
         except BaseException:
             # The world will not be used again, so its state may stay; but processes would outlive it.
@@ -139,6 +138,10 @@ class ItemGuards:
                 warnings.warn_explicit(text, guard.warning, *self._place)
         if failure:
             pytest.fail(failure, pytrace=False)
+
+    def _end_faults(self) -> None:
+        if self._rank.faults is not None:
+            self._rank.faults.end()
 
     # Fixtures
 

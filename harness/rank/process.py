@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
@@ -49,6 +49,9 @@ from harness.rank.world_fixture import RankWorld
 from harness.specification import RankSpec
 from harness.standing import Standing
 
+if TYPE_CHECKING:
+    from harness.injection.injector import Faults
+
 ABORT_AFTER = 1.0
 """Seconds after which a rank that rebuilds its world frees those that still wait for it in a collective."""
 LOOK_EVERY = 0.2
@@ -76,6 +79,8 @@ class Rank:
         """Whether a test has left other ranks behind, and may be this rank's last one."""
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
+        self.faults: Faults | None = None
+        """The value of the fixture `faults`, once a test has used it."""
         self.interrupted = False
         """Whether the controller has broken off the run; a KeyboardInterrupt is then no test's own."""
         self._wire = wire

@@ -23,6 +23,7 @@ from harness.protocol import (
     Finished,
     FromRank,
     ItemStarted,
+    NewExample,
     Probe,
     Progress,
     RankStatus,
@@ -241,6 +242,8 @@ class ItemRun:
             case Struck():
                 outcome.struck.append(message)
                 self._expectations.note_strike()
+            case NewExample():
+                outcome.struck.clear()
             case Expects():
                 self._expectations.add(message, self._outcomes)
             case Progress():

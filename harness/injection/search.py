@@ -1,0 +1,65 @@
+"""A Hypothesis strategy of schedules, for property tests. Inside a rank; imports torch and Hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from hypothesis import strategies as st
+
+from harness.injection.faults import ANY, OF_OPERATION, Fault, Kind
+
+__tracebackhide__ = True  # under pytest a failure points to the call
+
+MOST = 4
+"""Faults of one schedule: an order of two threads or ranks that is wrong rarely needs more."""
+MILLISECONDS = (2, 10, 50)
+
+
+def schedules(
+    ranks: int,
+    collectives: int,
+    *,
+    kinds: Sequence[Kind] = ("delay",),
+    milliseconds: Sequence[float] = MILLISECONDS,
+) -> st.SearchStrategy[tuple[Fault, ...]]:
+    """Return a Hypothesis strategy of schedules: up to four faults, each at a collective of its own.
+
+    An example of it is injected by `with faults.inject(*schedule, required=False):`. It shrinks to the fewest
+    faults, and each to an early collective, a low rank, the kind and the delay that come first.
+
+    Args:
+        ranks: of the world; faults are of the ranks 0 to `ranks - 1`.
+        collectives: faults are before the first to this one of a rank, counted from the injection on.
+        kinds: those of `Fault`.
+        milliseconds: how long a rank may wait, the shortest first.
+
+    Raises:
+        ValueError: an argument makes no sense.
+    """
+    if ranks < 1 or collectives < 1:
+        raise ValueError(f"schedules({ranks}, {collectives}): ranks and collectives are 1 or more")
+    if not kinds or (unknown := [kind for kind in kinds if kind not in get_args(Kind)]):
+        wrong = f"kinds={kinds!r}" if not kinds else repr(unknown[0])
+        raise ValueError(f"schedules({wrong}): the kinds of faults are {', '.join(get_args(Kind))}")
+    if not milliseconds or min(milliseconds) <= 0:
+        raise ValueError(f"schedules(milliseconds={milliseconds!r}): one or more, above 0")
+    return _schedules(ranks, collectives, tuple(kinds), tuple(milliseconds))
+
+
+@st.composite
+def _schedules(
+    draw: st.DrawFn, ranks: int, collectives: int, kinds: Sequence[Kind], milliseconds: Sequence[float]
+) -> tuple[Fault, ...]:
+    numbers, of_ranks = st.integers(1, collectives), st.integers(0, ranks - 1)
+    entries = st.tuples(numbers, of_ranks, st.sampled_from(kinds), st.sampled_from(milliseconds))
+    # Two faults in one place are one that lasts longer, or one that hides the other.
+    drawn = draw(st.lists(entries, max_size=MOST, unique_by=lambda entry: entry[:2]))
+    return tuple(_fault(*entry) for entry in drawn)
+
+
+def _fault(nth: int, rank: int, kind: Kind, milliseconds: float) -> Fault:
+    if kind in OF_OPERATION:
+        return Fault(kind, rank=rank, op=ANY, nth=nth)
+    seconds = milliseconds / 1000 if kind == "delay" else 0.0
+    return Fault(kind, rank=rank, before=ANY, nth=nth, seconds=seconds)

@@ -1,0 +1,94 @@
+"""`schedules`: what it draws, what it shrinks to on ranks, and that faults end with their example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import Phase, find, settings
+
+from harness import Fault, schedules
+from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
+
+FILE = PROJECTS / "schedules" / "test_schedules.py"
+QUICK = settings(database=None, derandomize=True, phases=[Phase.generate, Phase.shrink])
+
+
+@pytest.fixture(scope="module")
+def properties(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of properties over schedules."""
+    path = copy_project("schedules", tmp_path_factory.mktemp("schedules"))
+    (path / "pytest.ini").write_text("[pytest]\n")
+    return run_pytest(path, "-p", "no:cacheprovider", "test_schedules.py")
+
+
+def failure(run: Run, name: str) -> str:
+    found = run.case(name).find("failure")
+    assert found is not None, run.output
+    return str(found.text)
+
+
+def test_a_bug_of_order_shrinks_to_one_delay(properties: Run) -> None:
+    text = failure(properties, "test_saved_counts")
+    assert 'schedule=(faults.delay(rank=1, before="any", nth=4, seconds=0.002),),' in text
+    place = f"test_schedules.py:{line_of('self.counts[place] +=', FILE) - 1}"
+    struck = f"rank 1 waits 2 ms before all_reduce #4 (float32[1], 2 ranks) at {place}"
+    assert [line for line in text.splitlines() if "injected by" in line] == [
+        f"injected by the test: {struck}"
+    ]
+
+
+def test_a_fault_ends_with_its_example(properties: Run) -> None:
+    assert properties.outcome("test_no_leak") == "passed", properties.output
+    assert properties.outcome("test_after_it") == "passed", properties.output
+
+
+def test_a_fault_that_never_struck_fails_its_example(properties: Run) -> None:
+    text = failure(properties, "test_never")
+    assert 'faults.fail(before="barrier", nth=1) never struck: no collective has matched' in text
+    assert "number=5," in text
+    assert "injected by the test" not in text  # those that have struck are of other examples
+
+
+def test_a_schedule_has_faults_in_places_of_their_own() -> None:
+    def is_full(schedule: tuple[Fault, ...]) -> bool:
+        places = {(fault.rank, fault.nth) for fault in schedule}
+        assert places <= {(rank, nth) for rank in (0, 1) for nth in (1, 2)}
+        assert len(places) == len(schedule)
+        return len(schedule) == 4
+
+    smallest = find(schedules(2, 2), is_full, settings=QUICK)
+    assert {fault.seconds for fault in smallest} == {0.002}
+
+
+KINDS: dict[Any, str] = {
+    "delay": '(faults.delay(rank=0, before="any", nth=1, seconds=0.005),)',
+    "fail": '(faults.fail(rank=0, before="any", nth=1),)',
+    "kill": '(faults.kill(rank=0, before="any", nth=1),)',
+    "corrupt": '(faults.corrupt(rank=0, op="any", nth=1),)',
+    "drop": '(faults.drop(rank=0, op="any", nth=1),)',
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_has_the_kinds_that_are_asked_for(kind: Any) -> None:
+    strategy = schedules(3, 9, kinds=[kind], milliseconds=[5])
+    assert repr(find(strategy, bool, settings=QUICK)) == KINDS[kind]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "ranks": ({"ranks": 0, "collectives": 3}, "ranks and collectives are 1 or more"),
+    "kinds": (
+        {"ranks": 2, "collectives": 3, "kinds": ["sleep"]},
+        "'sleep'.: the kinds of faults are delay, fail",
+    ),
+    "none": ({"ranks": 2, "collectives": 3, "kinds": []}, "the kinds of faults are delay, fail"),
+    "time": ({"ranks": 2, "collectives": 3, "milliseconds": [0, 5]}, "one or more, above 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_strategy_of_no_schedules_is_refused(name: str) -> None:
+    arguments, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        schedules(**arguments)
