@@ -77,7 +77,8 @@ class Interception:
     def __init__(self) -> None:
         self._layers: list[Layer] = []
         self._stack = ExitStack()
-        self._works: list[dist.Work] = []
+        self._works: list[Watched] = []
+        self._holding: list[Watched] = []
         self._local = threading.local()
 
     @contextmanager
@@ -92,7 +93,12 @@ class Interception:
             self._layers.remove(layer)
             if not self._layers:
                 self._stack.close()
-                self._works.clear()
+
+    def forget(self) -> None:
+        """Let go of all handles, unless there is a layer: C++ code waits for none of them any more."""
+        if not self._layers:
+            self._works.clear()
+            self._holding.clear()
 
     def _install(self) -> None:
         self._stack.enter_context(replaced_kernels(self._run))
@@ -117,12 +123,13 @@ class Interception:
             return work
 
         outermost: Run = run
-        for layer in self._layers:
+        for layer in list(self._layers):  # another thread may remove one
             outermost = _applied(layer, call, outermost)
         work = outermost(call.written, call.read)
         if isinstance(work, Watched):
-            # C++ code holds the C++ half of a handle alone.
+            # C++ code holds the C++ half of a handle alone, and may wait for it after the layers have gone.
             self._works.append(work)
+            self._holding = [each for each in (*self._holding, work) if not each.release()]
         return work
 
 

@@ -169,6 +169,7 @@ class Faults:
     def end(self) -> None:
         """Inject nothing any more."""
         self.disarm(self._armed)
+        INTERCEPTION.forget()
 
     @contextmanager
     def example(self) -> Iterator[None]:

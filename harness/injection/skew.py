@@ -48,6 +48,7 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
     def on(self) -> Iterator[None]:
         """Disturb what runs inside."""
         with ExitStack() as stack:
+            stack.callback(INTERCEPTION.forget)
             stack.enter_context(delayed_callbacks(self._delay_callback))
             stack.enter_context(INTERCEPTION.layer(self._run))
             stack.enter_context(self)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -38,7 +40,9 @@ class Watched(dist.Work):
     ) -> None:
         super().__init__()
         self._work = work
-        self._result = result
+        self._result: list[Tensor] | None = result
+        self._weak: list[TensorWeakRef] = []
+        self._source = -1
         self._over = over
         self._waited = waited
         self._settling = threading.RLock()
@@ -46,8 +50,8 @@ class Watched(dist.Work):
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the collective; its outputs are there then."""
-        if self._work is not None:
-            self._work.wait(timeout)
+        if (work := self._work) is not None:
+            work.wait(timeout)
         self._settle()
         self._waited()
         return True
@@ -60,51 +64,84 @@ class Watched(dist.Work):
             over, self._over = self._over, _nothing  # the tensors that it holds may go
             over()  # another thread that waits for this must not go on before
 
+    def release(self) -> bool:
+        """Let go of the tensors, where a caller has learned that the collective is over; return whether so.
+
+        The handle still answers: C++ code that it was given to, for several tensors, waits once for each.
+        """
+        if not self._settling.acquire(blocking=False):  # a fault may hold up the thread that waits
+            return False
+        try:
+            # On a GPU, a wait orders streams, and another stream may have to wait later.
+            if not self._is_settled or (self._work is not None and not self._work.is_completed()):
+                return False
+            if self._work is not None:
+                with suppress(RuntimeError):  # it has received nothing
+                    self._source = int(self._work._source_rank())
+            self._weak = [TensorWeakRef(each) for each in self._result or ()]
+            self._work = self._result = None
+            return True
+        finally:
+            self._settling.release()
+
     def is_completed(self) -> bool:
         """Return whether the collective is over; if so its outputs are there."""
-        if self._work is not None and not self._work.is_completed():
-            return False
-        if self.is_success():
-            self._settle()
+        if (work := self._work) is not None:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # not `is_success`, which nccl does not have
+            except Exception:  # which `wait` raises to the caller
+                return True
+        self._settle()
         return True
 
     def is_success(self) -> bool:
-        return self._work is None or bool(self._work.is_success())
+        return (work := self._work) is None or bool(work.is_success())
 
     def exception(self) -> Any:
-        return None if self._work is None else self._work.exception()
+        return None if (work := self._work) is None else work.exception()
 
     def synchronize(self) -> None:
-        if self._work is not None:
-            self._work.synchronize()
+        if (work := self._work) is not None:
+            work.synchronize()
         self._settle()
 
     def block_current_stream(self) -> None:
-        if self._work is not None:
-            self._work.block_current_stream()
+        if (work := self._work) is not None:
+            work.block_current_stream()
         self._settle()
 
     def result(self) -> Any:
         self._settle()
-        return self._result
+        return self._outputs()
+
+    def _outputs(self) -> list[Tensor]:
+        if (result := self._result) is not None:
+            return result
+        found = [tensor for each in self._weak if (tensor := each()) is not None]
+        if len(found) < len(self._weak):
+            raise RuntimeError("the outputs of this collective were freed after it was waited for")
+        return found
 
     def source_rank(self) -> int:
         """Return the rank in the group that has sent what was received."""
-        return -1 if self._work is None else int(self._work._source_rank())
+        return self._source if (work := self._work) is None else int(work._source_rank())
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that has the outputs."""
-        if self._work is None:
+        outputs = self._outputs()
+        if (work := self._work) is None:
             future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_result(None)
         else:
-            future = self._work.get_future()
+            future = work.get_future()
 
         def settle(done: torch.futures.Future[Any]) -> Any:
             done.value()  # raises what the collective has met
             self._settle()
-            return self._result
+            return outputs
 
         return future.then(settle)

@@ -92,7 +92,10 @@ class ItemGuards:
     def pytest_runtest_call(self) -> Generator[None, object, object]:
         self._streams.before_call()
         # Of unittest, for which there is no pytest_pyfunc_call.
-        return (yield from self._rank.forks.guard())
+        result = yield from self._rank.forks.guard()
+        if self._rank.faults is not None:
+            self._rank.faults.check()
+        return result
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
@@ -100,8 +103,6 @@ class ItemGuards:
         runner = pyfuncitem.funcargs.get("run_subtests")
         if isinstance(runner, RunSubtests):
             runner.skip_if_nothing_ran()
-        if self._rank.faults is not None:
-            self._rank.faults.check()
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
+import torch.distributed as dist
 
 from harness.injection.faults import Fault
+from harness.injection.work import Watched
 from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "injected" / "test_injected.py"
@@ -27,7 +31,8 @@ def failure(run: Run, name: str, kind: str = "failure") -> str:
 
 RIGHT = [
     *("test_delay", "test_fail", "test_corrupt", "test_drop", "test_functional", "test_matching"),
-    *("test_temporaries", "test_with_skew"),
+    *("test_temporaries", "test_with_skew", "test_waited_for_after_the_injection", "test_memory"),
+    *("test_polled", "test_source_rank"),
 ]
 
 
@@ -80,6 +85,8 @@ NEVER = {
     "since it was injected, rank 1 ran all_reduce #1 (float32[3], 2 ranks), all_reduce #2 (float32[3], ",
     "test_never_in_a_context": 'faults.fail(after="all_reduce", nth=1, dtype=torch.int64) never struck: no '
     "collective has matched; since it was injected, rank 0 ran all_reduce #1 (float32[3], 2 ranks)",
+    "test_never_in_a_fixture_by_name": 'faults.kill(rank=1, before="barrier", nth=1) never struck: no',
+    "test_never_in_unittest": 'faults.kill(rank=1, before="barrier", nth=1) never struck: no',
     "test_never_waited_for": "never struck: its collective was begun, and its handle never waited for",
 }
 
@@ -87,6 +94,17 @@ NEVER = {
 @pytest.mark.parametrize("name", NEVER)
 def test_a_fault_that_never_struck_fails_its_test(injected: Run, name: str) -> None:
     assert NEVER[name] in failure(injected, name)
+
+
+def test_a_failure_in_unittest_stays_what_it_is(injected: Run) -> None:
+    text = failure(injected, "test_failed_in_unittest")
+    assert "its own failure" in text
+    assert "never struck" not in text
+
+
+@pytest.mark.parametrize("name", ["test_skewed_in_unittest", "test_skewed_without_ranks"])
+def test_a_mark_that_would_do_nothing_is_refused(injected: Run, name: str) -> None:
+    assert "skew: the " in failure(injected, name, "error")
 
 
 WRONG = ("allreduce", "nth", "rank", "both", "seconds", "op", "before", "error")
@@ -100,6 +118,34 @@ def test_a_wrong_fault_is_refused(injected: Run, name: str) -> None:
 def test_a_fake_world_is_refused(injected: Run) -> None:
     text = failure(injected, "test_fake", "error")
     assert "the fixture `faults` has nothing to disturb in a fake world" in text
+
+
+class NcclWork(dist.Work):
+    """A handle that is over, and refuses what that of nccl refuses."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        return True
+
+
+class FailedWork(NcclWork):
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        raise RuntimeError("lost")
+
+
+def test_a_handle_that_is_polled_settles_without_asking_for_success() -> None:
+    settled: list[str] = []
+    assert Watched(NcclWork(), [], lambda: settled.append("nccl")).is_completed()
+    failed = Watched(FailedWork(), [], lambda: settled.append("failed"))
+    assert failed.is_completed()
+    with pytest.raises(RuntimeError, match="lost"):
+        failed.wait()
+    assert settled == ["nccl"]
 
 
 def test_a_fault_reads_as_a_line_and_as_a_call() -> None:

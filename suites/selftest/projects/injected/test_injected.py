@@ -1,6 +1,9 @@
 """Faults that tests inject: each kind, at calls from Python and C++, synchronous and asynchronous ones."""
 
 import time
+import unittest
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +184,63 @@ def test_with_skew(world, faults, backend):
         total(is_async=True)
 
 
+@on_each
+def test_waited_for_after_the_injection(world, faults, backend):
+    name = dist.group.WORLD.group_name
+    operators = torch.ops._c10d_functional
+    with faults.inject(Fault("corrupt"), required=False):
+        one = operators.all_reduce(torch.ones(2), "sum", name)
+    with faults.inject(Fault("corrupt"), required=False):
+        several = operators.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", name)
+        first = operators.wait_tensor(several[0])
+        total()
+    assert operators.wait_tensor(one).tolist() == [4, 2]
+    assert first.tolist() == [4, 2]
+    assert operators.wait_tensor(several[1]).tolist() == [2, 2, 2]
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@on_each
+@pytest.mark.skew(seeds=1, milliseconds=0.01)
+def test_memory(world, backend):
+    for number in range(150):
+        tensor = torch.ones(1 << 18)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert work.result()[0] is tensor
+        work.wait()
+        if number == 5:
+            before = resident()
+    assert resident() - before < 120_000_000  # 2 MB each would be 300
+
+
+@on_each
+def test_polled(world, faults, backend):
+    faults.corrupt(op="all_reduce")
+    tensor = torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        work = dist.all_reduce(tensor, async_op=True)
+        while not work.is_completed():
+            pass
+    assert tensor.tolist() == [4, 2]
+    assert work.get_future().wait()[0] is tensor
+
+
+@on_each
+def test_source_rank(world, faults, backend):
+    with faults.inject(Fault("corrupt", op="recv", rank=1)):
+        tensor = torch.ones(2)
+        if world.rank == 0:
+            dist.send(tensor, 1)
+        else:
+            assert dist.recv(tensor) == 0
+            assert tensor.tolist() == [0.5, 1]
+
+
 @pytest.mark.ranks(2)
 def test_never(world, faults):
     faults.kill(rank=1, before="all_reduce", nth=3)
@@ -200,6 +260,36 @@ def test_never_waited_for(world, faults):
     with faults.corrupt(op="all_reduce"):
         work = dist.all_reduce(torch.ones(3), async_op=True)
     work.wait()
+
+
+@pytest.mark.ranks(2)
+def test_never_in_a_fixture_by_name(world, request):
+    request.getfixturevalue("faults").kill(rank=1, before="barrier")
+
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def injecting(self, faults):
+        self.faults = faults
+
+    @pytest.mark.ranks(2)
+    def test_never_in_unittest(self):
+        self.faults.kill(rank=1, before="barrier")
+
+    @pytest.mark.ranks(2)
+    def test_failed_in_unittest(self):
+        self.faults.kill(rank=1, before="barrier")
+        self.fail("its own failure")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.skew(seeds=2)
+    def test_skewed_in_unittest(self):
+        pass
+
+
+@pytest.mark.skew(seeds=2)
+def test_skewed_without_ranks():
+    pass
 
 
 WRONG = {
