@@ -21,8 +21,8 @@ AS_ONE = "        if shard.layout.in_order:\n            self._arrive ="
 FILLED = "flat += self._accumulated\n            self._accumulated = None"
 CLEARED = "copy_in(sent, flat, layout)\n        for leaf in full.leaves:\n            leaf.grad = None\n"
 GATHERED = '    (GroupState.PREFETCHED, "reshard"): GroupState.SHARDED,\n'
+LOADED = "values = full.reshape(-1)[original.piece.start : original.piece.stop]"
 GRADIENTS = "for gradient in _local_gradients(optimizer):\n"
-OWN = "(o, state) for o, state in held if len(o.piece) or not self.is_reshaped"
 REFUSED = (
     '            if gradient.dtype is torch.float16:\n                raise ValueError("FP16 gradients")\n'
 )
@@ -132,8 +132,11 @@ CORPUS = {
     "#102821: uneven shards are saved as if even": Injection(
         "state_dict.py", "tensor.chunk(mesh.size(-1))", "tensor.tensor_split(mesh.size(-1))"
     ),
-    "torchtitan#1136: a rank without elements loads a state of some": Injection(
-        "optim_state.py", OWN, "(o, state) for o, state in held"
+    # There state that was loaded did not get to what the optimizer of uneven shards steps with.
+    "torchtitan#1136: what is loaded does not get to uneven shards": Injection(
+        "optim_state.py",
+        LOADED,
+        f"{LOADED}\n        values = values * (full.numel() % param.shard.layout.num_shards == 0)",
     ),
     "#137348: what was gathered in vain is used later": Injection("param_group.py", GATHERED, ""),
     "#137348: what was gathered in vain stays": Injection(

@@ -152,8 +152,13 @@ class Engine(Protocol):
         They are the mean over the ranks that share `model`, in the dtype that the engine leaves them in.
         """
 
-    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which modules see unsharded parameters; `writeback` keeps changes."""
+    def summon(
+        self, model: nn.Module, writeback: bool = False, with_grads: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context in which modules see unsharded parameters; `writeback` keeps changes.
+
+        `with_grads`: and their gradients.
+        """
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:
         """Return what of `log` is a gather of parameters or a reduction of gradients.

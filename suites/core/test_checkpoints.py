@@ -105,8 +105,13 @@ def test_sharded_state_of_what_is_whole_is_replicated(world, engine, states):
     assert state["first.weight"].placements == (Replicate(),)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("use_orig_params", "strategy", "kind"),  # in pairs: each value of one with each of the others
+    [
+        *((False, "FULL_SHARD", "FULL"), (True, "FULL_SHARD", "SHARDED"), (True, "FULL_SHARD", "LOCAL")),
+        *((True, "NO_SHARD", "FULL"), (False, "NO_SHARD", "SHARDED"), (False, "NO_SHARD", "LOCAL")),
+    ],
+)
 def test_uneven_and_empty_shards_resume_with_the_same_bits(
     world, engine, states, use_orig_params, strategy, kind
 ):
@@ -151,6 +156,7 @@ def test_state_of_rank_zero_alone_loads_on_all(world, engine, states, use_orig_p
     )
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_ranks_may_give_the_optimizer_parameters_in_other_orders(world, engine, states, kind):
     """pytorch's test_fsdp_optim_state.py reverses them on odd ranks."""
@@ -250,6 +256,31 @@ def test_parameters_that_were_never_stepped_have_no_state(world, engine, states,
     assert_named_close(states.values(*fresh.both), states.values(*trained.both), EXACT)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer_state_of_ignored_parameters_is_whole(world, engine, states, kind):
+    """They are in no unit: every rank has all of their state, and saves and loads it as it is."""
+    spec = {"ignored": ("first",), "use_orig_params": True}
+    trained, resumed = (Training(engine, world, steps, **spec) for steps in (1, 2))
+    state = states.all(*trained.both, kind)
+    one = state["optimizer"]["state"]["first.weight"]
+    assert (type(one["exp_avg"]), one["exp_avg"].shape) == (torch.Tensor, (5, 8))
+    states.load_all(*resumed.both, copy.deepcopy(state) if kind != "LOCAL" else state, kind)
+    expected = states.values(*trained.both)
+    assert "first.weight exp_avg" in expected
+    assert_named_close(states.values(*resumed.both), expected, EXACT)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
+def test_state_in_parts_is_refused_while_parameters_are_full(world, engine, states, kind):
+    model = Training(engine, world, 0).model
+    with engine.summon(model), pytest.raises(RuntimeError, match="state_dict"):
+        states.model(model, kind)
+    assert states.model(model, kind)
+
+
+@pytest.mark.ranks(2)
 def test_modules_of_activation_checkpointing_are_left_out_of_names(world, engine, states, use_orig_params):
     """They save the module in them under its own name, and optimizers with or without them exchange state."""
 
@@ -271,6 +302,7 @@ def test_modules_of_activation_checkpointing_are_left_out_of_names(world, engine
 # The model's own
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cast_buffers_are_saved_in_their_dtype_under_every_name(world, engine, states, kind):
     bare, norm = UnevenShapes(), nn.BatchNorm1d(5)
@@ -285,6 +317,7 @@ def test_cast_buffers_are_saved_in_their_dtype_under_every_name(world, engine, s
     assert {"offset", "norms.0.running_mean", "norms.1.running_mean"} <= set(dtypes)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_parameters_missing_from_the_state_keep_their_values(world, engine, states, kind):
     model = Training(engine, world, 0).model
@@ -362,8 +395,13 @@ def check_resumed(world, states, saving, loading, tolerance=EXACT):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("carry", [through_files, through_dict])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "carry", "use_orig_params"),  # in pairs
+    [
+        *((1, through_files, False), (2, through_files, True), (3, through_files, True)),
+        *((1, through_dict, True), (2, through_dict, False), (3, through_dict, False)),
+    ],
+)
 def test_training_saved_on_two_ranks_resumes_on_one_to_three(
     world, engine, states, groups, size, use_orig_params, carry
 ):

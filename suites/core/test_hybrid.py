@@ -217,6 +217,31 @@ def test_ranks_seeded_differently_start_from_rank_zero(world, shard, hybrid_fron
     assert_named_close(found, expected, EXACT)
 
 
+@pytest.mark.parametrize(
+    ("hybrid_front", "per_host"), [("HYBRID_SHARD", 2), ("_HYBRID_SHARD_ZERO2", 4)], indirect=["hybrid_front"]
+)
+@pytest.mark.filterwarnings("ignore:the test left behind 2 process group")
+def test_without_groups_a_host_shards_and_hosts_replicate(world, hybrid_front, monkeypatch, per_host):
+    """A host has as many ranks as torchrun says of this one."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
+    weight = torch.arange(8.0).view(2, 4)
+    bare = nn.Sequential(nn.Linear(4, 2, bias=False))
+    bare[0].weight = nn.Parameter(weight.clone())
+    model = hybrid_front.shard(bare, units=("0",))
+    own = torch.cat([local_part(parameter).detach().flatten() for parameter in model.parameters()])
+    assert own.tolist() == weight.flatten().chunk(per_host)[world.rank % per_host].tolist()
+    hybrid_front.backward(model, model(torch.full((1, 4), world.rank + 1.0, device=world.device)).sum())
+    assert values(hybrid_front, model) == [[[2.5] * 4] * 2]
+    world.barrier()  # the engine's groups end with the test: no rank may be still connecting one
+
+
+@pytest.mark.parametrize("hybrid_front", ["HYBRID_SHARD"], indirect=True)
+def test_hosts_that_ranks_do_not_fill_are_refused(world, hybrid_front, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="3"):
+        hybrid_front.shard(nn.Sequential(nn.Linear(4, 2)), units=("0",))
+
+
 # traffic
 
 

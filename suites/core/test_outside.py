@@ -104,6 +104,21 @@ def test_a_sharded_weight_is_refused_before_its_unit(check_reads, run_subtests, 
     run_subtests({"front": SHARDED}, lambda front: is_refused(check_reads, front, read))
 
 
+def test_a_weight_of_another_unit_may_be_printed_in_a_forward(world, fronts, run_subtests):
+    def claim(front):
+        printed = []
+
+        def read(model, tokens):
+            printed.append(f"{model.wte.weight!r} {model.mlp.weight}")
+            return model.body(tokens)
+
+        model = fronts[front].shard(Reader(read).to(world.device))
+        output = model(torch.tensor([0, 3], device=world.device))
+        assert (output.shape, len(printed)) == ((2, 4), 1)
+
+    run_subtests({"front": [*KEPT, *FREED]}, claim)
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_whole_weight_that_the_loss_reads_trains_as_in_ddp(check_reads, run_subtests, loss):

@@ -1,11 +1,14 @@
 """States, dtypes and bytes of groups at each moment of a step."""
 
 import dataclasses
+import gc
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.assertions import local_part
 from lockstep.conformance import Capability, Precision, offers, require
@@ -293,3 +296,59 @@ def test_a_step_after_save_and_load_has_the_same_bits(engine, shard, batch, stra
     expected = engine.full_gradients(saved)
     for name, gradient in engine.full_gradients(loaded).items():
         assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_changes_of_full_gradients_are_kept_on_request(
+    world, engine, shard, run_subtests, strategy, use_orig_params
+):
+    """Of reduced gradients, and of a rank's own inside no_sync: a synced backward adds to what was kept."""
+    require(engine, Capability.SUMMON)
+
+    def check(writeback, sync):
+        model = shard(nn.Linear(3, 5), strategy, use_orig_params=use_orig_params)
+        x = torch.full((1, 3), world.rank + 1.0, device=world.device)
+        with nullcontext() if sync else engine.no_sync(model):
+            engine.backward(model, model(x).sum())
+        with engine.summon(model, writeback=writeback, with_grads=True):
+            bare = engine.unwrapped(model)
+            bare.weight.grad.mul_(3)
+            bare.bias.grad = None
+        engine.backward(model, model(x).sum())
+        found = engine.full_gradients(model)
+        # A backward alone gives each weight the mean of 1, 2 and 3, and the bias 1.
+        assert found["weight"].tolist() == [[8.0 if writeback else 4.0] * 3] * 5
+        assert found["bias"].tolist() == [1.0 if writeback else 2.0] * 5
+
+    run_subtests({"writeback": [True, False], "sync": [True, False]}, check)
+
+
+def test_a_model_may_be_collected_while_an_optimizer_steps(world, shard, strategy):
+    """Also one of other parameters; what an engine hooks into the steps of all goes with the last model."""
+    kept = [shard(nn.Linear(4, 4), strategy)]
+    plain = nn.Linear(2, 1, bias=False)
+    before, plain.weight.grad = plain.weight.detach().clone(), torch.ones(1, 2)
+    step = partial(torch.optim.SGD, lr=0.5)(plain.parameters()).step
+
+    def drop(*_):
+        kept.clear()
+        gc.collect()
+
+    # A dict of hooks that changes as torch goes through it is an error, if one is still to come.
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (drop, lambda *_: None)]
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(plain.weight, before - 0.5)
+
+
+@pytest.mark.parametrize("what", ["shape", "units"])
+def test_ranks_that_shard_different_models_are_refused(world, shard, what):
+    """As the model is sharded: a collective of ranks that differ would hang, or mix up values."""
+    bare = nn.Sequential(nn.Linear(3, 4 + world.rank * (what == "shape")), nn.Linear(4, 4))
+    units = (str(world.rank),) if what == "units" else ()
+    with pytest.raises((ValueError, RuntimeError)):
+        shard(bare, units=units)

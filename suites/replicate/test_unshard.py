@@ -204,3 +204,14 @@ def test_a_wrong_guess_costs_no_correctness(world, fully_shard, collectives):
     for module in (watch.model, watch.reference):
         module(x).square().sum().backward()
     assert_sharded_parity(watch.model, watch.reference)
+
+
+def test_modules_without_parameters_may_be_named_for_prefetching(world, fully_shard):
+    reference = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).to(world.device)
+    model = fully_shard.shard(copy.deepcopy(reference), ("0", "1", "2"))
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+    x = torch.arange(24.0, device=world.device).view(4, 6)
+    for module in (reference, model):
+        module(x).square().sum().backward()
+    assert_sharded_parity(model, reference)

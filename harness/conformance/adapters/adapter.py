@@ -85,7 +85,9 @@ class Adapter(ABC):
     def pre_backward_hooks(self, output: Tensor) -> int:
         raise NotOffered(self.name, Capability.HOOKS)
 
-    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+    def summon(
+        self, model: nn.Module, writeback: bool = False, with_grads: bool = False
+    ) -> AbstractContextManager[None]:
         raise NotOffered(self.name, Capability.SUMMON)
 
     def traffic(self, log: Iterable[Collective]) -> Traffic:

@@ -99,7 +99,9 @@ class Composed(Adapter):
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
         return {name: full(t) for name, t in model.state_dict().items()}
 
-    def summon(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
+    def summon(
+        self, model: nn.Module, writeback: bool = False, with_grads: bool = False
+    ) -> AbstractContextManager[None]:
         # `unshard` shows what modules compute with, in its dtype, and nothing of it is kept.
         raise NotOffered(self.name, Capability.SUMMON)
 

@@ -37,6 +37,10 @@ AMP_SCALER: tuple[Deviation, ...] = (
 # FSDP1 and FSDP2
 FSDPS: tuple[Deviation, ...] = (
     Deviation(
+        claims=("core/test_states.py::test_ranks_that_shard_different_models_are_refused*",),
+        why="what ranks shard is not compared",
+    ),
+    Deviation(
         claims=("core/test_reduction.py::test_sparse_gradients_are_reduced*",),
         why="sparse gradients are refused",
     ),
