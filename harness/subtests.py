@@ -53,6 +53,9 @@ class RunSubtests:
         subtests: pytest's fixture.
         selected: of `--subtest`, the value of each setting that a case must have to be run.
         expected_failures: the first one that is about a case counts.
+
+    Attributes:
+        outer: the case of other subtests that these run in, such as "skew=1"; "" in none.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class RunSubtests:
         self._subtests = subtests
         self._selected = selected
         self._expected_failures = expected_failures
+        self.outer = ""
         self._settings: dict[str, Sequence[Any]] = {}
         self._num_run = 0
         self._count = ""
@@ -93,6 +97,8 @@ class RunSubtests:
             call = partial(fn, *args, **kwargs, **case)
             name = describe_case(case)
             expected = next((found for found in self._expected_failures if found.is_about_case(name)), None)
+            if self.outer:
+                name = f"{self.outer}, {name}"
             if expected is None:
                 self._run_case(name, call)
             else:

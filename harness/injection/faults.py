@@ -26,6 +26,14 @@ ANY = "any"
 OF_OPERATION = ("corrupt", "drop")
 """Kinds of which the collective itself is the target; of the others it is the moment before or after it."""
 _COALESCED = "_coalesced"
+_WITHOUT_OUTPUT = ("barrier", "monitored_barrier", "send")
+_TYPES: tuple[tuple[str, Any, str], ...] = (
+    ("seconds", int | float, "a number of seconds"),
+    ("group", dist.ProcessGroup, "a process group of torch.distributed"),
+    ("dtype", torch.dtype, "a dtype, such as torch.float32"),
+    ("where", Callable, "a function of a collective"),
+    ("value", int | float, "a number"),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +93,11 @@ class Fault:
             return f"torch.distributed has no collective {op!r}; {known}"
         if not _is_number(self.nth) or self.nth < 1:
             return "nth counts from 1"
+        for name, wanted, what in _TYPES:
+            if (value := getattr(self, name)) is not None and not isinstance(value, wanted):
+                return f"{name} is {what}"
+        if self.kind == "corrupt" and op in _WITHOUT_OUTPUT:
+            return f"{op} has no output"
         if self.rank is not None and (not _is_number(self.rank) or self.rank < 0):
             return "rank is the number of a rank, or None for every one"
         if (self.kind == "delay") != (self.seconds > 0) or not math.isfinite(self.seconds):

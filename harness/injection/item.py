@@ -11,7 +11,7 @@ import pytest
 from harness.injection.pytest_internals import fixture_value
 from harness.injection.schedule import MILLISECONDS, Schedule
 from harness.injection.skew import Skew
-from harness.subtests import RunSubtests, VotingRank, parse_selection
+from harness.subtests import RunSubtests, VotingRank, describe_case, parse_selection
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -45,11 +45,12 @@ class SkewedItems:
         schedules = schedules_of(mark)
         selected = parse_selection(pyfuncitem.config.getoption("subtest"))
         chosen = {SETTING: selected.pop(SETTING)} if SETTING in selected else {}
-        if isinstance(own := pyfuncitem.funcargs.get("run_subtests"), RunSubtests):
+        own = pyfuncitem.funcargs.get("run_subtests")
+        if isinstance(own, RunSubtests):
             own.select(selected)
         runner = RunSubtests(self._rank, fixture_value(pyfuncitem, "subtests"), chosen)
         test = pyfuncitem.obj
-        pyfuncitem.obj = self._under_each(test, schedules, runner)
+        pyfuncitem.obj = self._under_each(test, schedules, runner, own)
         try:
             result = yield
         finally:
@@ -58,13 +59,15 @@ class SkewedItems:
         return result
 
     def _under_each(
-        self, test: Callable[..., object], schedules: Mapping[int, Schedule], runner: RunSubtests
+        self, test: Callable[..., object], schedules: Mapping[int, Schedule], runner: RunSubtests, own: Any
     ) -> Callable[..., None]:
         def under_each(**arguments: Any) -> None:
             __tracebackhide__ = True
 
             def run(skew: int) -> None:
                 __tracebackhide__ = True
+                if isinstance(own, RunSubtests):
+                    own.outer = describe_case({SETTING: skew})
                 with Skew(schedules[skew], self._number).on():
                     test(**arguments)
 

@@ -107,7 +107,22 @@ def test_a_mark_that_would_do_nothing_is_refused(injected: Run, name: str) -> No
     assert "skew: the " in failure(injected, name, "error")
 
 
-WRONG = ("allreduce", "nth", "rank", "both", "seconds", "op", "before", "error")
+WRONG = (
+    "allreduce",
+    "nth",
+    "rank",
+    "both",
+    "seconds",
+    "op",
+    "before",
+    "error",
+    "dtype",
+    "group",
+    "where",
+    "value",
+    "text",
+    "output",
+)
 
 
 @pytest.mark.parametrize("name", WRONG)

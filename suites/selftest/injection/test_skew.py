@@ -87,6 +87,9 @@ def test_nothing_is_disturbed_without_a_mark(mark: Run) -> None:
 
 def test_a_marked_test_may_have_subtests(mark: Run) -> None:
     assert mark.outcome("test_with_subtests_of_its_own") == "passed"
+    assert re.search(
+        r"^pytest test_mark.py::test_race_in_a_case .*--subtest skew=4,value=2$", mark.output, re.M
+    )
 
 
 def test_a_wrong_mark_says_what_to_write(mark: Run) -> None:

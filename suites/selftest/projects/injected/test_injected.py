@@ -301,6 +301,12 @@ WRONG = {
     "op": (lambda faults: faults.kill(op="barrier"), "write before= or after= in the place of op="),
     "before": (lambda faults: faults.drop(before="barrier"), "write op= in the place of before="),
     "error": (lambda faults: faults.fail(error=3), "error is an exception"),
+    "dtype": (lambda faults: faults.kill(dtype="float32"), "dtype is a dtype, such as torch.float32"),
+    "group": (lambda faults: faults.kill(group=0), "group is a process group"),
+    "where": (lambda faults: faults.kill(where="in_backward"), "where is a function"),
+    "value": (lambda faults: faults.corrupt(value="nan"), "value is a number"),
+    "text": (lambda faults: faults.delay("1"), "seconds is a number"),
+    "output": (lambda faults: faults.corrupt(op="barrier"), "barrier has no output"),
 }
 
 
