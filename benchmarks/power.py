@@ -5,7 +5,9 @@
     python benchmarks/power.py --corpus                       # bugs of real engines, as edits of this one
 
 Each mutant is one edit in a copy of its own. The claims of `suites` that run the line come first, a few of
-each file, and the first failure ends it: it is killed. A line that no claim runs makes a survivor at once.
+each file, and the first failure ends it: it is killed, if that claim holds for the engine as it is. Apart are
+those that time out, and those with which the session ends before a claim ("session": an import fails). A
+line that no claim runs makes a survivor at once.
 What cannot be noticed is in `mutants/equivalent.toml`, with its reason. Neither suites/engine nor
 suites/selftest takes part.
 """
@@ -22,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections import Counter, defaultdict
@@ -29,9 +32,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+import pytest
 from figures import describe_machine, table, verdicts
 from mutants.corpus import CORPUS
 from mutants.mutations import Mutant, mutants_of
@@ -43,9 +48,14 @@ RECORDED = {"gloo": (4, ("suites",)), "shm": (1, ("suites/core", "suites/replica
 """How many cases of each function are recorded, of which suites: on shm some lines of the engine differ."""
 
 
-def digest(paths: Iterable[Path]) -> str:
-    """Return a name for what the files have in them."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
+KILLED = ("killed", "timed out", "session")
+"""The verdicts on mutants that were noticed."""
+
+
+def digest(paths: Iterable[Path], *words: str) -> str:
+    """Return a name for what the files have in them, and for the words."""
+    contents = (path.read_bytes() for path in sorted(paths))
+    return hashlib.sha256(b"\0".join([*contents, *(word.encode() for word in words)])).hexdigest()[:16]
 
 
 Row = tuple[str, int, float, Mapping[str, Sequence[int]]]
@@ -113,6 +123,12 @@ class Copy:
             for path in files
         }
 
+    def shared(self) -> list[Path]:
+        """Return the files that any claim may depend on: all that were copied but the files of claims."""
+        claims = {self.folder / name for name in self.claims()}
+        files = (each for each in self.folder.rglob("*") if each.is_file() and each.suffix != ".pyc")
+        return [each for each in files if each not in claims and each.name != "output.txt"]
+
     def pytest(self, arguments: Sequence[str], limit: float, **variables: str) -> int:
         """Run pytest with the plugin `claims`; return its exit status."""
         command = [sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider", "-q", *arguments]
@@ -149,11 +165,11 @@ def spread(names: Iterable[str], number: int) -> list[str]:
 
 
 def record(base: Copy) -> list[Claim]:
-    """Return all claims with the lines that they run: recorded, where the engine or a suite has changed.
+    """Return all claims with the lines that they run: recorded, where what they depend on has changed.
 
     Those of which no case like them is recorded have no lines.
     """
-    store = CACHE / f"claims-{digest(base.engine.glob('*.py'))}"
+    store = CACHE / f"claims-{digest(base.shared(), version('torch'))}"
     store.mkdir(parents=True, exist_ok=True)
     claims: list[Claim] = []
     for backend, (number, folders) in RECORDED.items():
@@ -232,6 +248,43 @@ def in_order(claims: Sequence[Claim], file: str, lines: Sequence[int]) -> list[C
     ]
 
 
+class Control:
+    """Says whether claims hold for the engine as it is, which is run once for each."""
+
+    def __init__(self, base: Copy, limit: float) -> None:
+        self._base, self._limit = base, limit
+        self._held: dict[tuple[str, str], bool] = {}
+        self._lock = threading.Lock()
+
+    def confirm(self, result: Result, claims: Sequence[Claim]) -> Result:
+        """Return a verdict of "undecided" in the place of a kill by what fails without the mutant too."""
+        if result.verdict not in KILLED:
+            return result
+        claim = next((each for each in claims if each.name == result.by), claims[0])
+        key = claim.name, claim.backend
+        with self._lock:
+            if key not in self._held:
+                alone = run(self._base, [], [claim], self._limit)
+                self._held[key] = alone.verdict == "survived"
+        if self._held[key]:
+            return result
+        return Result("undecided", f"fails without it too: {claim.name}", result.seconds, result.tried)
+
+
+def verdict(status: int, by: str, late: bool) -> str:
+    """Return the verdict on a mutant, "" of one that no claim noticed: by pytest's status and what failed.
+
+    Args:
+        by: the claim that failed, if one did.
+        late: whether it was ended by its deadline.
+    """
+    if by:
+        return "timed out" if late else "killed"
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise SystemExit("none of the chosen claims was collected: the record of claims is not of this tree")
+    return "session" if status > 0 else ""
+
+
 def run(base: Copy, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], limit: float) -> Result:
     """Run the claims on a copy of the engine with other texts of the files in `edits`."""
     started = time.monotonic()
@@ -247,11 +300,11 @@ def run(base: Copy, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], l
         variables = {"LOCKSTEP_CLAIMS_ORDER": str(order), "LOCKSTEP_CLAIMS_SECONDS": str(limit)}
         files = dict.fromkeys(claim.file for claim in claims)
         status = copy.pytest([*arguments, *files], limit + 120, **variables)
-        by = failed.read_text() if failed.exists() else ""
+        by, _, reason = (failed.read_text() if failed.exists() else "").partition("\n")
         seconds = time.monotonic() - started
         count = int(tried.read_text()) if tried.exists() else 0
-        if by or (count == 0 and status > 0):
-            return Result("killed", by or "the session", seconds, count)
+        if (by or count == 0) and (found := verdict(status, by, reason == "late")):
+            return Result(found, by or f"the session, exit status {status}", seconds, count)
         if status == 0 and count == len(claims):
             return Result("survived", f"{count} claims hold", seconds, count)
         return Result("undecided", f"{count} of {len(claims)} claims in {limit:.0f} s", seconds, count)
@@ -276,12 +329,12 @@ def equivalents() -> dict[tuple[str, str, str, str], str]:
     return {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
 
 
-def report(results: Sequence[tuple[Mutant, Result]], reasons: Mapping[tuple[str, ...], str]) -> str:
+def report(results: Sequence[tuple[Mutant, Result]]) -> str:
     """Return the tables: by file, and of each mutant that is left."""
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for mutant, result in results:
         kinds[mutant.file][result.verdict] += 1
-    names = ("killed", "survived", "undecided", "equivalent")
+    names = (*KILLED, "survived", "undecided", "equivalent")
     rows = [[file, *(str(kinds[file][name]) for name in names)] for file in sorted(kinds)]
     total = Counter(result.verdict for _, result in results)
     rows.append(["all", *(str(total[name]) for name in names)])
@@ -293,10 +346,10 @@ def report(results: Sequence[tuple[Mutant, Result]], reasons: Mapping[tuple[str,
     parts = [table(["file", *names], rows)]
     if left:
         parts.append(table(["left", "the edit", "verdict", "claims"], left))
-    if killed := [result for _, result in results if result.verdict == "killed"]:
+    if killed := [result for _, result in results if result.verdict in KILLED]:
         parts.append(f"to the first failure: {median(r.seconds for r in killed):.0f} s in the median")
     decided = len(results) - total["equivalent"]
-    held = {f"95 % of {decided} that are not equivalent are killed": total["killed"] >= 0.95 * decided}
+    held = {f"95 % of {decided} that are not equivalent are killed": len(killed) >= 0.95 * decided}
     return "\n\n".join([*parts, verdicts(held)])
 
 
@@ -304,6 +357,7 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
     """Run the mutants that are chosen, and print what became of them."""
     reasons, chosen = equivalents(), choose(base.engine, arguments.mutants, arguments.seed, arguments.only)
     ends = time.monotonic() + 60 * arguments.minutes
+    control = Control(base, arguments.limit)
 
     def decide(mutant: Mutant) -> Result | None:
         if mutant.key in reasons:
@@ -312,7 +366,7 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
             return None
         text = mutant.apply((base.engine / mutant.file).read_text())
         near = in_order(claims, mutant.file, mutant.lines)
-        return run(base, [(mutant.file, text)], near, arguments.limit)
+        return control.confirm(run(base, [(mutant.file, text)], near, arguments.limit), near)
 
     results = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -323,13 +377,14 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
                 results.append((mutant, result))
                 place = f"{mutant.file}:{mutant.line} [{mutant.before}] -> [{mutant.after}]"
                 print(result.verdict, f"{result.seconds:.0f} s", result.tried, place, result.by, flush=True)
-    print("\n" + report(results, reasons))
+    print("\n" + report(results))
     if lost := len(chosen) - len(results):
         print(f"{lost} of {len(chosen)} were not begun in {arguments.minutes} minutes")
 
 
 def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
     """Run each bug of the corpus, and print the claim that notices it."""
+    control = Control(base, arguments.limit)
 
     def decide(name: str) -> Result:
         injection = CORPUS[name]
@@ -340,7 +395,8 @@ def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[C
         inside = any(n.lineno <= first <= (n.end_lineno or 0) for n in functions)
         lines = range(first, first + injection.before.count("\n") + 1) if inside else ()
         near = in_order(claims, injection.file, lines)
-        return run(base, [(injection.file, injection.apply(source))], near, arguments.limit)
+        result = run(base, [(injection.file, injection.apply(source))], near, arguments.limit)
+        return control.confirm(result, near)
 
     names = [name for name in CORPUS if arguments.only in name][: arguments.mutants]
     rows = []

@@ -2,7 +2,8 @@
 
 With LOCKSTEP_CLAIMS_RECORD set to a folder, each process adds the lines of the engine that a claim runs to a
 file of its own there. With LOCKSTEP_CLAIMS_ORDER set to a file of node ids these run alone, in that order, as
-long as LOCKSTEP_CLAIMS_SECONDS says; what failed first, and how many ran, is written beside it.
+long as LOCKSTEP_CLAIMS_SECONDS says; what failed first, "late" if by a deadline, and how
+many ran, is written beside it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Watch:
         self.names.add(report.nodeid)
         self.tried.write_text(str(len(self.names)))
         if report.failed and not self.failed.exists():
-            self.failed.write_text(report.nodeid)
+            late = "late" if "timed out after" in str(report.longrepr) else ""
+            self.failed.write_text(f"{report.nodeid}\n{late}")
         if report.when == "teardown" and time.monotonic() > self.ends:
             self.session.shouldstop = "its time is up"

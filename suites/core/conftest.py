@@ -5,7 +5,7 @@ import pytest
 from lockstep.conformance import Capability, require
 
 
-class StateDicts:
+class StatesByType:
     """Saves and loads by the front; `kind` is FULL, SHARDED or LOCAL, `rank0` leaves it to rank 0."""
 
     def __init__(self, front):
@@ -59,6 +59,6 @@ class StateDicts:
 
 @pytest.fixture
 def states(engine):
-    """The engine's state dicts by type, see `StateDicts`; most of the models have a 0-dim parameter."""
+    """The engine's state dicts by type, see `StatesByType`; most of the models have a 0-dim parameter."""
     require(engine, Capability.STATE_DICTS, Capability.SCALARS)
-    return StateDicts(engine.state_dicts)
+    return StatesByType(engine.state_dicts)

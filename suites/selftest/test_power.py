@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 PROJECT = Path(__file__).parents[2]
 MUTANTS, ENGINE = PROJECT / "benchmarks" / "mutants", PROJECT / "harness" / "engine"
 
@@ -73,3 +75,39 @@ def test_mutants_are_of_what_runs_and_not_of_types_or_messages(monkeypatch: Any)
     assert not any("raise" in before or '"""' in before for before, _ in found)
     signature = [after for before, after in found if before.startswith("def ")]
     assert signature == ["def mean(values: list[int | None], scale: float = 2.0) -> float:"]
+
+
+def power(monkeypatch: Any) -> Any:
+    monkeypatch.syspath_prepend(PROJECT / "benchmarks")
+    return importlib.import_module("power")
+
+
+def test_what_fails_without_a_mutant_is_no_kill(monkeypatch: Any) -> None:
+    module = power(monkeypatch)
+    claims = [module.Claim(name, "gloo", 2, 1.0, {}) for name in ("holds", "flaky")]
+    controlled = []
+
+    def run(base: Any, edits: Any, claims: Any, limit: float) -> Any:
+        assert not edits
+        controlled.append(claims[0].name)
+        holds = claims[0].name == "holds"
+        return module.Result("survived" if holds else "killed", "", 1.0, 1)
+
+    monkeypatch.setattr(module, "run", run)
+    control = module.Control(None, 60.0)
+
+    def confirmed(verdict: str, by: str) -> str:
+        return str(control.confirm(module.Result(verdict, by, 1.0, 1), claims).verdict)
+
+    assert [confirmed("killed", "holds"), confirmed("killed", "flaky")] == ["killed", "undecided"]
+    assert [confirmed("timed out", "flaky"), confirmed("session", "")] == ["undecided", "session"]
+    assert confirmed("survived", "") == "survived"
+    assert controlled == ["holds", "flaky"]
+
+
+def test_a_run_of_no_claims_is_no_verdict(monkeypatch: Any) -> None:
+    verdict = power(monkeypatch).verdict
+    assert [verdict(1, "claim", False), verdict(1, "claim", True)] == ["killed", "timed out"]
+    assert [verdict(0, "", False), verdict(2, "", False), verdict(4, "", False)] == ["", "session", "session"]
+    with pytest.raises(SystemExit, match="none of the chosen claims"):
+        verdict(5, "", False)
