@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib
-import mmap
 import os
 import random
 import sys
@@ -31,6 +28,7 @@ from harness.protocol import (
     Search,
 )
 from harness.rank import debugger
+from harness.rank.freed_memory import FreedMemory
 from harness.rank.item import ItemGuards
 from harness.rank.live import end_lines, show_live, wants_log_file
 from harness.rank.plugins import LeftOut, worker_input
@@ -286,36 +284,6 @@ class RankSession:
         return self._properties.of_item(search)
 
 
-class FreedMemory:
-    """Gives back to the system the memory that tests have freed, which the allocator keeps.
-
-    Of one test of a ResNet, 0.7 GB stayed with each rank to the end of the run.
-    """
-
-    def __init__(self) -> None:
-        # Of glibc; other allocators give back by themselves.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._resident = _resident()
-
-    def give_back(self) -> None:
-        """Do so if this process has grown; it costs 1 ms, and more where there is much."""
-        if self._trim is None:
-            return
-        if _resident() > self._resident + GROWTH:
-            gc.collect()  # models are full of cycles
-            self._trim(0)
-            self._resident = _resident()
-
-
-def _resident() -> int:
-    """Return the bytes of memory that this process holds, 0 where the system does not tell; 10 µs."""
-    try:
-        with open("/proc/self/statm", "rb") as figures:
-            return int(figures.read().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return 0
-
-
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed random, numpy's legacy generator, and torch's generators of the CPU and of the rank's device.
 
@@ -423,8 +391,6 @@ class RankCollection:
         waiting.update(kept)
 
 
-GROWTH = 64 * 2**20
-"""Bytes by which a rank has grown when it gives back what tests have freed."""
 SAVE_EVERY = 1.0
 """Seconds. A rank that is killed loses what it has measured since; saving takes longer than a small test."""
 # Of no use in a rank: other processes run what this one does not, and the server imports some of it first.
