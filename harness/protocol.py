@@ -128,12 +128,15 @@ class Vote:
     """What else the rank sends to the others; the controller only passes it on."""
     renews_deadline: bool = False
     """Whether the deadline of the test starts again here: it is one for each example."""
+    inside: Literal["", "expect", "rebuild"] = ""
+    """Of a meeting inside of a case: at the end of `faults.expect`, or in `world.rebuild`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """A death or a standstill of ranks, as a sentence."""
+    """A death or a failure of a rank inside of `faults.expect`, as a sentence."""
 
+    rank: int
     text: str
     at: float
     """Wall-clock time; of an injected fault, that at which it struck."""
@@ -141,7 +144,7 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The votes of all ranks on the same case, in rank order, and what has happened in the test so far.
+    """The votes of all ranks, in rank order, and what has happened inside of the `faults.expect` that ends.
 
     The vote of a rank that has ended the test has the outcome "ended", or "died" as `faults.expect` has it.
     """
@@ -330,7 +333,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Expects:
-    """The test goes on after a fault: it is no failure if what happens to a rank contains the text."""
+    """The rank enters `faults.expect`: a death in it is no failure if its sentence contains the text."""
 
     text: str
     within: float

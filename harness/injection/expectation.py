@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
 import pytest
 import torch.distributed as dist
 
+from harness.exceptions import PeerFailed
 from harness.protocol import (
     BROKEN_CONNECTION,
+    VICTIM_OF_A_CASE,
     Agreed,
     Expects,
-    Happened,
     Struck,
     Vote,
 )
@@ -30,6 +31,10 @@ _LOST = re.compile(
 )
 
 
+# These end the run, or the process: such a rank meets no other any more.
+_OF_THE_RUN = (KeyboardInterrupt, SystemExit, GeneratorExit, pytest.exit.Exception)
+
+
 class ExpectingRank(Protocol):
     """The part of a rank that faults and expectations need."""
 
@@ -42,7 +47,15 @@ class Expectation:
     """A context in which a fault is expected: what survivors see of it is no failure.
 
     All ranks enter it, before the fault; at its end all that are left meet. The error of a collective that
-    has lost another rank is caught there, and so is the exception that was expected; others are not.
+    has lost another rank is caught there, and so is the exception that was expected; others are not, and
+    fail the test on all ranks.
+
+    Args:
+        rank: this rank.
+        number: its number in the fixture `world`.
+        lost: the ranks known to have died; those of which this one learns are added.
+        text: a part of the words of a report.
+        within: seconds for which ranks have to stand still.
 
     Attributes:
         error: the error that was caught on this rank, None if there was none.
@@ -50,11 +63,11 @@ class Expectation:
         cause: what has happened, in the words of a report; "" before the end of the context.
     """
 
-    def __init__(self, rank: ExpectingRank, number: int, text: str, within: float) -> None:
+    def __init__(self, rank: ExpectingRank, number: int, lost: set[int], text: str, within: float) -> None:
         self.error: Exception | None = None
         self.seconds: float | None = None
         self.cause = ""
-        self._rank, self._number = rank, number
+        self._rank, self._number, self._lost = rank, number, lost
         self._text, self._within = text, within
 
     def __enter__(self) -> Self:
@@ -65,29 +78,42 @@ class Expectation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         at = time.time()
-        if error is not None and (not isinstance(error, Exception) or isinstance(error, AssertionError)):
+        if isinstance(error, _OF_THE_RUN):
             return False
-        how = "ran through" if error is None else "lost others" if is_lost(error) else "failed"
+        how = _how(error)
         if error is not None:
             self._rank.abort()  # frees the ranks that wait for this one
         case = f"faults.expect({self._text!r})"
-        answer = self._rank.meet(Vote(case, how, "" if error is None else _brief(error), at))
-        if any(vote.case != case and vote.outcome not in ("ended", "died") for vote in answer.votes):
+        reason = "" if error is None else _brief(error)
+        answer = self._rank.meet(Vote(case, how, reason, at, inside="expect"))
+        self._lost |= {rank for rank, vote in enumerate(answer.votes) if vote.outcome == "died"}
+        if how == "claimed":
+            return False
+        others = [vote.case != case and vote.outcome not in ("ended", "died") for vote in answer.votes]
+        _follow(
+            rank
+            for rank, vote in enumerate(answer.votes)
+            if vote.outcome == "claimed" or (others[rank] and vote.outcome == "failed")
+        )
+        if any(others):
             raise RuntimeError(f"{case}: all ranks have to enter it, and come to its end")
-        happened = [*answer.happened, *_failures(answer)]
-        seen = next((each for each in happened if self._text in each.text), None)
+        seen = next((each for each in answer.happened if self._text in each.text), None)
         if seen is None:
-            pytest.fail(f"{case}: {self._instead(happened, answer)}")
+            pytest.fail(f"{case}: {self._instead(answer)}")
         self.cause = seen.text
+        expected = {each.rank for each in answer.happened if self._text in each.text}
+        wrong = {rank for rank, vote in enumerate(answer.votes) if vote.outcome == "failed"} - expected
+        if how == "failed" and self._number in wrong:
+            return False
+        _follow(wrong)
         if error is None:
             return False
-        if how == "failed" and self._text not in _failure(self._number, answer.votes):
-            return False
+        assert isinstance(error, Exception)
         self.error, self.seconds = error, max(0.0, at - seen.at)
         return True
 
-    def _instead(self, happened: list[Happened], answer: Agreed) -> str:
-        texts = [each.text for each in happened]
+    def _instead(self, answer: Agreed) -> str:
+        texts = [each.text for each in answer.happened]
         for rank, vote in enumerate(answer.votes):
             if vote.outcome == "lost others":
                 texts.append(f"rank {rank} lost others: {vote.reason}")
@@ -97,27 +123,29 @@ class Expectation:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether an error, or what it came from, is of a collective that has lost another rank."""
-    while True:
-        text = f"{type(error).__name__}: {error}"
-        is_of_torch = isinstance(error, RuntimeError | dist.DistError)
-        if is_of_torch and (BROKEN_CONNECTION.search(text) or _LOST.search(text)):
-            return True
-        if error.__cause__ is None:
-            return False
-        error = error.__cause__
+    """Return whether an error is of a collective that has lost another rank.
+
+    What it came from does not count: code that recovers may have a bug of its own.
+    """
+    text = f"{type(error).__name__}: {error}"
+    is_of_torch = isinstance(error, RuntimeError | dist.DistError)
+    return is_of_torch and bool(BROKEN_CONNECTION.search(text) or _LOST.search(text))
+
+
+def _how(error: BaseException | None) -> str:
+    """Return the outcome that a rank votes; "claimed": a failed assertion or a skip, which is no fault."""
+    if error is None:
+        return "ran through"
+    if not isinstance(error, Exception) or isinstance(error, AssertionError):
+        return "claimed"
+    return "lost others" if is_lost(error) else "failed"
+
+
+def _follow(ranks: Iterable[int]) -> None:
+    """Fail with other ranks, if there are any that fail the test: they will not meet this one any more."""
+    if names := ", ".join(map(str, sorted(ranks))):
+        raise PeerFailed(f"{VICTIM_OF_A_CASE}rank {names}")
 
 
 def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def _failures(answer: Agreed) -> Iterator[Happened]:
-    for rank, vote in enumerate(answer.votes):
-        if text := _failure(rank, answer.votes):
-            yield Happened(text, vote.more)
-
-
-def _failure(rank: int, votes: tuple[Vote, ...]) -> str:
-    failed = votes[rank].outcome == "failed"
-    return f"rank {rank} of {len(votes)} failed: {votes[rank].reason}" if failed else ""

@@ -89,6 +89,7 @@ class Faults:
     def __init__(self, rank: FaultyRank, world: World) -> None:
         self._rank, self._world = rank, world
         self._armed: list[Armed] = []
+        self._lost: set[int] = set()
         self._lock = threading.Lock()
         self._layer = ExitStack()
         self._has_struck = False
@@ -130,13 +131,25 @@ class Faults:
             required: whether one that never strikes fails the test.
 
         Raises:
-            ValueError: a fault is of a rank that the world does not have.
+            ValueError: a fault is of a rank that the world does not have, or that has died.
+            RuntimeError: a rank is to stand still after another one has died.
         """
         for fault in faults:
             if fault.rank is not None and fault.rank >= self._world.size:
                 last = self._world.size - 1
                 raise ValueError(
                     f"{fault!r}: the world has {'rank 0' if last == 0 else f'ranks 0 to {last}'}"
+                )
+            if fault.rank in self._lost:
+                left = [rank for rank in range(self._world.size) if rank not in self._lost]
+                raise ValueError(
+                    f"{fault!r}: rank {fault.rank} has died; rank= is a number of the fixture `world`, of "
+                    f"which these are left: {', '.join(map(str, left))}"
+                )
+            if self._lost and fault.kind in ("stop", "hang"):
+                raise RuntimeError(
+                    f"{fault!r}: a rank has died, and no standstill is found after that: let a "
+                    "rank stop or hang before another one dies, or in a test of its own"
                 )
         own = [Armed(each, required) for each in faults if each.rank in (None, self._world.rank)]
         if own and not self._armed:
@@ -158,7 +171,7 @@ class Faults:
         """
         if not text or within <= 0:
             raise ValueError(f"faults.expect({text!r}, within={within}): a text, and seconds above 0")
-        return Expectation(self._rank, self._world.rank, text, within)
+        return Expectation(self._rank, self._world.rank, self._lost, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:
         """Inject these faults no longer."""

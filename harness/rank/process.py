@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
+from harness.exceptions import PeerFailed
 from harness.fake_ranks import FakeRank
 from harness.properties.messages import GroupState
 from harness.protocol import (
+    VICTIM_OF_A_CASE,
     AbortGroup,
     Agreed,
     Close,
@@ -77,6 +79,10 @@ class Rank:
         self.world = RankWorld(spec, self.group.device, self.regroup)
         self.is_rebuilt = False
         """Whether a test has left other ranks behind, and may be this rank's last one."""
+        self._dead: set[int] = set()
+        """The ranks that have died as the test expects, as far as is known."""
+        self._left_behind: set[int] = set()
+        """Those of them that are no members of the default group any more."""
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
         self.faults: Faults | None = None
@@ -217,6 +223,7 @@ class Rank:
             except queue.Empty:
                 self.abort()
         answer = answer or self._answers.get()
+        self._dead |= {rank for rank, each in enumerate(answer.votes) if each.outcome == "died"}
         self._activity.state = "runs"
         return answer
 
@@ -267,7 +274,15 @@ class Rank:
         """Meet the other ranks in a new process group, and wait until all have joined it.
 
         A rank that failed at once would break the connections that a slower one is still making.
+
+        Raises:
+            RuntimeError: a member of the group has died, so that not all can meet.
         """
+        if dead := ", ".join(map(str, sorted(self._dead - self._left_behind))):
+            raise RuntimeError(
+                f"rank {dead} died, as the test expects, and the world was not rebuilt: call world.rebuild() "
+                "before cases that may fail"
+            )
         self._own_connections()
         self.group.repair()
         self.exchanges.clear()
@@ -280,7 +295,9 @@ class Rank:
             RuntimeError: another rank has ended the test, or does something else.
         """
         where = "world.rebuild()"
-        votes = self.meet(Vote(where, "met"), ABORT_AFTER).votes
+        votes = self.meet(Vote(where, "met", inside="rebuild"), ABORT_AFTER).votes
+        if failed := [rank for rank, each in enumerate(votes) if each.outcome == "failed"]:
+            raise PeerFailed(f"{VICTIM_OF_A_CASE}rank {', '.join(map(str, failed))}")
         if other := [(rank, each) for rank, each in enumerate(votes) if each.outcome not in ("met", "died")]:
             raise RuntimeError(f"{where}: all ranks that are left must call it; {_described(other)}")
         living = tuple(rank for rank, each in enumerate(votes) if each.outcome == "met")
@@ -288,8 +305,9 @@ class Rank:
         self._own_connections()
         self.group.regroup(living.index(self.spec.rank), len(living))
         self.exchanges.clear()
-        self.meet(Vote(where, "met"))
+        self.meet(Vote(where, "met", inside="rebuild"))
         self.is_rebuilt = True
+        self._left_behind = set(range(len(votes))) - set(living)
         self.adopt_state(before)
         return living
 

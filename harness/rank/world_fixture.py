@@ -53,7 +53,6 @@ class RankWorld:
         self.local_size = self.size if place is None else place.local_size
         self.old_ranks = tuple(range(self.size))
         self._number = spec.rank
-        self._is_spread = place is not None
         self._regroup = regroup
         self._shared_tmp_path = ""
         self._starts_with_group = spec.key.has_group
@@ -127,15 +126,19 @@ class RankWorld:
             the new world, whose ranks are numbered from 0, in the order of before.
 
         Raises:
-            RuntimeError: the world has no group of its own, or another rank does not call it.
+            RuntimeError: the world has no group of its own, is on several hosts, or another rank does not
+                call this.
         """
         if not self._starts_with_group or self.backend == "fake":
             raise RuntimeError("world.rebuild: this world has no default process group of its own to rebuild")
+        if len(self.hosts) > 1:
+            raise RuntimeError(
+                f"world.rebuild: the ranks are on {len(self.hosts)} hosts; only a world on one can be rebuilt"
+            )
         world = copy.copy(self)
         world.old_ranks = self._regroup()
         world.rank, world.size = world.old_ranks.index(self._number), len(world.old_ranks)
-        if not self._is_spread:
-            world.local_rank, world.local_size = world.rank, world.size
+        world.local_rank, world.local_size = world.rank, world.size
         return world
 
     def barrier(self) -> None:

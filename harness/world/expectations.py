@@ -6,9 +6,10 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
-from harness.protocol import Expects, Happened
+from harness.protocol import Expects, Happened, Vote
 from harness.world.diagnosis import Diagnosis
 from harness.world.outcome import Died, RankOutcome
 
@@ -16,23 +17,39 @@ from harness.world.outcome import Died, RankOutcome
 class Expectations:
     """Compares what happens in one run of an item with what its test expects.
 
-    Attributes:
-        happened: deaths and standstills so far, as sentences.
+    A rank is inside of a context from its own `Expects` on until the votes at the context's end are counted.
+    Only what happens to it there is expected, and only by the contexts that it is inside of.
     """
 
     def __init__(self) -> None:
-        self.happened: list[Happened] = []
-        self._expected: list[Expects] = []
+        self._inside: dict[int, list[Expects]] = defaultdict(list)
+        """By rank, the contexts that it is inside of, or died in; the innermost last."""
+        self._deaths: dict[int, Happened] = {}
+        self._missed: list[str] = []
         self._causes: dict[int, str] = {}
         self._since = 0.0
 
-    def add(self, expected: Expects, outcomes: Sequence[RankOutcome]) -> None:
-        """Expect something from now on; a rank may have died of it already."""
-        self._expected.append(expected)
+    def enter(self, rank: int, expected: Expects) -> None:
+        """Note that a rank has entered a context."""
+        self._inside[rank].append(expected)
         self.note_strike()
-        for outcome in outcomes:
-            if isinstance(outcome.fate, Died):
-                outcome.is_expected = self._is_expected(self._sentence(outcome, outcome.fate, len(outcomes)))
+
+    def leave(self, votes: Sequence[Vote]) -> tuple[Happened, ...]:
+        """End the innermost context of the ranks whose votes are of its end; return what happened inside."""
+        leaving = [rank for rank, vote in enumerate(votes) if vote.inside == "expect"]
+        depth = max((len(self._inside[rank]) for rank in leaving), default=0)
+        if depth == 0:
+            return ()
+        happened = [each for rank, each in self._deaths.items() if len(self._inside[rank]) >= depth]
+        for rank in leaving:
+            if (vote := votes[rank]).outcome == "failed":
+                text = f"rank {rank} of {len(votes)} failed: {vote.reason}"
+                happened.append(Happened(rank, text, vote.more))
+        for contexts in self._inside.values():
+            ended = [each.text for each in contexts[depth - 1 :]]
+            self._missed += [text for text in ended if not any(text in each.text for each in happened)]
+            del contexts[depth - 1 :]
+        return tuple(happened)
 
     def note_strike(self) -> None:
         """Count from now on how long ranks stand still."""
@@ -40,31 +57,36 @@ class Expectations:
 
     def note_death(self, outcome: RankOutcome, died: Died, size: int) -> None:
         """Note the death of a rank, and whether the test expects it."""
-        sentence = self._sentence(outcome, died, size)
+        rank = outcome.rank
+        sentence = self._causes.get(rank, f"rank {rank} of {size} {died.how}")
         at = outcome.struck[-1].at if outcome.struck else died.at
-        self.happened.append(Happened(sentence, at))
-        outcome.is_expected = self._is_expected(sentence)
-
-    def _sentence(self, outcome: RankOutcome, died: Died, size: int) -> str:
-        return self._causes.get(outcome.rank, f"rank {outcome.rank} of {size} {died.how}")
+        self._deaths[rank] = Happened(rank, sentence, at)
+        outcome.is_expected = any(each.text in sentence for each in self._inside[rank])
 
     def culprits(self, found: Diagnosis, pending: set[int]) -> set[int]:
         """Return the ranks to end, so that others can go on, of a standstill that the test expects.
 
         None before the ranks have stood still for as long as the test says, unless no rank can get on.
         """
-        now = time.monotonic()
-        due = [each for each in self._expected if found.is_hopeless or now >= self._since + each.within]
-        culprits = found.blame & pending
-        if culprits == pending or not any(each.text in found.sentence for each in due):
+        seconds = float("inf") if found.is_hopeless else time.monotonic() - self._since
+        culprits = {
+            rank
+            for rank in found.blame & pending
+            if any(each.text in found.sentence and seconds >= each.within for each in self._inside[rank])
+        }
+        if culprits == pending:
             return set()
         self._causes |= dict.fromkeys(culprits, found.sentence)
-        return set(culprits)
+        return culprits
 
     def missed(self) -> tuple[str, ...]:
-        """Return the texts of what was expected and has not happened, as far as the controller knows."""
-        texts = dict.fromkeys(each.text for each in self._expected)
-        return tuple(text for text in texts if not any(text in each.text for each in self.happened))
-
-    def _is_expected(self, sentence: str) -> bool:
-        return any(each.text in sentence for each in self._expected)
+        """Return the texts of what was expected and has not happened."""
+        still_open = [
+            each.text
+            for contexts in self._inside.values()
+            for each in contexts
+            if not any(
+                each in self._inside[rank] and each.text in death.text for rank, death in self._deaths.items()
+            )
+        ]
+        return tuple(dict.fromkeys([*self._missed, *still_open]))

@@ -130,7 +130,7 @@ class ItemRun:
         finally:
             if self._places is not None and self._onlooker is not None:
                 self._onlooker.look_away()
-        if not any(isinstance(outcome.fate, Finished) for outcome in self._outcomes):
+        if all(isinstance(outcome.fate, Died) for outcome in self._outcomes):
             for each in self._outcomes:
                 each.is_expected = False  # no rank is left that could say how the test went on
         now = time.monotonic()
@@ -143,16 +143,9 @@ class ItemRun:
         if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
+        found, cases, missed = self._diagnosis, self._diagnoses, self._expectations.missed()
         outcome = ItemOutcome(
-            outcomes,
-            self._timeout,
-            timed_out,
-            seconds,
-            self._diagnosis,
-            self._diagnoses,
-            fake,
-            self.order.stage,
-            self._expectations.missed(),
+            outcomes, self._timeout, timed_out, seconds, found, cases, fake, self.order.stage, missed
         )
         if self._next is not None and outcome.goes_on():
             self.following = self._next
@@ -177,9 +170,7 @@ class ItemRun:
         # The rank of `--rank-pdb` may still come to a breakpoint, or fail.
         may_stop = any(self._handles[rank].can_debug for rank in self._without_failure(pending))
         failed = any(outcome.has_failed() and not outcome.has_xpassed() for outcome in self._outcomes)
-        if not failed:
-            self._grace = self._last_grace = float("inf")  # what was one may have become expected
-        elif not may_stop:
+        if failed and not may_stop:
             self._grace = min(self._grace, now + GRACE)
             self._last_grace = min(self._last_grace, now + MAX_GRACE)
         if now >= self._deadline:
@@ -245,7 +236,7 @@ class ItemRun:
             case NewExample():
                 outcome.struck.clear()
             case Expects():
-                self._expectations.add(message, self._outcomes)
+                self._expectations.enter(rank, message)
             case Progress():
                 self._unanswered.discard(rank)
                 self._note_place(rank, message)
@@ -257,25 +248,26 @@ class ItemRun:
                 assert_never(message)
 
     def _count_votes(self) -> None:
-        """Once no rank is on its way to the end of the case, send all votes to those that wait there."""
+        """Once no rank is on its way to the end of the case, send all votes to those that wait there.
+
+        Where ranks meet inside of a case that others have left, they alone are answered: they leave it too.
+        """
         voters = [outcome for outcome in self._outcomes if outcome.vote is not None]
         if not voters or any(outcome.vote is None and outcome.fate is None for outcome in self._outcomes):
             return
-        votes = tuple(
-            outcome.vote or Vote("the end of the test", "died" if outcome.is_expected else "ended")
-            for outcome in self._outcomes
-        )
-        votes = tuple(
-            # A case that stood still has failed, though the test caught the error that freed it.
-            replace(vote, outcome="failed")
-            if (vote.case, vote.outcome) == (self._aborted, "passed")
-            else vote
-            for vote in votes
-        )
-        self._aborted = ""
+        voters = [each for each in voters if each.vote is not None and each.vote.inside] or voters
+        votes = []
+        for outcome in self._outcomes:
+            vote = outcome.vote or Vote("the end of the test", "died" if outcome.is_expected else "ended")
+            if (vote.case, vote.outcome) == (self._aborted, "passed"):
+                # A case that stood still has failed, though the test caught the error that freed it.
+                vote = replace(vote, outcome="failed")
+            votes.append(vote)
+        if any(outcome.vote and not outcome.vote.inside for outcome in voters):
+            self._aborted = ""
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
-        agreed = pickle_message(Agreed(votes, tuple(self._expectations.happened)))
+        agreed = pickle_message(Agreed(tuple(votes), self._expectations.leave(votes)))
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send_packed(agreed)

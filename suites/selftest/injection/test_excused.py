@@ -1,0 +1,78 @@
+"""The limits of `faults.expect`: it excuses what happens inside of it, once, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.selftest.project import Run, copy_project, run_pytest
+
+
+@pytest.fixture(scope="module")
+def excused(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of tests that fail beside a fault that they expect."""
+    path = copy_project("injected", tmp_path_factory.mktemp("excused"))
+    (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
+    return run_pytest(path, "-p", "no:cacheprovider", "test_excused.py")
+
+
+def failure(run: Run, name: str, kind: str = "failure") -> str:
+    texts = [str(found.text) for case in run.cases[name] if (found := case.find(kind)) is not None]
+    assert texts, run.output
+    return texts[0]
+
+
+DEATHS = {
+    "test_death_after_it": "rank 2 of 3 died: SIGKILL",
+    "test_death_after_a_failure": "rank 1 of 2 died: SIGTERM",
+    "test_death_before_it": "rank 1 of 3 died: SIGKILL",
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_death_outside_of_it_fails(excused: Run, name: str) -> None:
+    assert failure(excused, name).startswith(DEATHS[name])
+
+
+def test_a_death_in_teardown_fails(excused: Run) -> None:
+    text = failure(excused, "test_death_in_teardown", "error")
+    assert text.startswith("rank 2 of 3 died: SIGKILL")
+    assert "rank 1: died: SIGKILL, as the test expects" in text
+
+
+FAILURES = {
+    "test_nothing_in_the_second": "faults.expect('died: SIGKILL'): nothing happened to any rank",
+    "test_an_error_in_the_second": "my plugin for gloo timed out",
+    "test_a_fault_of_the_dead": "rank 1 has died; rank= is a number of the fixture `world`, of which",
+    "test_a_hang_after_a_death": "a rank has died, and no standstill is found after that",
+    "test_a_bug_in_recovery": "KeyError: 'a bug in recovery'",
+    "test_a_failure_after_a_failure": "AssertionError: a claim of this test",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_fault_excuses_nothing_else(excused: Run, name: str) -> None:
+    assert FAILURES[name] in failure(excused, name)
+
+
+def test_what_was_seen_is_not_called_unseen(excused: Run) -> None:
+    assert "not seen" not in failure(excused, "test_a_failure_after_a_failure")
+    assert 'and not seen: "died: SIGKILL"' in failure(excused, "test_nothing_in_the_second")
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+def test_a_claim_of_one_rank_fails_its_case_and_the_next_one_runs(excused: Run, where: str) -> None:
+    name = f"test_claims_of_one_rank[{where}]"
+    subtests = [line for line in excused.lines if f"test_excused.py::{name}" in line and "SUB" in line]
+    assert len(subtests) == 1, excused.output
+    assert subtests[0].startswith("SUBFAILED[value=1]")
+    assert " - rank 2:" in subtests[0]
+
+
+def test_cases_need_a_world_without_dead_ranks(excused: Run) -> None:
+    assert failure(excused, "test_a_case_without_rebuild").startswith("rank 2 of 3 failed")
+    assert "rank 1 died, as the test expects, and the world was not rebuilt: call world" in excused.output
+    assert "SUBFAILED[value=2] test_excused.py::test_a_case_without_rebuild" not in excused.output
+
+
+def test_those_left_may_skip(excused: Run) -> None:
+    assert excused.outcome("test_skipped_by_those_left") == "skipped: no way to go on"
