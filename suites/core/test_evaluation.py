@@ -139,13 +139,17 @@ def test_what_was_prefetched_in_vain_by_choice_is_not_used_later(world, fully_sh
 
 @pytest.mark.inside
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_what_was_gathered_in_vain_is_given_up_after_forward(world, engine, shard, strategy):
+def test_what_was_gathered_in_vain_is_given_up_after_forward(world, engine, shard, strategy, collectives):
     require(engine, Capability.GROUPS)
     bare = Skipping()
     model = shard(bare, strategy, forward_prefetch=True, units=("0", "1"))
     x = torch.ones(2, 8, device=world.device)
     with torch.no_grad():
         for bare.skipped in (None, 1):
+            before = len(collectives)
             model(x)
+    if Capability.TRAFFIC in engine.capabilities:
+        # The units that ran are "0" and the root: one more was gathered ahead.
+        assert len(engine.traffic(list(collectives)[before:]).gathers) == 3
     (skipped,) = (group for group in engine.groups(model) if group.name == "1")
     assert (skipped.state.name, skipped.gathered_bytes) == ("SHARDED", 0)
