@@ -13,12 +13,13 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
 from harness.engine.api import BackwardPrefetch
 from harness.engine.collectives import BufferPool
 from harness.engine.mesh import Axis
 from harness.engine.param_group import ParamGroup
-from harness.engine.torch_internals import current_backward, queue_after_backward
+from harness.engine.torch_internals import AUTOGRAD_ENGINE, current_backward
 from harness.engine.unsharded import Dtypes, UnshardedParams
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class RootState:
         end = partial(self._end_backward)
         # Autograd alone holds it, and lets go of it without a call after an exception.
         finalize(end, self._abort_backward, self.backward).atexit = False
-        queue_after_backward(end)
+        getattr(Variable, AUTOGRAD_ENGINE).queue_callback(end)
 
     def _end_backward(self) -> None:
         self.backward = -1

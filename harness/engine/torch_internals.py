@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -43,10 +42,10 @@ CHECKPOINTED = "_checkpoint_wrapped_module"
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 
 
-# Calls a function at the end of the running backward, unless that raises. If it moves: torch's own FSDP2
-# ends its backwards so, in `_register_root_post_backward_final_callback`.
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    Variable._execution_engine.queue_callback(callback)
+# The attribute of `Variable` with autograd's engine, whose `queue_callback` takes what runs at the end of the
+# running backward, unless that raises. It is looked up for each call: tests delay what is called there. If it
+# moves: torch's own FSDP2 ends its backwards so, in `_register_root_post_backward_final_callback`.
+AUTOGRAD_ENGINE = "_execution_engine"
 
 
 # What a `DTensor` holds: the part of this rank, as `to_local` returns it under no_grad, and mesh, placements,

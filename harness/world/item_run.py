@@ -5,6 +5,7 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,7 +88,6 @@ class ItemRun:
         self._failed_cases: dict[str, dict[int, RankStatus]] = {}
         """By case, what the ranks that failed in it had begun then."""
         self._aborted = ""
-        self._expectations = Expectations()
 
     def begin(self, handles: Sequence[RankHandle]) -> None:
         """Send the ranks the order; they run the item, also while the controller does something else.
@@ -143,7 +143,8 @@ class ItemRun:
         if (fake := self.order.fake) is not None:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
-        found, cases, missed = self._diagnosis, self._diagnoses, self._expectations.missed()
+        found, cases = self._diagnosis, self._diagnoses
+        missed = self._expectations.missed() if "_expectations" in vars(self) else ()
         outcome = ItemOutcome(
             outcomes, self._timeout, timed_out, seconds, found, cases, fake, self.order.stage, missed
         )
@@ -271,6 +272,11 @@ class ItemRun:
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send_packed(agreed)
+
+    @functools.cached_property
+    def _expectations(self) -> Expectations:
+        """The faults that the test expects of its ranks: of most tests none."""
+        return Expectations()
 
     # Standstill
 
