@@ -129,8 +129,6 @@ class Buffers:
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         """Cast floating-point buffers to `dtype`, or back for None, and move all buffers to `device`."""
-        if not self.refs:
-            return
         # A tensor that is made in inference mode cannot be written to in training.
         with torch.inference_mode(False), torch.no_grad():
             for ref in self.refs:

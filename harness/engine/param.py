@@ -76,7 +76,7 @@ class Param:
     @property
     def dim(self) -> int:
         """The dim that is sharded, where the layout has rows."""
-        return 0
+        raise NotImplementedError
 
     @property
     def piece(self) -> Tensor:
@@ -86,14 +86,14 @@ class Param:
     @property
     def gradient(self) -> Tensor | None:
         """The gradient that the user sees, on this rank."""
-        return self.parameter.grad
+        raise NotImplementedError
 
     def hold(self, piece: Tensor) -> None:
         set_data(self.parameter, piece)
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Show `gradient`, which is new and of the piece's shape, to the user."""
-        attach_gradient(self.parameter, gradient)
+        raise NotImplementedError
 
     def showing(self, piece: Tensor) -> Param:
         """Return a `Param` for the same modules with a parameter of its own, which holds `piece`."""
@@ -233,7 +233,7 @@ class LocalShard:
         if self._shown is not leaves:
             for param, leaf in zip(self.params, leaves, strict=True):
                 if leaf.requires_grad != (trainable := self.is_trainable(param)):
-                    leaf.requires_grad_(trainable)
+                    leaf.requires_grad = trainable  # requires_grad_ would refuse it inside of torch.func
                     self.retrained = True
             self._put(leaves)
 

@@ -188,8 +188,7 @@ class ParamGroup:
         if (after := self._after("reshard_to")) and self.full:
             with outside_transforms():
                 shards = torch.empty_like(self.full.buffer)
-                with torch.no_grad():
-                    copy_in(self.shard.layout.views(self.full.buffer), shards, self.shard.layout)
+                copy_in(self.shard.layout.views(self.full.buffer), shards, self.shard.layout)
                 part = shards.view(axis.size, -1)[axis.rank].clone()
                 self.reshard()
                 self._part = (part, axis)
@@ -310,11 +309,10 @@ class ParamGroup:
         full = self.full = self.variant(dtypes)
         if full.borrowed or shard.layout.in_order:
             full.allocate()
-        if full.borrowed:
-            return
         axis = self.config.mesh.shard
         if axis is None:  # nothing is sent, and copying casts
-            full.buffer.copy_(flat)
+            if not full.borrowed:
+                full.buffer.copy_(flat)
             return
         if self._part:
             local, axis = self._part

@@ -78,9 +78,9 @@ class UnshardedParams:
     poison: bool
     inputs_done: bool = field(default=False, init=False)
     _in_use: bool = field(default=False, init=False)
-    _in_backward: set[object] = field(default_factory=set, init=False, repr=False)
+    _in_backward: set[object] = field(default_factory=set, init=False)
     _nodes: dict[Tensor, Node] = field(default_factory=dict, init=False, repr=False)
-    _pending: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _pending: dict[int, int] = field(default_factory=dict, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -142,5 +142,4 @@ class UnshardedParams:
 
 
 def fill_with_nan(tensor: Tensor) -> None:
-    with torch.no_grad():
-        tensor.data.fill_(float("nan"))
+    tensor.data.fill_(float("nan"))

@@ -78,20 +78,21 @@ class FunctionPolicy:
     function: WrapFunction
 
     def choose(self, root: nn.Module, ignored: States) -> Mapping[nn.Module, Overrides]:
-        seen, chosen = {*ignored}, dict[nn.Module, Overrides]()
+        taken, chosen = {*ignored}, dict[nn.Module, Overrides]()
 
-        def visit(module: nn.Module) -> int:
-            """Return the number of elements of `module` that are in chosen modules."""
-            seen.add(module)
-            numel = sum(p.numel() for p in module.parameters() if p not in ignored)
-            if not self.function(module=module, recurse=True, nonwrapped_numel=numel):
-                return 0
-            taken = sum(visit(child) for child in module.children() if child not in seen)
+        def numel_left(module: nn.Module) -> int:
+            return sum(p.numel() for p in module.parameters() if p not in taken)
+
+        def visit(module: nn.Module) -> None:
+            if not self.function(module=module, recurse=True, nonwrapped_numel=numel_left(module)):
+                return
+            for child in module.children():
+                if child not in ignored and child not in chosen:
+                    visit(child)
             may_wrap = module is not root and has_forward(module)
-            if may_wrap and self.function(module=module, recurse=False, nonwrapped_numel=numel - taken):
+            if may_wrap and self.function(module=module, recurse=False, nonwrapped_numel=numel_left(module)):
                 chosen[module] = {}
-                return numel
-            return taken
+                taken.update(module.parameters())
 
         visit(root)
         return chosen

@@ -20,14 +20,7 @@ from harness.properties.crashed import CrashGuard
 from harness.properties.execution import LockstepDatabase, SharedConstants
 from harness.properties.messages import RunningExampleFile, read_running_example
 from harness.properties.plugin import Properties
-from harness.protocol import (
-    CrashedExample,
-    Finished,
-    RankStatus,
-    RunItem,
-    RunningExample,
-    Search,
-)
+from harness.protocol import CrashedExample, Finished, RankStatus, RunItem, RunningExample, Search
 from harness.rank.world_fixture import RankWorld
 from harness.specification import RankSpec, SessionSpec, WorldKey
 from harness.world.diagnosis import Diagnosis
