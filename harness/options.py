@@ -28,10 +28,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     },
     "device": {"choices": ("cpu", "cuda"), "help": "device of the ranks (default: cpu, cuda under nccl)"},
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
-    "skew": {
-        "metavar": "SEED[:MILLISECONDS]",
-        "help": "delay ranks around collectives, and fail what races",
-    },
+    "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
     "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
     "no-divergence": {
         "action": "store_true",
@@ -61,7 +58,7 @@ def add_options(parser: pytest.Parser) -> None:
         "(default: %(default)s)",
     )
     group.addoption(
-        "--world-seed", type=int, default=0, help="seed of every rank before each test (default: %(default)s)"
+        "--world-seed", type=int, default=DEFAULTS["world_seed"], help="seed of ranks (default: %(default)s)"
     )
     group.addoption(
         "--rank-pdb",
@@ -116,10 +113,10 @@ def add_options(parser: pytest.Parser) -> None:
         "MultiProcContinuousTest), deepspeed (DistributedTest), or both with a comma between (default: the "
         "ini option)",
     )
-    on_cpu = "run adopted tests that want accelerators on gloo and the CPU, as on a machine with four; "
-    on_cpu += "docs/how_to/adopt.md lists what is patched"
-    report = "list the classes that were adopted, and those left to their own launcher, with the reason"
-    for name, what in (("cpu", on_cpu), ("report", report)):
+    for name, what in (
+        ("cpu", "run adopted tests that want accelerators on gloo and the CPU; see docs/how_to/adopt.md"),
+        ("report", "list the classes adopted, and those left to their own launcher, with the reason"),
+    ):
         group.addoption(f"--ranks-adopt-{name}", action="store_true", help=what)
     for name, what in (
         ("hosts", "spread each test evenly over N hosts, unless its mark says how many"),

@@ -99,8 +99,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from harness.controller.pytest_internals import name_of_world
 
         if name := name_of_world(metafunc):
-            wrong = f"the fixture `{name}` exists only on ranks: mark the test, its class or its module with "
-            wrong += "pytest.mark.ranks(2)"
+            wrong = (
+                f"the fixture `{name}` exists only on ranks: mark the test, its class or its module with "
+                "pytest.mark.ranks(2)"
+            )
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
     if mark is not None and (mark.backend or default_backend(metafunc.config)) == "fake":

@@ -132,6 +132,10 @@ class Vote:
     """Of a meeting inside of a case: at the end of `faults.expect`, or in `world.rebuild`."""
 
 
+REBUILT = "rebuilt"
+"""The outcome of the last vote in `world.rebuild`: the rank has joined the new group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Happened:
     """A death or a failure of a rank inside of `faults.expect`, as a sentence."""
@@ -171,6 +175,13 @@ class AbortGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """Another rank has died inside of `faults.expect`, or has left it by an error: its connections close."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End the session: tear down what is up, leave."""
 
@@ -180,7 +191,7 @@ class Interrupt:
     """Interrupt what runs, as a Ctrl-C would; then tear down what is up, leave."""
 
 
-ToRank = RunItem | Agreed | Probe | AbortGroup | Close | Interrupt
+ToRank = RunItem | Agreed | Probe | AbortGroup | Lost | Close | Interrupt
 
 
 # Rank -> controller
@@ -291,6 +302,9 @@ class FlightRecord:
     """When the test began, nanoseconds since the epoch."""
     taken: int
     """When this was read, likewise."""
+    joins: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """When the rank joined each default group of the test, likewise, oldest first, and the ranks of it, by
+    the numbers that they had when the test began: as all ranks are numbered here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,15 @@ class Call:
         """Return what a report calls it: "all_reduce #3 (float32[8], 2 ranks)"."""
         about = self.about
         inputs = [f"{short(d)}{list(s)}" for d, s in zip(about.dtypes, about.shapes, strict=True)]
-        return f"{about.op} #{number} ({', '.join([*inputs, f'{about.group_size} ranks'])})"
+        ranks = f"{about.group_size} rank{'s' if about.group_size > 1 else ''}"
+        return f"{about.op} #{number} ({', '.join([*inputs, ranks])})"
+
+    def phase(self) -> str:
+        """Return what calls it here: " in backward", " in forward of layer.2", or "" of neither."""
+        if self.about.in_backward:
+            return " in backward"
+        module = _running_module()
+        return f" in forward of {module}" if module else ""
 
 
 Layer = Callable[[Call, Run], "dist.Work | None"]
@@ -72,7 +80,7 @@ Layer = Callable[[Call, Run], "dist.Work | None"]
 
 
 class Interception:
-    """The layers of this process, the latest outermost; nothing is replaced while there is none."""
+    """The layers of this process, the innermost first; nothing is replaced while there is none."""
 
     def __init__(self) -> None:
         self._layers: list[Layer] = []
@@ -82,11 +90,11 @@ class Interception:
         self._local = threading.local()
 
     @contextmanager
-    def layer(self, layer: Layer) -> Iterator[None]:
-        """Let `layer` run each collective."""
+    def layer(self, layer: Layer, is_innermost: bool = False) -> Iterator[None]:
+        """Let `layer` run each collective, around the layers that there are or inside of them."""
         if not self._layers:
             self._install()
-        self._layers.append(layer)
+        self._layers.insert(0 if is_innermost else len(self._layers), layer)
         try:
             yield
         finally:
@@ -184,6 +192,22 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
     return [_rebuilt(each, tensors) for each in value]
+
+
+def _running_module() -> str:
+    """Return the name of the innermost module that is called on this thread, in the outermost one."""
+    modules: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code  # an engine may gather in a `__call__` of its own
+        if code is torch.nn.Module.__call__.__code__ or code.co_name == "__call__":
+            called = frame.f_locals.get("self")
+            modules += [called] if isinstance(called, torch.nn.Module) else []
+        frame = frame.f_back
+    if not modules:
+        return ""
+    names = (name for name, module in modules[-1].named_modules() if module is modules[0])
+    return next(names, "") or type(modules[0]).__name__
 
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import pytest
 import torch.distributed as dist
 
+from harness.backends import backends_of
 from harness.exceptions import PeerFailed
-from harness.protocol import (
-    BROKEN_CONNECTION,
-    VICTIM_OF_A_CASE,
-    Agreed,
-    Expects,
-    Struck,
-    Vote,
-)
+from harness.injection.calls import INTERCEPTION, Call, Run
+from harness.injection.losses import Losses
+from harness.injection.work import Watched
+from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Agreed, Expects, Struck, Vote
+
+if TYPE_CHECKING:
+    from harness.injection.injector import Faults
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -29,15 +31,26 @@ WITHIN = 5.0
 _LOST = re.compile(
     r"gloo.*tim(ed out|eout)|monitoredBarrier|\bCollectiveTimeout\b", re.IGNORECASE | re.DOTALL
 )
-
-
 # These end the run, or the process: such a rank meets no other any more.
 _OF_THE_RUN = (KeyboardInterrupt, SystemExit, GeneratorExit, pytest.exit.Exception)
+_NOT_COVERED = ("send", "recv", "recv_any_source", "monitored_barrier")
+"""Collectives for which no wait is patient: a second one for a message that has come would never end; the
+last one has no handle."""
+
+
+class Groups(Protocol):
+    """The process groups of a rank."""
+
+    def members(self) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]: ...
 
 
 class ExpectingRank(Protocol):
     """The part of a rank that faults and expectations need."""
 
+    losses: Losses
+
+    @property
+    def group(self) -> Groups: ...
     def send(self, message: Struck | Expects) -> None: ...
     def meet(self, vote: Vote, abort_after: float | None = None) -> Agreed: ...
     def abort(self) -> None: ...
@@ -52,8 +65,7 @@ class Expectation:
 
     Args:
         rank: this rank.
-        number: its number in the fixture `world`.
-        lost: the ranks known to have died; those of which this one learns are added.
+        faults: what was injected on it.
         text: a part of the words of a report.
         within: seconds for which ranks have to stand still.
 
@@ -63,14 +75,16 @@ class Expectation:
         cause: what has happened, in the words of a report; "" before the end of the context.
     """
 
-    def __init__(self, rank: ExpectingRank, number: int, lost: set[int], text: str, within: float) -> None:
+    def __init__(self, rank: ExpectingRank, faults: Faults, text: str, within: float) -> None:
         self.error: Exception | None = None
         self.seconds: float | None = None
         self.cause = ""
-        self._rank, self._number, self._lost = rank, number, lost
+        self._rank, self._faults = rank, faults
         self._text, self._within = text, within
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(_patient_waits(self._rank))
         self._rank.send(Expects(self._text, self._within))
         return self
 
@@ -78,15 +92,15 @@ class Expectation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         at = time.time()
+        self._stack.close()
         if isinstance(error, _OF_THE_RUN):
             return False
         how = _how(error)
         if error is not None:
             self._rank.abort()  # frees the ranks that wait for this one
         case = f"faults.expect({self._text!r})"
-        reason = "" if error is None else _brief(error)
+        reason = "; ".join(self._faults.misses()) if error is None else _brief(error)
         answer = self._rank.meet(Vote(case, how, reason, at, inside="expect"))
-        self._lost |= {rank for rank, vote in enumerate(answer.votes) if vote.outcome == "died"}
         if how == "claimed":
             return False
         others = [vote.case != case and vote.outcome not in ("ended", "died") for vote in answer.votes]
@@ -103,7 +117,7 @@ class Expectation:
         self.cause = seen.text
         expected = {each.rank for each in answer.happened if self._text in each.text}
         wrong = {rank for rank, vote in enumerate(answer.votes) if vote.outcome == "failed"} - expected
-        if how == "failed" and self._number in wrong:
+        if how == "failed" and self._faults.rank in wrong:
             return False
         _follow(wrong)
         if error is None:
@@ -119,7 +133,9 @@ class Expectation:
                 texts.append(f"rank {rank} lost others: {vote.reason}")
             elif vote.outcome == "ended" and not any(text.startswith(f"rank {rank} ") for text in texts):
                 texts.append(f"rank {rank} ended the test")
-        return f"this happened instead: {'; '.join(texts)}" if texts else "nothing happened to any rank"
+        happened = f"this happened instead: {'; '.join(texts)}" if texts else "nothing happened to any rank"
+        missed = [vote.reason for vote in answer.votes if vote.outcome == "ran through" and vote.reason]
+        return "\n".join([happened, *missed])
 
 
 def is_lost(error: BaseException) -> bool:
@@ -149,3 +165,25 @@ def _follow(ranks: Iterable[int]) -> None:
 
 def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+@contextmanager
+def _patient_waits(rank: ExpectingRank) -> Iterator[None]:
+    """Let every wait for a collective of gloo that begins inside end, where another rank has gone."""
+    numbers = itertools.count(1)
+
+    def layer(call: Call, run: Run) -> dist.Work | None:
+        work, title = run(call.written, call.read), call.title(next(numbers))
+        members = set(dict(rank.group.members()).get(call.group, ()))
+        if work is None or not members or not _is_covered(call):
+            return work
+        return Watched(work, call.result, begin_wait=lambda: rank.losses.await_end(work, members, title))
+
+    with INTERCEPTION.layer(layer, is_innermost=True):
+        yield
+
+
+def _is_covered(call: Call) -> bool:
+    devices = {each.device.type for each in (*call.written, *call.read)} or {"cpu"}
+    backends = backends_of(dist.get_backend_config(call.group))
+    return call.about.op not in _NOT_COVERED and all(backends.get(each) == "gloo" for each in devices)

@@ -46,6 +46,8 @@ class FaultyRank(ExpectingRank, Protocol):
     """The part of a rank that the fixture needs."""
 
     faults: Faults | None
+    dead: set[int]
+    left_behind: set[int]
 
     def post(self, message: NewExample) -> None: ...
 
@@ -89,7 +91,6 @@ class Faults:
     def __init__(self, rank: FaultyRank, world: World) -> None:
         self._rank, self._world = rank, world
         self._armed: list[Armed] = []
-        self._lost: set[int] = set()
         self._lock = threading.Lock()
         self._layer = ExitStack()
         self._has_struck = False
@@ -132,7 +133,7 @@ class Faults:
 
         Raises:
             ValueError: a fault is of a rank that the world does not have, or that has died.
-            RuntimeError: a rank is to stand still after another one has died.
+            RuntimeError: a rank is to stand still after another one has died, and before `rebuild`.
         """
         for fault in faults:
             if fault.rank is not None and fault.rank >= self._world.size:
@@ -140,16 +141,16 @@ class Faults:
                 raise ValueError(
                     f"{fault!r}: the world has {'rank 0' if last == 0 else f'ranks 0 to {last}'}"
                 )
-            if fault.rank in self._lost:
-                left = [rank for rank in range(self._world.size) if rank not in self._lost]
+            if fault.rank in self._rank.dead:
+                left = [rank for rank in range(self._world.size) if rank not in self._rank.dead]
                 raise ValueError(
                     f"{fault!r}: rank {fault.rank} has died; rank= is a number of the fixture `world`, of "
                     f"which these are left: {', '.join(map(str, left))}"
                 )
-            if self._lost and fault.kind in ("stop", "hang"):
+            if self._rank.dead - self._rank.left_behind and fault.kind in ("stop", "hang"):
                 raise RuntimeError(
-                    f"{fault!r}: a rank has died, and no standstill is found after that: let a "
-                    "rank stop or hang before another one dies, or in a test of its own"
+                    f"{fault!r}: a rank has died, and no standstill is found before the others have called "
+                    "world.rebuild()"
                 )
         own = [Armed(each, required) for each in faults if each.rank in (None, self._world.rank)]
         if own and not self._armed:
@@ -167,11 +168,15 @@ class Faults:
                 is ended, which frees the others. One that is stopped is ended as soon as no rank can get on.
 
         Raises:
-            ValueError: there is no text.
+            ValueError: there is no text, or no time.
         """
-        if not text or within <= 0:
-            raise ValueError(f"faults.expect({text!r}, within={within}): a text, and seconds above 0")
-        return Expectation(self._rank, self._world.rank, self._lost, text, within)
+        is_text, is_time = isinstance(text, str) and text.strip(), isinstance(within, int | float)
+        if not is_text or not is_time or not within > 0:
+            raise ValueError(
+                f"faults.expect({text!r}, within={within!r}): a part of a report's words, such as "
+                '"rank 1 of 2 died: SIGKILL", and seconds above 0'
+            )
+        return Expectation(self._rank, self, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:
         """Inject these faults no longer."""
@@ -192,10 +197,19 @@ class Faults:
             self._has_struck = False
             self._rank.post(NewExample())
         try:
+            self._require_all_ranks()
             yield
             check(self._since(before), self._world.rank, pytrace=True)  # with the example
+            self._require_all_ranks()
         finally:
             self.disarm(self._since(before))
+
+    def _require_all_ranks(self) -> None:
+        if dead := ", ".join(map(str, sorted(self._rank.dead))):
+            pytest.fail(
+                f"rank {dead} died, as the test expects, and the next example needs all ranks: expect a "
+                "death in a test without @given, which parametrize may run at each collective"
+            )
 
     def _since(self, before: Sequence[Armed]) -> list[Armed]:
         return [each for each in self._armed if each not in before]
@@ -204,6 +218,10 @@ class Faults:
     def rank(self) -> int:
         """This rank."""
         return self._world.rank
+
+    def misses(self) -> list[str]:
+        """Say of each fault that has not struck this rank why it has not."""
+        return [text for each in self._armed if (text := each.miss(self.rank))]
 
     def check(self) -> None:
         """Fail the test for faults that were to strike until its end, and never did."""
@@ -236,7 +254,7 @@ class Faults:
         fault = armed.fault
         armed.has_struck = self._has_struck = True
         title, line = call.title(fault.nth), caller()
-        place = "" if line == NO_CODE else f" at {line}"
+        place = call.phase() + ("" if line == NO_CODE else f" at {line}")
         self._rank.send(Struck(f"rank {self._world.rank} {fault.what()} {title}{place}", time.time()))
         match fault.kind:
             case "delay":
@@ -295,8 +313,8 @@ class Armed:
         return self._matched == self.fault.nth
 
     def miss(self, rank: int) -> str:
-        """Return why the fault never struck on this rank, "" if it did or need not."""
-        if self.has_struck or not self.required:
+        """Return why the fault never struck on this rank, "" if it did."""
+        if self.has_struck:
             return ""
         if self._matched >= self.fault.nth:
             why = "its collective was begun, and its handle never waited for"
@@ -311,7 +329,7 @@ class Armed:
 
 def check(armed: Sequence[Armed], rank: int, pytrace: bool = False) -> None:
     """Fail the test if one of these faults never struck."""
-    if misses := [text for each in armed if (text := each.miss(rank))]:
+    if misses := [text for each in armed if each.required and (text := each.miss(rank))]:
         pytest.fail("\n".join(misses), pytrace)
 
 

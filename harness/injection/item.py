@@ -32,21 +32,24 @@ class SkewedItems:
         self._rank, self._number = rank, number
         self._schedule = None if option is None else Schedule.parse(option)
 
-    def of_item(self) -> AbstractContextManager[None]:
+    def of_item(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return a context that disturbs the collectives of an item, if the user wants that of all."""
-        return nullcontext() if self._schedule is None else Skew(self._schedule, self._number).on()
+        if self._schedule is None or _is_exempt(item.get_closest_marker("skew")):
+            return nullcontext()
+        return Skew(self._schedule, self._number).on()
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
         """Run a marked test once for each seed; under `--skew` it runs once, by that."""
         mark = pyfuncitem.get_closest_marker("skew")
-        if mark is None or self._schedule is not None:
+        schedules = None if mark is None or _is_exempt(mark) else schedules_of(mark)
+        if schedules is None or self._schedule is not None:
             return (yield)
-        schedules = schedules_of(mark)
         selected = parse_selection(pyfuncitem.config.getoption("subtest"))
         chosen = {SETTING: selected.pop(SETTING)} if SETTING in selected else {}
-        own = pyfuncitem.funcargs.get("run_subtests")
-        if isinstance(own, RunSubtests):
+        given = pyfuncitem.funcargs.get("run_subtests")
+        own = given if isinstance(given, RunSubtests) else None
+        if own is not None:
             own.select(selected)
         runner = RunSubtests(self._rank, fixture_value(pyfuncitem, "subtests"), chosen)
         test = pyfuncitem.obj
@@ -59,14 +62,18 @@ class SkewedItems:
         return result
 
     def _under_each(
-        self, test: Callable[..., object], schedules: Mapping[int, Schedule], runner: RunSubtests, own: Any
+        self,
+        test: Callable[..., object],
+        schedules: Mapping[int, Schedule],
+        runner: RunSubtests,
+        own: RunSubtests | None,
     ) -> Callable[..., None]:
         def under_each(**arguments: Any) -> None:
             __tracebackhide__ = True
 
             def run(skew: int) -> None:
                 __tracebackhide__ = True
-                if isinstance(own, RunSubtests):
+                if own is not None:
                     own.outer = describe_case({SETTING: skew})
                 with Skew(schedules[skew], self._number).on():
                     test(**arguments)
@@ -74,6 +81,11 @@ class SkewedItems:
             runner({SETTING: list(schedules)}, run)
 
         return under_each
+
+
+def _is_exempt(mark: pytest.Mark | None) -> bool:
+    """Return whether a test has the mark `skew(seeds=[])`: it touches tensors too early on purpose."""
+    return mark is not None and mark.kwargs.get("seeds") in ([], ())
 
 
 def schedules_of(mark: pytest.Mark) -> dict[int, Schedule]:

@@ -14,6 +14,8 @@ __tracebackhide__ = True  # under pytest a failure points to the call
 MOST = 4
 """Faults of one schedule: an order of two threads or ranks that is wrong rarely needs more."""
 MILLISECONDS = (2, 10, 50)
+_KINDS = tuple(kind for kind in get_args(Kind) if kind not in ("kill", "stop", "hang"))
+"""Those after which a rank is there for the next example, and a test may pass."""
 
 
 def schedules(
@@ -31,7 +33,7 @@ def schedules(
     Args:
         ranks: of the world; faults are of the ranks 0 to `ranks - 1`.
         collectives: faults are before the first to this one of a rank, counted from the injection on.
-        kinds: those of `Fault`.
+        kinds: those of `Fault` but "kill", "stop" and "hang": the next example would lack a rank.
         milliseconds: how long a rank may wait, the shortest first.
 
     Raises:
@@ -39,12 +41,20 @@ def schedules(
     """
     if ranks < 1 or collectives < 1:
         raise ValueError(f"schedules({ranks}, {collectives}): ranks and collectives are 1 or more")
-    if not kinds or (unknown := [kind for kind in kinds if kind not in get_args(Kind)]):
-        wrong = f"kinds={kinds!r}" if not kinds else repr(unknown[0])
-        raise ValueError(f"schedules({wrong}): the kinds of faults are {', '.join(get_args(Kind))}")
+    if not kinds or (wrong := [kind for kind in kinds if kind not in _KINDS]):
+        raise ValueError(f"schedules(kinds={kinds!r}): {_refusal(wrong[0] if kinds else '')}")
     if not milliseconds or min(milliseconds) <= 0:
         raise ValueError(f"schedules(milliseconds={milliseconds!r}): one or more, above 0")
     return _schedules(ranks, collectives, tuple(kinds), tuple(milliseconds))
+
+
+def _refusal(kind: str) -> str:
+    if kind not in get_args(Kind):
+        return f"the kinds of faults are {', '.join(_KINDS)}"
+    return (
+        "an example has to leave all ranks to the next one. Look at each collective in a test of its own: "
+        f'@pytest.mark.parametrize("nth", range(1, 7)), and faults.{kind}(rank=1, before="any", nth=nth)'
+    )
 
 
 @st.composite

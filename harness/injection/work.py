@@ -28,6 +28,7 @@ class Watched(dist.Work):
         work: that of the collective, None of one that was left out, or has returned none.
         result: what its future has.
         over: called once, when a caller first learns that the collective is over, before it goes on.
+        begin_wait: called before each wait that has no timeout of its own, and for each future on a thread.
         waited: called whenever a wait has returned.
     """
 
@@ -37,6 +38,7 @@ class Watched(dist.Work):
         result: list[Tensor],
         over: Callable[[], None] = _nothing,
         waited: Callable[[], None] = _nothing,
+        begin_wait: Callable[[], None] = _nothing,
     ) -> None:
         super().__init__()
         self._work = work
@@ -44,13 +46,15 @@ class Watched(dist.Work):
         self._weak: list[TensorWeakRef] = []
         self._source = -1
         self._over = over
-        self._waited = waited
+        self._waited, self._begin_wait = waited, begin_wait
         self._settling = threading.RLock()
         self._is_settled = False
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the collective; its outputs are there then."""
         if (work := self._work) is not None:
+            if timeout == _NO_TIMEOUT:
+                self._begin_wait()
             work.wait(timeout)
         self._settle()
         self._waited()
@@ -138,10 +142,31 @@ class Watched(dist.Work):
             future.set_result(None)
         else:
             future = work.get_future()
+        raised: list[Exception] = []
+        over = future if self._begin_wait is _nothing else self._awaited(future, raised)
 
-        def settle(done: torch.futures.Future[Any]) -> Any:
-            done.value()  # raises what the collective has met
+        def settle(_: torch.futures.Future[Any]) -> Any:
+            for error in raised:
+                raise error
+            future.value()  # raises what the collective has met
             self._settle()
             return outputs
 
-        return future.then(settle)
+        return over.then(settle)
+
+    def _awaited(
+        self, future: torch.futures.Future[Any], raised: list[Exception]
+    ) -> torch.futures.Future[Any]:
+        """Return a future that is over when the other one is, or with an error as its wait is given up."""
+        over: torch.futures.Future[Any] = torch.futures.Future()
+
+        def wait() -> None:
+            try:
+                self._begin_wait()
+                future.wait()
+            except Exception as error:
+                raised.append(error)
+            over.set_result(None)
+
+        threading.Thread(target=wait, name="waits-in-gloo", daemon=True).start()
+        return over

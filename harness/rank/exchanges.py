@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from harness.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged
-from harness.rank.torch_internals import group_members
 from harness.tracebacks import is_installed
 from lockstep.names import loaded
 
@@ -49,10 +48,13 @@ class Exchanges:
 
     Args:
         base: directory that the user's files are named from.
+        members: returns the ranks of each group.
     """
 
-    def __init__(self, base: str) -> None:
-        self._base = base
+    def __init__(
+        self, base: str, members: Callable[[], list[tuple[dist.ProcessGroup, tuple[int, ...]]]]
+    ) -> None:
+        self._base, self._members = base, members
         self._channels: dict[tuple[object, ...], _Channel] = {}
         self._works: weakref.WeakKeyDictionary[dist.Work, _Channel] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
@@ -92,7 +94,7 @@ class Exchanges:
             for work, channel in list(self._works.items()):
                 channel.waited += work.is_completed()
             channels = list(self._channels.values())
-        members = dict(group_members())
+        members = dict(self._members())
         self.clear()
         living = [
             (each, group) for each in channels if (group := each.group()) in members and group is not None

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued
 from harness.rank import pytest_internals
-from harness.rank.process_group import MAX_RECORDED
-from harness.rank.torch_internals import group_members, phases_by_code, recorded_calls, recorded_collectives
+from harness.rank.process_group import MAX_RECORDED, DefaultGroup
+from harness.rank.torch_internals import phases_by_code, recorded_calls, recorded_collectives
 from harness.timeline.entries import Entry, dtypes, group_in_process, group_name, operation, shapes
 from harness.tracebacks import is_installed
 from lockstep.names import loaded
 
 
-def issued_since(began: int, is_current: Callable[[int], bool]) -> tuple[tuple[Issued, ...], dict[str, int]]:
+def issued_since(began: int, group: DefaultGroup) -> tuple[tuple[Issued, ...], dict[str, int]]:
     """Return the collectives that this rank has begun since then, and each group's number of them before.
 
     Those of groups that are gone, or hidden, do not count: one of them has the same name.
@@ -30,28 +30,28 @@ def issued_since(began: int, is_current: Callable[[int], bool]) -> tuple[tuple[I
     whose last collective before `began` is forgotten there is missing from the second value.
     """
     recorded = _Recorded.read(recorded_collectives)
-    current = recorded.current(is_current)
+    current = recorded.current(group.has_begun)
     news = [entry for entry in current if entry["time_created_ns"] >= began and not entry["is_p2p"]]
-    members = _members()
+    members = _members(group)
     return tuple(_issued(entry, members) for entry in news), recorded.before(current, began)
 
 
-def read_record(began: int, is_current: Callable[[int], bool]) -> FlightRecord:
+def read_record(began: int, group: DefaultGroup) -> FlightRecord:
     """Return the calls of this rank since then, with times and stacks; of groups that are gone as well.
 
     Args:
         began: nanoseconds since the epoch.
-        is_current: whether the groups of a moment are those of the rank now.
+        group: that of the rank now.
     """
     recorded = _Recorded.read(recorded_calls)
-    before = recorded.before(recorded.current(is_current), began)
+    before = recorded.before(recorded.current(group.has_begun), began)
     entries = [entry for entry in recorded.entries if entry["time_created_ns"] >= began][-MAX_RECORDED:]
     stacks = StackReader(phases_by_code())
     for entry in entries:
         stacks.shorten(entry)
     seen = {group_name(entry) for entry in entries}
-    groups = {name: ranks for name, ranks in _members().items() if name in seen}
-    return FlightRecord(tuple(entries), groups, before, began, time.time_ns())
+    groups = {name: ranks for name, ranks in _members(group).items() if name in seen}
+    return FlightRecord(tuple(entries), groups, before, began, time.time_ns(), group.joins())
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,9 @@ class _Recorded:
         }
 
 
-def _members() -> dict[str, tuple[int, ...]]:
+def _members(group: DefaultGroup) -> dict[str, tuple[int, ...]]:
     default = dist.group.WORLD
-    return {
-        DEFAULT_GROUP if group is default else group.group_name: ranks for group, ranks in group_members()
-    }
+    return {DEFAULT_GROUP if each is default else each.group_name: ranks for each, ranks in group.members()}
 
 
 def _issued(entry: Entry, members: dict[str, tuple[int, ...]]) -> Issued:

@@ -46,6 +46,7 @@ _INFRASTRUCTURE = {
     "InductorSubproc",  # reads what torch's compile worker answers
     "TMonitor",  # tqdm's, one for all progress bars
     "destroys-groups",  # ours, of a group of gloo that never ends
+    "waits-in-gloo",  # ours, for a collective that never ends
 }
 
 

@@ -20,8 +20,10 @@ import pytest
 
 from harness.exceptions import PeerFailed
 from harness.fake_ranks import FakeRank
+from harness.injection.losses import Losses
 from harness.properties.messages import GroupState
 from harness.protocol import (
+    REBUILT,
     VICTIM_OF_A_CASE,
     AbortGroup,
     Agreed,
@@ -29,6 +31,7 @@ from harness.protocol import (
     Finished,
     FromRank,
     Interrupt,
+    Lost,
     Probe,
     Ready,
     RunItem,
@@ -79,10 +82,11 @@ class Rank:
         self.world = RankWorld(spec, self.group.device, self.regroup)
         self.is_rebuilt = False
         """Whether a test has left other ranks behind, and may be this rank's last one."""
-        self._dead: set[int] = set()
+        self.dead: set[int] = set()
         """The ranks that have died as the test expects, as far as is known."""
-        self._left_behind: set[int] = set()
+        self.left_behind: set[int] = set()
         """Those of them that are no members of the default group any more."""
+        self.losses = Losses()
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
         self.faults: Faults | None = None
@@ -97,7 +101,7 @@ class Rank:
         self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
         self._activity = Activity()
         self._rendezvous = Rendezvous(spec, self._activity, self.group.meeting_store)
-        self.exchanges = Exchanges(spec.session.cwd)
+        self.exchanges = Exchanges(spec.session.cwd, self.group.members)
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
@@ -223,7 +227,7 @@ class Rank:
             except queue.Empty:
                 self.abort()
         answer = answer or self._answers.get()
-        self._dead |= {rank for rank, each in enumerate(answer.votes) if each.outcome == "died"}
+        self.dead |= {rank for rank, each in enumerate(answer.votes) if each.outcome == "died"}
         self._activity.state = "runs"
         return answer
 
@@ -278,14 +282,14 @@ class Rank:
         Raises:
             RuntimeError: a member of the group has died, so that not all can meet.
         """
-        if dead := ", ".join(map(str, sorted(self._dead - self._left_behind))):
+        if dead := ", ".join(map(str, sorted(self.dead - self.left_behind))):
             raise RuntimeError(
                 f"rank {dead} died, as the test expects, and the world was not rebuilt: call world.rebuild() "
                 "before cases that may fail"
             )
         self._own_connections()
         self.group.repair()
-        self.exchanges.clear()
+        self._forget_connections()
         self.agree(Vote(self._activity.case, "met"))
 
     def regroup(self) -> tuple[int, ...]:
@@ -303,11 +307,11 @@ class Rank:
         living = tuple(rank for rank, each in enumerate(votes) if each.outcome == "met")
         before = RankState.capture()
         self._own_connections()
-        self.group.regroup(living.index(self.spec.rank), len(living))
-        self.exchanges.clear()
-        self.meet(Vote(where, "met", inside="rebuild"))
+        self.group.regroup(living)
+        self._forget_connections()
+        self.meet(Vote(where, REBUILT, inside="rebuild"))
         self.is_rebuilt = True
-        self._left_behind = set(range(len(votes))) - set(living)
+        self.left_behind = set(range(len(votes))) - set(living)
         self.adopt_state(before)
         return living
 
@@ -315,6 +319,11 @@ class Rank:
         """Ignore orders to abort from now on: one may come so late that it would abort the new group."""
         with self._aborting:
             self._abortable = ""
+
+    def _forget_connections(self) -> None:
+        """Forget what was lost and exchanged on those of before. All ranks are between two meetings."""
+        self.exchanges.clear()
+        self.losses.clear()
 
     def reseed(self) -> None:
         """Seed every generator of this process with the seed of the world."""
@@ -339,6 +348,8 @@ class Rank:
                     with self._aborting:
                         if case == self._abortable:
                             self.group.abort()
+                case Lost(rank):
+                    self.losses.note(rank)
                 case Interrupt():
                     self.interrupted = True
                     self.group.abort()  # the main thread may wait in a collective, where no signal reaches it

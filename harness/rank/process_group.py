@@ -25,6 +25,7 @@ from harness.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,
     fake_store,
+    group_members,
     process_groups,
     set_default_store,
     take_groups,
@@ -64,8 +65,14 @@ class DefaultGroup:
         self._hidden: TakenGroups | None = None
         self._hidden_at = 0
         self._place = spec.rank, spec.key.size
+        self._living: tuple[int, ...] = ()
+        """The ranks of a group that was joined without others, by the numbers of before."""
+        self._joins: list[tuple[int, tuple[int, ...]]] = []
+        """When the default group was joined in this item, and which ranks it has; the first one before."""
         self._foreign: deque[tuple[int, int]] = deque(maxlen=MAX_RECORDED)
         """From when to when the group was hidden, of which torch's flight recorder still has collectives."""
+        self._left: list[dist.ProcessGroup] = []
+        """Those of the worlds that tests have rebuilt."""
 
     def join(self) -> None:
         """Meet the other ranks.
@@ -78,6 +85,7 @@ class DefaultGroup:
         key, (rank, size) = self._spec.key, self._place
         if not key.has_group:
             return
+        self._joins.append((self._joined, self._living or tuple(range(size))))
         self._generation += 1
         name = f"store-{self._generation}"
         self._store = fake_store() if key.backend == "fake" else self.meeting_store(name, size)
@@ -152,6 +160,7 @@ class DefaultGroup:
         the next ones: gloo would find addresses that are no longer served, and wait. In a world without a
         group the test's own is expected, and none of an earlier test counts.
         """
+        del self._joins[:-1]
         if self._store is not None and dist.is_initialized():
             self._items += 1
             set_default_store(dist.PrefixStore(f"item-{self._items}", self._store))
@@ -232,15 +241,31 @@ class DefaultGroup:
             return at >= self._hidden_at
         return at >= self._joined and not any(start <= at < end for start, end in self._foreign)
 
+    def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return when this rank joined each default group of the test, oldest first, and the ranks of it."""
+        return tuple(self._joins)
+
+    def members(self) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+        """Return the ranks of each group of this rank, by the numbers that they had when the test began."""
+        if not self._living:
+            return group_members()
+        return [(group, tuple(self._living[rank] for rank in ranks)) for group, ranks in group_members()]
+
     def repair(self) -> None:
         """Leave the group and meet the other ranks in a new one. Every rank must do so."""
         self.abort()
         self._destroy()
         self.join()
 
-    def regroup(self, rank: int, size: int) -> None:
-        """Leave the group and meet those ranks in a new one that are left, as one of them."""
-        self._place = rank, size
+    def regroup(self, living: tuple[int, ...]) -> None:
+        """Leave the group and meet those ranks in a new one that are left, of which this is one.
+
+        The groups of before stay until the process ends: where a model drops the last reference to one, its
+        destructor would wait, in the main thread, for a collective that never ends (see `_destroy`).
+        """
+        self._left += process_groups()
+        self._living = living
+        self._place = living.index(self._spec.rank), len(living)
         self.repair()
 
     def leave(self) -> None:
@@ -253,6 +278,8 @@ class DefaultGroup:
             return
         groups = process_groups()
         dist.destroy_process_group()
+        if not uses(self._spec.key.backend, "gloo"):
+            return
         # The destructor of a group of gloo waits for its collectives. One whose connection was closed just as
         # it began to send never ends: `UnboundBuffer::waitSend`, seen in torch 2.13, once in about 20 cases.
         destructor = threading.Thread(target=groups.clear, name="destroys-groups", daemon=True)

@@ -10,13 +10,7 @@ import pytest
 
 from harness.exceptions import Diverged
 from harness.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
-from harness.protocol import (
-    DIVERGED,
-    RAISED,
-    Raised,
-    Reported,
-    Warned,
-)
+from harness.protocol import DIVERGED, RAISED, Raised, Reported, Warned
 from harness.pytest_internals import is_xfail_call
 from harness.rank.output import TestOutput
 from harness.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report

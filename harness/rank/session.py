@@ -20,14 +20,7 @@ import torch
 
 from harness.fake_ranks import FakeRank
 from harness.hookspecs import RANK_PLUGIN
-from harness.protocol import (
-    Close,
-    Collecting,
-    Finished,
-    ItemStarted,
-    RunItem,
-    Search,
-)
+from harness.protocol import Close, Collecting, Finished, ItemStarted, RunItem, Search
 from harness.rank import debugger
 from harness.rank.coverage import RankCoverage
 from harness.rank.item import ItemGuards
@@ -271,7 +264,7 @@ class RankSession:
 
             self._skewed_items = SkewedItems(self.rank, self._spec.rank, option)
             self._config.pluginmanager.register(self._skewed_items)
-        return self._skewed_items.of_item()
+        return self._skewed_items.of_item(item)
 
     def _properties_in_step(self, search: Search) -> AbstractContextManager[None]:
         """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""

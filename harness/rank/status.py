@@ -17,14 +17,7 @@ import pluggy
 
 import harness.properties
 from harness.process_tree import children_of
-from harness.protocol import (
-    FlightRecord,
-    Issued,
-    Probe,
-    Progress,
-    RankStatus,
-    State,
-)
+from harness.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
 from harness.rank import pytest_internals
 from harness.rank.flight_record import issued_since, keep_stack, read_record
 from harness.rank.process_group import DefaultGroup
@@ -88,7 +81,7 @@ class StatusReader:
 
     def collectives(self) -> RankStatus:
         """Return the collectives that this rank has begun in this test, and no more."""
-        issued, before = issued_since(self._activity.began, self._group.has_begun)
+        issued, before = issued_since(self._activity.began, self._group)
         activity = self._activity
         if activity.meeting is not None:
             issued = (activity.meeting, *issued)
@@ -119,7 +112,7 @@ class StatusReader:
 
     def record(self) -> FlightRecord:
         """Return the calls of this test, with times and stacks."""
-        return read_record(self._activity.began, self._group.has_begun)
+        return read_record(self._activity.began, self._group)
 
     def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""

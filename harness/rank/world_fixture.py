@@ -129,8 +129,13 @@ class RankWorld:
             RuntimeError: the world has no group of its own, is on several hosts, or another rank does not
                 call this.
         """
-        if not self._starts_with_group or self.backend == "fake":
-            raise RuntimeError("world.rebuild: this world has no default process group of its own to rebuild")
+        if self.backend == "fake":
+            raise RuntimeError("world.rebuild: a fake world is one process, and loses no rank")
+        if not self._starts_with_group:
+            raise RuntimeError(
+                "world.rebuild: this world starts without a default process group (group=False): leave the "
+                "one that the test has made, and make another"
+            )
         if len(self.hosts) > 1:
             raise RuntimeError(
                 f"world.rebuild: the ranks are on {len(self.hosts)} hosts; only a world on one can be rebuilt"

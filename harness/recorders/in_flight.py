@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from harness.recorders.torch_internals import is_view, work_of, written_arguments
+from harness.recorders.torch_internals import FakeTensor, is_view, work_of, written_arguments
 
 Span = tuple[int, int]
 """The addresses of a tensor's memory: from, and up to."""
@@ -144,6 +144,8 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _span(tensor: torch.Tensor) -> Span:
+    if isinstance(tensor, FakeTensor):  # DTensor, which computes the shapes of a result by them
+        return 0, 0
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return 0, 0
     start = tensor.data_ptr()

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-# No public module exports the dispatch mode; torch documents it at this address.
+# No public module exports the dispatch mode, which torch documents at this address, nor `FakeTensor`.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FakeTensor",
     "TorchDispatchMode",
     "caller_of_operator",
     "group_of",

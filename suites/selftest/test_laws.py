@@ -121,6 +121,15 @@ def test_the_general_plugin_loads_little_and_nothing_of_engines() -> None:
     )
 
 
+def test_a_rank_starts_without_what_few_tests_use() -> None:
+    """Every session waits for its imports: the recorders alone load DTensor, and sympy, for half a second."""
+    code = "import sys, harness.rank; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {package(name) for name in done.stdout.split()}.isdisjoint(
+        {"harness.assertions", "harness.conformance", "harness.engine", "harness.recorders", "harness.shm"}
+    )
+
+
 # In the names of all functions of torch.distributed that move data between ranks.
 COLLECTIVE_WORDS = ("reduce", "gather", "scatter", "all_to_all", "broadcast", "barrier", "send", "recv")
 

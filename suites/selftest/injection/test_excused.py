@@ -43,15 +43,33 @@ FAILURES = {
     "test_nothing_in_the_second": "faults.expect('died: SIGKILL'): nothing happened to any rank",
     "test_an_error_in_the_second": "my plugin for gloo timed out",
     "test_a_fault_of_the_dead": "rank 1 has died; rank= is a number of the fixture `world`, of which",
-    "test_a_hang_after_a_death": "a rank has died, and no standstill is found after that",
+    "test_a_hang_after_a_death": "rank 2: stood still, and was ended by the harness, as the test expects",
     "test_a_bug_in_recovery": "KeyError: 'a bug in recovery'",
     "test_a_failure_after_a_failure": "AssertionError: a claim of this test",
+    "test_nothing_struck": 'faults.kill(rank=1, before="all_reduce", nth=9) never struck: 1 collective has '
+    "matched; since it was injected, rank 1 ran all_reduce #1 (float32[3], 2 ranks)",
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_one_fault_excuses_nothing_else(excused: Run, name: str) -> None:
     assert FAILURES[name] in failure(excused, name)
+
+
+def test_collectives_of_a_rebuilt_world_are_compared(excused: Run) -> None:
+    text = failure(excused, "test_a_mismatch_after_rebuild")
+    assert text.startswith("mismatch: rank 0 is in all_reduce #2 (float [3]) while rank 2 is in barrier #2")
+    text = failure(excused, "test_a_send_after_rebuild")
+    assert text.startswith("rank 0 of 3 left isend to rank 2 (float32 [2]) at test_excused.py:")
+
+
+def test_a_timeline_keeps_a_rebuilt_world_apart(excused: Run) -> None:
+    text = failure(excused, "test_a_mismatch_after_rebuild").split("timeline: the last collectives")[1]
+    first, second, third = ("\n" + text.replace(" ", "")).split("\nrank")[1:4]
+    lost, died = "all_reduce#1███████failed", "─nevercame─✗died:SIGKILL,beforeall_reduce#1"
+    assert first.startswith(f"0{lost}all_reduce#2███████waits≠total()attest_excused.py:")
+    assert second.startswith(f"1{died}")
+    assert third.startswith(f"2{lost}barrier#2███████waits≠test_a_mismatch_after_rebuild()at")
 
 
 def test_what_was_seen_is_not_called_unseen(excused: Run) -> None:

@@ -35,6 +35,17 @@ def test_survivors_go_on_after_an_expected_fault(expected: Run, name: str, backe
     assert expected.outcome(f"{name}[{backend}]") == "passed", expected.output
 
 
+@pytest.mark.parametrize(
+    "name", ["test_collectives_without_end", "test_ddp_without_end", "test_group_that_never_ends"]
+)
+def test_survivors_give_up_what_never_ends(expected: Run, name: str) -> None:
+    assert expected.outcome(name) == "passed", expected.output
+
+
+def test_survivors_go_on_in_unittest(expected: Run) -> None:
+    assert expected.outcome("test_in_unittest") == "passed", expected.output
+
+
 @ON_EACH
 def test_another_fault_than_expected_fails_with_both_texts(expected: Run, backend: str) -> None:
     text = failure(expected, f"test_other_words[{backend}]")

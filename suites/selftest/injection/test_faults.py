@@ -122,6 +122,9 @@ WRONG = (
     "value",
     "text",
     "output",
+    "no text",
+    "no words",
+    "no time",
 )
 
 
@@ -133,6 +136,18 @@ def test_a_wrong_fault_is_refused(injected: Run, name: str) -> None:
 def test_a_fake_world_is_refused(injected: Run) -> None:
     text = failure(injected, "test_fake", "error")
     assert "the fixture `faults` has nothing to disturb in a fake world" in text
+
+
+@pytest.mark.parametrize("name", ["test_fake_rebuild", "test_rebuild_without_a_group"])
+def test_a_world_without_a_group_is_not_rebuilt(injected: Run, name: str) -> None:
+    assert injected.outcome(name) == "passed", injected.output
+
+
+def test_a_report_names_the_module_or_backward(injected: Run) -> None:
+    text = failure(injected, "test_in_a_module")
+    what = "injected by the test: rank 1 waits 1 ms before all_reduce"
+    assert f"{what} #1 (float32[1, 2], 2 ranks) in forward of 1.0 at test_injected.py:" in text
+    assert f"{what} #2 (float32[1, 2], 2 ranks) in backward at test_injected.py:" in text
 
 
 class NcclWork(dist.Work):

@@ -51,6 +51,26 @@ def test_a_fault_that_never_struck_fails_its_example(properties: Run) -> None:
     assert "injected by the test" not in text  # those that have struck are of other examples
 
 
+@pytest.mark.parametrize(
+    ("kind", "call", "line"),
+    [
+        ("fail", 'fail(rank=0, before="any", nth=1)', "raises InjectedFault before"),
+        ("corrupt", 'corrupt(rank=0, op="any", nth=1)', "gets a flipped bit from"),
+        ("drop", 'drop(rank=0, op="any", nth=1)', "leaves out"),
+    ],
+)
+def test_other_kinds_shrink_to_one_fault(properties: Run, kind: str, call: str, line: str) -> None:
+    text = failure(properties, f"test_sums[{kind}]")
+    assert f"Draw 1: (faults.{call},)" in text
+    place = f"test_schedules.py:{line_of('dist.all_reduce(value)', FILE)}"
+    assert f"injected by the test: rank 0 {line} all_reduce #1 (float32[1], 2 ranks) at {place}" in text
+
+
+def test_a_death_that_is_expected_ends_the_search(properties: Run) -> None:
+    text = failure(properties, "test_death")
+    assert "rank 1 died, as the test expects, and the next example needs all ranks" in text
+
+
 def test_a_schedule_has_faults_in_places_of_their_own() -> None:
     def is_full(schedule: tuple[Fault, ...]) -> bool:
         places = {(fault.rank, fault.nth) for fault in schedule}
@@ -65,7 +85,6 @@ def test_a_schedule_has_faults_in_places_of_their_own() -> None:
 KINDS: dict[Any, str] = {
     "delay": '(faults.delay(rank=0, before="any", nth=1, seconds=0.005),)',
     "fail": '(faults.fail(rank=0, before="any", nth=1),)',
-    "kill": '(faults.kill(rank=0, before="any", nth=1),)',
     "corrupt": '(faults.corrupt(rank=0, op="any", nth=1),)',
     "drop": '(faults.drop(rank=0, op="any", nth=1),)',
 }
@@ -80,10 +99,17 @@ def test_a_schedule_has_the_kinds_that_are_asked_for(kind: Any) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"ranks": 0, "collectives": 3}, "ranks and collectives are 1 or more"),
     "kinds": (
-        {"ranks": 2, "collectives": 3, "kinds": ["sleep"]},
-        "'sleep'.: the kinds of faults are delay, fail",
+        {"ranks": 2, "collectives": 3, "kinds": ["fail", "sleep"]},
+        r"kinds=\['fail', 'sleep'\]\): the kinds of faults are delay, fail, corrupt, drop$",
     ),
-    "none": ({"ranks": 2, "collectives": 3, "kinds": []}, "the kinds of faults are delay, fail"),
+    "none": (
+        {"ranks": 2, "collectives": 3, "kinds": []},
+        r"kinds=\[\]\): the kinds of faults are delay, fail",
+    ),
+    "deadly": (
+        {"ranks": 2, "collectives": 3, "kinds": ["delay", "kill"]},
+        r"an example has to leave all ranks to the next one.*faults.kill\(rank=1, before=.any., nth=nth\)$",
+    ),
     "time": ({"ranks": 2, "collectives": 3, "milliseconds": [0, 5]}, "one or more, above 0"),
 }
 

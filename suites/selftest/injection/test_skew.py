@@ -22,7 +22,7 @@ def run_file(factory: pytest.TempPathFactory, *args: str) -> Run:
 @pytest.fixture(scope="module")
 def option(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with the option."""
-    return run_file(tmp_path_factory, "--skew", "7:2", "test_skew.py")
+    return run_file(tmp_path_factory, "--skew", "7:2", "test_skew.py", "test_mark.py::test_wrong_mark")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,12 @@ def test_what_is_touched_early_fails(option: Run, name: str, backend: str) -> No
     assert EARLY[name] in failure(option, f"{name}[{backend}]")
 
 
-GOOD = ("test_output_read_where_torch_does_not_see_it", "test_collectives_that_are_waited_for", "test_ddp")
+GOOD = (
+    "test_output_read_early_on_purpose",
+    "test_output_read_where_torch_does_not_see_it",
+    "test_collectives_that_are_waited_for",
+    "test_ddp",
+)
 
 
 @ON_EACH
@@ -71,6 +76,10 @@ def test_collectives_that_are_waited_for_are_right(option: Run, name: str, backe
 
 def test_fsdp2_is_right_under_skew(option: Run) -> None:
     assert option.outcome("test_fsdp2") == "passed", option.output
+
+
+def test_dtensor_may_compute_while_a_collective_is_in_flight(option: Run) -> None:
+    assert option.outcome("test_dtensor_while_a_collective_is_in_flight") == "passed", option.output
 
 
 def test_the_mark_runs_a_subtest_for_each_seed(mark: Run) -> None:
@@ -92,8 +101,9 @@ def test_a_marked_test_may_have_subtests(mark: Run) -> None:
     )
 
 
-def test_a_wrong_mark_says_what_to_write(mark: Run) -> None:
-    assert "skew(seeds=0): a number above 0, or a list of seeds" in failure(mark, "test_wrong_mark")
+def test_a_wrong_mark_says_what_to_write(mark: Run, option: Run) -> None:
+    for run in (mark, option):
+        assert "skew(seeds=0): a number above 0, or a list of seeds" in failure(run, "test_wrong_mark")
 
 
 @pytest.mark.parametrize("text", ["x", "1:", "-1", "1:0", "1:x"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,24 @@ import torch.distributed as dist
 pytestmark = pytest.mark.ranks(2)
 
 
-def descriptors_of_groups(pid: int) -> int:
-    """Count what groups are made of: sockets on gloo, anonymous memory on shm."""
+def files_of_groups(pid: int) -> Counter[str]:
+    """Return what groups are made of: sockets on gloo, anonymous memory on shm."""
     files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(file)]
-    return sum(file.startswith(("socket:", "/memfd:lockstep-shm")) for file in files)
+    return Counter(file for file in files if file.startswith(("socket:", "/memfd:lockstep-shm")))
 
 
 def test_groups_stay_while_another_rank_is_in_the_test(world):
     pids = world.gather(os.getpid())
-    before = descriptors_of_groups(pids[0])
+    before = files_of_groups(pids[0])
     world.barrier()
     world.mesh(2, 1, names=("replicate", "shard"))
     world.barrier()
+    made = files_of_groups(pids[0]) - before  # of `before` some may be closed meanwhile
+    assert made
+    world.barrier()
     if world.rank == 1:
         time.sleep(0.3)  # while rank 0 ends the test
-        assert descriptors_of_groups(pids[0]) > before
+        assert made <= files_of_groups(pids[0])
 
 
 def test_groups_are_gone_in_the_next_test():

@@ -85,8 +85,30 @@ def test_a_fault_of_the_dead(world, faults, lost):
 
 @on_3
 def test_a_hang_after_a_death(world, faults, lost):
+    with pytest.raises(RuntimeError, match="no standstill is found before the others have called"):
+        faults.hang(rank=2, before="all_reduce")
     world.rebuild()
     faults.hang(rank=2, before="all_reduce")
+    with faults.expect("which rank 2 never reached: it is in an injected hang", within=0.1):
+        total()
+    raise AssertionError("a claim of this test")
+
+
+@on_3
+def test_a_mismatch_after_rebuild(world, lost):
+    world.rebuild()
+    total()
+    if world.rank == 0:
+        total()
+    else:
+        dist.barrier()
+
+
+@on_3
+def test_a_send_after_rebuild(world, lost):
+    new = world.rebuild()
+    if new.rank == 0:
+        dist.isend(torch.ones(2), 1)
 
 
 @on_2
@@ -104,6 +126,13 @@ def test_a_failure_after_a_failure(faults):
     with faults.fail(ValueError("x"), rank=1, before="barrier"), faults.expect("failed: ValueError: x"):
         dist.barrier()
     raise AssertionError("a claim of this test")
+
+
+@on_2
+def test_nothing_struck(faults):
+    faults.kill(rank=1, before="all_reduce", nth=9)
+    with faults.expect("died: SIGKILL"):
+        total()
 
 
 @on_3

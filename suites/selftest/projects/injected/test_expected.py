@@ -1,5 +1,8 @@
 """Faults that tests expect, and what they do after them."""
 
+import gc
+import unittest
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,6 +84,69 @@ def test_fail(world, faults, backend):
     assert world.rebuild().gather(world.rank) == [0, 1]
 
 
+@pytest.fixture
+def stay_connected(faults, monkeypatch):
+    """Let ranks close no connection when they fail: a collective with them never ends, as one of gloo may."""
+    monkeypatch.setattr("harness.injection.losses.GIVES_UP_AFTER", 0.5)
+    monkeypatch.setattr(faults._rank.group, "abort", lambda: None)
+    return monkeypatch
+
+
+@pytest.mark.ranks(2)
+def test_collectives_without_end(world, faults, stay_connected):
+    text = "gloo: Connection closed by peer: {} did not end within 0.5 s of the loss of rank 1"
+    message, part = torch.full((1,), float(world.rank)), torch.zeros(1)
+    with faults.expect("rank 1 of 2 failed: ValueError") as seen:
+        dist.send(message, 1) if world.rank == 0 else dist.recv(message, 0)
+        dist.reduce_scatter_tensor(part, torch.ones(2), dist.ReduceOp.SUM)
+        assert (message.item(), part.item()) == (0, 2)
+        if world.rank == 1:
+            raise ValueError
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(RuntimeError) as raised:
+            work.wait()
+        assert str(raised.value) == text.format("all_reduce #3 (float32[3], 2 ranks)")
+        dist.reduce_scatter_tensor(part, torch.ones(2))
+    if world.rank == 0:
+        assert str(seen.error) == text.format("reduce_scatter_tensor #4 (float32[2], 2 ranks)")
+    stay_connected.undo()
+    assert world.rebuild().gather(world.rank) == [0, 1]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError
+
+
+@pytest.mark.ranks(2)
+def test_ddp_without_end(world, faults, stay_connected):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with faults.expect("rank 1 of 2 failed: ValueError") as seen:
+        outputs = model(torch.ones(1, 2))
+        (Fails.apply(outputs) if world.rank == 1 else outputs).sum().backward()
+    if world.rank == 0:  # which waits for the future of a handle
+        assert "did not end within 0.5 s of the loss of rank 1" in str(seen.error)
+    stay_connected.undo()
+    assert world.rebuild().gather(world.rank) == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_group_that_never_ends(world, faults, stay_connected):
+    groups = [dist.group.WORLD]
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+    new = world.rebuild()
+    if world.rank == 0:
+        groups.clear()  # its destructor would wait for the collective
+        gc.collect()
+    assert new.gather(world.rank) == [0, 1]
+
+
 @on_2
 def test_two_after_each_other(world, faults, backend):
     with faults.fail(rank=0, before="barrier"), faults.expect("failed: InjectedFault"):
@@ -99,6 +165,20 @@ def test_without_an_error(world, faults, backend):
         if world.rank == 1:
             dist.barrier()
     assert (seen.error, seen.cause) == (None, "rank 1 of 2 died: SIGKILL")
+
+
+@pytest.mark.ranks(3)
+class TestUnittest(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def on_ranks(self, world, faults):
+        self.world, self.faults = world, faults
+
+    def test_in_unittest(self):
+        self.faults.kill(rank=1, before="all_reduce")
+        with self.faults.expect("rank 1 of 3 died: SIGKILL"):
+            total()
+        self.assertEqual(self.world.rebuild().old_ranks, (0, 2))
+        self.assertEqual(total(), [2, 2, 2])
 
 
 class TestWrong:

@@ -307,6 +307,9 @@ WRONG = {
     "value": (lambda faults: faults.corrupt(value="nan"), "value is a number"),
     "text": (lambda faults: faults.delay("1"), "seconds is a number"),
     "output": (lambda faults: faults.corrupt(op="barrier"), "barrier has no output"),
+    "no text": (lambda faults: faults.expect(3), r"faults.expect\(3, within=5.0\): a part of a report"),
+    "no words": (lambda faults: faults.expect(" "), r"faults.expect\(' ', within=5.0\): a part of a report"),
+    "no time": (lambda faults: faults.expect("died", within="2"), "within='2'.*: .* and seconds above 0"),
 }
 
 
@@ -321,3 +324,30 @@ def test_wrong(world, faults, name):
 @pytest.mark.ranks(2, backend="fake", as_rank=0)
 def test_fake(world, faults):
     pass
+
+
+@pytest.mark.ranks(2, backend="fake", as_rank=0)
+def test_fake_rebuild(world):
+    with pytest.raises(RuntimeError, match="a fake world is one process"):
+        world.rebuild()
+
+
+@pytest.mark.ranks(1, group=False)
+def test_rebuild_without_a_group(world):
+    with pytest.raises(RuntimeError, match=r"starts without a default process group \(group=False\)"):
+        world.rebuild()
+
+
+class Reduced(nn.Module):
+    def forward(self, value):
+        dist.all_reduce(value.detach())
+        value.register_hook(lambda gradient: dist.all_reduce(gradient))
+        return value
+
+
+@pytest.mark.ranks(2)
+def test_in_a_module(world, faults):
+    for nth in (1, 2):
+        faults.delay(rank=1, before="all_reduce", nth=nth, seconds=0.001)
+    nn.Sequential(nn.Linear(2, 2), nn.Sequential(Reduced()))(torch.ones(1, 2)).sum().backward()
+    raise AssertionError("a claim of this test")

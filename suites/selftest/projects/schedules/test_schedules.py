@@ -72,6 +72,26 @@ def test_never(world, faults, number):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.parametrize("kind", ["fail", "corrupt", "drop"])
+@settings(few, max_examples=10)
+@given(data=st.data())
+def test_sums(world, faults, kind, data):
+    with faults.inject(*data.draw(schedules(2, 4, kinds=[kind])), required=False):
+        for _ in range(4):
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            assert value == 2
+
+
+@settings(few, max_examples=4)
+@given(number=st.integers(0, 5))
+def test_death(world, faults, number):
+    faults.kill(rank=1, before="barrier")
+    with faults.expect("died: SIGKILL"):
+        dist.barrier()
+    world.rebuild()
+
+
 def test_after_it(world, faults):
     total = torch.ones(1)
     dist.all_reduce(total)

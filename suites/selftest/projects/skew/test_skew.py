@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import harness.shm  # noqa: F401
 
@@ -19,6 +20,16 @@ def test_output_read_early(world, backend):
     work = dist.all_reduce(tensor, async_op=True)
     tensor.sum()
     work.wait()
+
+
+@on_each
+@pytest.mark.skew(seeds=[])
+def test_output_read_early_on_purpose(world, backend):
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)
+    tensor.max()
+    work.wait()
+    assert tensor.tolist() == [2, 2, 2]
 
 
 @on_each
@@ -118,3 +129,15 @@ def test_fsdp2(world):
     fully_shard(model)
     model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
     assert model.weight.grad.full_tensor()[0].tolist() == [1.5, 1.5, 1.5]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error")
+def test_dtensor_while_a_collective_is_in_flight(world):
+    rows = distribute_tensor(torch.tensor([[0.0, 2.0], [1.0, 5.0]]), world.mesh(2), [Shard(0)])
+    value = torch.ones(3)
+    work = dist.all_reduce(value, async_op=True)
+    normed = nn.functional.layer_norm(rows, [2])  # of a shape that DTensor has not seen
+    work.wait()
+    torch.testing.assert_close(normed.full_tensor(), torch.tensor([[-1.0, 1.0], [-1.0, 1.0]]))
+    assert value.tolist() == [2, 2, 2]
