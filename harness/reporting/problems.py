@@ -12,12 +12,7 @@ from itertools import chain
 import pytest
 
 from harness.properties.messages import VICTIM_OF_AN_EXAMPLE
-from harness.protocol import (
-    BROKEN_CONNECTION,
-    SKIPS_ALL,
-    VICTIM_OF_A_CASE,
-    Finished,
-)
+from harness.protocol import BROKEN_CONNECTION, SKIPS_ALL, VICTIM_OF_A_CASE, Finished
 from harness.reporting.differences import without_addresses, without_own_number
 from harness.reporting.pytest_internals import ReprFileLocation, lines, messages
 from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports

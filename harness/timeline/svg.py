@@ -171,7 +171,7 @@ class _Drawing:
 
     def _join(self, key: Key) -> str:
         bars = self._timeline.joins[key]
-        members = [rank for rank in self._timeline.members(key[0]) if rank in self._tops]
+        members = [rank for rank in self._timeline.members(*key[:2]) if rank in self._tops]
         lines = []
         places = [place for rank in members if (place := self._place(rank, key))[1]]
         for (x1, y1), (x2, y2) in itertools.pairwise(places):
@@ -200,7 +200,7 @@ class _Drawing:
 def describe(rank: int, bar: Bar, timeline: Timeline) -> str:
     """Return all that is known of a bar, a line each."""
     group = "the default group" if bar.key[0] == DEFAULT_GROUP else f"group {bar.key[0]}"
-    members = ", ".join(map(str, timeline.members(bar.key[0])))
+    members = ", ".join(map(str, timeline.members(*bar.key[:2])))
     lines = [f"rank {rank}: {bar.name} of {group} (ranks {members})"]
     size = "" if bar.num_bytes is None else f", {bar.num_bytes:,} bytes"
     lines.append((bar.tensors or "no tensor") + size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from harness.timeline.timeline import Bar, Key, Lane, Timeline
 from harness.world.diagnosis import named
@@ -45,10 +46,10 @@ def as_text(timeline: Timeline) -> str:
 def _columns(timeline: Timeline) -> list[Key]:
     """Return the collectives to show: the last ones, and of each rank that waits the one it waits in."""
     joins = timeline.joins
-    waited = [bar.key for lane in timeline.lanes for bar in lane.bars if bar.is_in_vain or bar.is_mismatch]
-    wanted = [key for key in dict.fromkeys(waited) if key in joins][:2]
+    waited = [_waits_in(bar for bar in lane.bars if bar.key in joins) for lane in timeline.lanes]
+    wanted = list(dict.fromkeys(bar.key for bar in waited if bar is not None))[:2]
     for key in reversed(joins):
-        members = timeline.members(key[0])
+        members = timeline.members(*key[:2])
         if len(members) == 1 or (timeline.at_fault and timeline.at_fault.isdisjoint(members)):
             continue
         width = sum(len(_label(timeline, next(iter(joins[each].values())))) + 10 for each in (*wanted, key))
@@ -85,12 +86,18 @@ def _length(bar: Bar) -> int:
 def _place(lane: Lane, keys: list[Key]) -> str:
     """Say where the rank stands: at its line in the collective it waits in, else at its own place."""
     shown = [bar for bar in lane.bars if bar.key in keys and bar.line]
-    waits = next((bar for bar in shown if bar.is_in_vain or bar.is_mismatch), None)
+    waits = _waits_in(shown)
     if lane.died_at is not None:
         return f"✗ {lane.fate}{', ' if lane.place else ''}{lane.place}"
     if waits is not None:
         return _at(waits)
     return lane.place or lane.fate
+
+
+def _waits_in(bars: Iterable[Bar]) -> Bar | None:
+    """Return the first that a rank waits in, in its latest world, else the first that it has lost there."""
+    in_vain = [bar for bar in bars if bar.is_in_vain or bar.is_mismatch]
+    return min(in_vain, key=lambda bar: (bar.worlds_ago, bar.state != "waits"), default=None)
 
 
 def _at(bar: Bar) -> str:

@@ -9,8 +9,9 @@ began it: that is where a bar ends then (`Bar.has_end` is False).
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -24,6 +25,9 @@ from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 Key = tuple[str, int, int]
 """A collective of a test: its group, which group of that name, counted back from the last, and its number."""
+
+_WORLD = 1000
+"""Added to which group it is, for each default group that ranks have joined since: more than a name has."""
 
 State = Literal["over", "waits", "failed", "inferred"]
 """It has ended; it was in flight at the end; it ended without all ranks; it is not in the record of its rank,
@@ -61,6 +65,11 @@ class Bar:
     def is_in_vain(self) -> bool:
         """Whether it waits, or has ended without all ranks."""
         return self.state in ("waits", "failed")
+
+    @property
+    def worlds_ago(self) -> int:
+        """The number of default groups that ranks have joined since."""
+        return self.key[1] // _WORLD
 
     @property
     def name(self) -> str:
@@ -108,7 +117,8 @@ class Timeline:
     end: int
     sentence: str = ""
     """The diagnosis."""
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of groups, by what a key has of them."""
     records: Mapping[int, FlightRecord] = field(default_factory=dict)
     num_left_out: int = 0
     """Calls of all ranks together that are older than those shown."""
@@ -137,9 +147,9 @@ class Timeline:
             for lane in self.lanes
         )
 
-    def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of a group."""
-        return self.groups.get(group) or tuple(lane.rank for lane in self.lanes)
+    def members(self, group: str, gone: int = 0) -> tuple[int, ...]:
+        """Return the ranks of a group, the last one of its name unless `gone` says which."""
+        return _members(self.groups, (group, gone), self.lanes)
 
     def letters(self) -> dict[str, str]:
         """Return a letter for each group but the default one: torch's names of them may be long."""
@@ -185,7 +195,8 @@ def read_timeline(
 
 def _until(record: FlightRecord, until: int) -> FlightRecord:
     kept = tuple(entry for entry in record.entries if entry["time_created_ns"] < until)
-    return replace(record, entries=kept, taken=min(record.taken, until))
+    joins = tuple(join for join in record.joins if join[0] < until)
+    return replace(record, entries=kept, taken=min(record.taken, until), joins=joins)
 
 
 class _Reader:
@@ -198,20 +209,28 @@ class _Reader:
         self._records = records
         self._base = f"{base}/"
         self._is_part = until is not None
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         self._names = _tell_apart(records)
+        joins = max((record.joins for record in records.values()), key=len)
         for rank, record in records.items():
-            self._groups |= {self._names[rank][name]: ranks for name, ranks in record.groups.items()}
+            if len(record.joins) == len(joins):  # else it is in a world that others have left
+                self._groups |= {(self._names[rank][name], 0): ranks for name, ranks in record.groups.items()}
         deaths = [int(rank.fate.at * 1e9) for rank in outcome.ranks if isinstance(rank.fate, Died)]
         self._end = max([*(record.taken for record in records.values()), *deaths])
-        self._keys = {rank: _keys(record, self._names[rank]) for rank, record in records.items()}
+        self._keys = {rank: _keys(record, self._names[rank], len(joins)) for rank, record in records.items()}
         self._renumber()
+        for back, (_, ranks) in enumerate(reversed(joins[:-1]), 1):
+            for gone in {key[1] for keys in self._keys.values() for key in keys if key[1] // _WORLD == back}:
+                self._groups[DEFAULT_GROUP, gone] = ranks
         # gloo does not record that a collective failed with a connection: it was the last one of that rank.
         self._lost = {
             self._keys[each.rank][-1]
             for each in outcome.ranks
             if self._keys.get(each.rank) and _lost_connection(each)
         }
+        for each in outcome.ranks:
+            for at in each.lost_others:
+                self._lost |= set(self._begun_by(each.rank, int(at * 1e9))[-1:])
         self._called: dict[Key, dict[int, Entry]] = defaultdict(dict)
         for rank, record in records.items():
             for key, entry in zip(self._keys[rank], record.entries, strict=True):
@@ -228,6 +247,11 @@ class _Reader:
             key: max(entry["time_created_ns"] for entry in by_rank.values())
             for key, by_rank in self._called.items()
         }
+
+    def _begun_by(self, rank: int, at: int) -> list[Key]:
+        record, keys = self._records.get(rank), self._keys.get(rank, [])
+        calls = zip(keys, () if record is None else record.entries, strict=True)
+        return [key for key, entry in calls if entry["time_created_ns"] <= at]
 
     def _renumber(self) -> None:
         """Count the collectives of each group from the test's beginning, where a rank knows when that was."""
@@ -333,7 +357,7 @@ class _Reader:
         in_vain = key in self._lost or not all(entry["retired"] for entry in self._called[key].values())
         return [
             rank
-            for rank in self._members(key[0])
+            for rank in self._members(key)
             if (self._is_late(key, rank) if rank in self._records else in_vain)
         ]
 
@@ -341,14 +365,14 @@ class _Reader:
         name, gone, number = key
         return self._latest.get((name, gone, rank), 0) < number
 
-    def _members(self, group: str) -> tuple[int, ...]:
-        return self._groups.get(group) or tuple(rank.rank for rank in self._outcome.ranks)
+    def _members(self, key: Key) -> tuple[int, ...]:
+        return _members(self._groups, key[:2], self._outcome.ranks)
 
     def _inferred(self, rank: RankOutcome) -> tuple[Bar, ...]:
         """Return the collectives that ended on other ranks, and so on the one without a record."""
         bars = []
         for key, by_rank in self._called.items():
-            if rank.rank in self._members(key[0]) and rank.rank not in self._missing[key]:
+            if rank.rank in self._members(key) and rank.rank not in self._missing[key]:
                 model = self._bar(key, next(iter(by_rank.values())))
                 end = self._joined[key]
                 bars.append(replace(model, begun=end, end=end, state="inferred", has_end=False))
@@ -394,18 +418,37 @@ def _tell_apart(records: Mapping[int, FlightRecord]) -> dict[int, dict[str, str]
     }
 
 
-def _keys(record: FlightRecord, names: Mapping[str, str]) -> list[Key]:
-    """Return the key of each call, its number as the group counts; a repaired group takes over a name."""
-    generations: dict[str, list[tuple[str, int]]] = defaultdict(list)
+def _members(
+    groups: Mapping[tuple[str, int], tuple[int, ...]],
+    group: tuple[str, int],
+    ranks: Iterable[Lane | RankOutcome],
+) -> tuple[int, ...]:
+    # Records have those of living groups: one that is gone had, most likely, those of its name.
+    known = groups.get(group) or groups.get((group[0], 0))
+    return known or tuple(each.rank for each in ranks)
+
+
+def _keys(record: FlightRecord, names: Mapping[str, str], num_worlds: int) -> list[Key]:
+    """Return the key of each call, its number as the group counts; a repaired group takes over a name.
+
+    Args:
+        num_worlds: how many default groups ranks have joined in the test. A rank may have joined fewer, or
+            have called nothing in the last one.
+    """
+    joined = [at for at, _ in record.joins][1:]
+    generations: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
+    places = []
     for entry in record.entries:
-        group, known = entries.group_in_process(entry), generations[entries.group_name(entry)]
+        world = max(num_worlds, 1) - 1 - bisect.bisect_right(joined, entry["time_created_ns"])
+        group, known = entries.group_in_process(entry), generations[entries.group_name(entry), world]
         if group not in known:
             known.append(group)
+        places.append((world, group))
     keys = []
-    for entry in record.entries:
+    for entry, (world, group) in zip(record.entries, places, strict=True):
         name = entries.group_name(entry)
-        known = generations[name]
-        gone = len(known) - 1 - known.index(entries.group_in_process(entry))
+        known = generations[name, world]
+        gone = world * _WORLD + len(known) - 1 - known.index(group)
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         keys.append((names.get(name, name), gone, int(number)))
     return keys

@@ -11,14 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from harness.properties.messages import EXAMPLE
-from harness.protocol import (
-    ANY_RANK,
-    DEFAULT_GROUP,
-    MEETING,
-    Exchanged,
-    Issued,
-    RankStatus,
-)
+from harness.protocol import ANY_RANK, DEFAULT_GROUP, MEETING, Exchanged, Issued, RankStatus
 
 # In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(
@@ -30,6 +23,8 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _EXCHANGES = frozenset({"send", "recv"})
 _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
+_MEETS = "in faults.expect, world.rebuild() or an expected failure"
+"""Where a rank waits for the votes of others and is in no case."""
 _MOST_RUNS = 6
 _MOST_PARTS = 4
 """What a sentence says of ranks one by one, of which there may be hundreds."""
@@ -126,7 +121,7 @@ def name_of(issued: Issued) -> str:
 def place_of(status: RankStatus) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
     if status.state == "votes":
-        return f"the wait for other ranks after [{status.case}]"
+        return f"the wait for other ranks {f'after [{status.case}]' if status.case else _MEETS}"
     case = f" [{status.case}]" if status.case else ""
     issued = in_flight(status)
     call = name_of(issued) if issued is not None else status.call
@@ -227,7 +222,8 @@ class _Ranks:
         waits = "waits" if len(voters) == 1 else "wait"
         where = _few([f"rank {rank} is at {self._statuses[rank].where}" for rank in late], "ranks")
         case = self._statuses[voters[0]].case
-        sentence = f"{named(voters)} {waits} at the end of [{case}] for {named(late)}: {where}"
+        at = f"at the end of [{case}]" if case else _MEETS
+        sentence = f"{named(voters)} {waits} {at} for {named(late)}: {where}"
         return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
     def _in_state(self, state: str) -> list[int]:
@@ -239,7 +235,7 @@ class _Ranks:
             rank: max((each.number for each in status.issued if each.group == issued.group), default=0)
             for rank, status in self._statuses.items()
         }
-        members = issued.ranks or range(self._size)
+        members = issued.ranks or latest
         return [rank for rank in members if rank in latest and latest[rank] < issued.number]
 
     def _describe_waiting(self, waiting: Mapping[int, Issued], missing: Mapping[int, list[int]]) -> str:
@@ -262,6 +258,8 @@ class _Ranks:
         match status.state:
             case "idle":
                 return f"rank {rank} never reached: it has ended the test"
+            case "votes" if not status.case:
+                return f"rank {rank} never reached: it waits for others {_MEETS}"
             case "votes":
                 what = "" if status.case.startswith(EXAMPLE) else "the subtest "
                 return f"rank {rank} never reached: it has ended {what}[{status.case}]"

@@ -8,10 +8,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.protocol import Expects, Happened, Vote
 from harness.world.diagnosis import Diagnosis
 from harness.world.outcome import Died, RankOutcome
+
+SETTLES_WITHIN = 15.0
+"""Seconds in which all ranks have noticed that one was lost: three times what they wait (`losses.py`)."""
 
 
 class Expectations:
@@ -28,6 +32,7 @@ class Expectations:
         self._missed: list[str] = []
         self._causes: dict[int, str] = {}
         self._since = 0.0
+        self._lost_at = float("-inf")
 
     def enter(self, rank: int, expected: Expects) -> None:
         """Note that a rank has entered a context."""
@@ -55,9 +60,22 @@ class Expectations:
         """Count from now on how long ranks stand still."""
         self._since = time.monotonic()
 
+    def note_loss(self) -> None:
+        """Note that a rank has gone: others get an error."""
+        self._lost_at = time.monotonic()
+
+    def note_rebuilt(self) -> None:
+        """Note that the ranks that are left are in new groups, in which none waits for one that has gone."""
+        self._lost_at = float("-inf")
+
+    def is_settling(self) -> bool:
+        """Return whether ranks may still wait for one that has gone, for no longer than they do in vain."""
+        return time.monotonic() < self._lost_at + SETTLES_WITHIN
+
     def note_death(self, outcome: RankOutcome, died: Died, size: int) -> None:
-        """Note the death of a rank, and whether the test expects it."""
+        """Note the death of a rank, and whether the test expects it, and whether it was ended for that."""
         rank = outcome.rank
+        outcome.fate = replace(died, stood_still=rank in self._causes)
         sentence = self._causes.get(rank, f"rank {rank} of {size} {died.how}")
         at = outcome.struck[-1].at if outcome.struck else died.at
         self._deaths[rank] = Happened(rank, sentence, at)

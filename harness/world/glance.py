@@ -10,12 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.protocol import (
-    DEFAULT_GROUP,
-    Progress,
-    RankStatus,
-    Shown,
-)
+from harness.protocol import DEFAULT_GROUP, Progress, RankStatus, Shown
 from harness.world.diagnosis import in_flight, named
 
 STANDS_AFTER = 2.0

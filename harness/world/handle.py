@@ -19,13 +19,7 @@ from typing import Any
 
 from harness.launch.multiprocessing_internals import pickle_message
 from harness.launch.processes import StartedRank
-from harness.protocol import (
-    DebuggerState,
-    FromRank,
-    Probe,
-    RankStatus,
-    ToRank,
-)
+from harness.protocol import DebuggerState, FromRank, Probe, RankStatus, ToRank
 from harness.specification import RankSpec
 from harness.standing import read_standing
 from harness.tracebacks import shorten, user_line

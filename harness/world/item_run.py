@@ -16,6 +16,7 @@ from harness.launch.multiprocessing_internals import pickle_message
 from harness.properties.messages import EXAMPLE
 from harness.protocol import (
     DEFAULT_GROUP,
+    REBUILT,
     AbortGroup,
     Agreed,
     Collecting,
@@ -24,6 +25,7 @@ from harness.protocol import (
     Finished,
     FromRank,
     ItemStarted,
+    Lost,
     NewExample,
     Probe,
     Progress,
@@ -88,6 +90,8 @@ class ItemRun:
         self._failed_cases: dict[str, dict[int, RankStatus]] = {}
         """By case, what the ranks that failed in it had begun then."""
         self._aborted = ""
+        self._left_behind: set[int] = set()
+        """The ranks that had died, as the test expects, when the others met in a new world."""
 
     def begin(self, handles: Sequence[RankHandle]) -> None:
         """Send the ranks the order; they run the item, also while the controller does something else.
@@ -208,6 +212,8 @@ class ItemRun:
                 outcome.warnings.append(message)
             case Vote():
                 outcome.vote = message
+                if message.inside == "expect" and message.outcome != "ran through":
+                    self._tell_of_loss(rank)
                 self._count_votes()
             case Finished() | Died():
                 if isinstance(message, Died):
@@ -217,6 +223,8 @@ class ItemRun:
                 outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
                 if outcome.fate is message and isinstance(message, Died):
                     self._expectations.note_death(outcome, message, len(self._outcomes))
+                    if outcome.is_expected:
+                        self._tell_of_loss(rank)
                 self._count_votes()
             case Collecting(path):
                 self._collecting[rank] = path
@@ -248,6 +256,13 @@ class ItemRun:
             case _:
                 assert_never(message)
 
+    def _tell_of_loss(self, lost: int) -> None:
+        """Tell the others that a rank has closed its connections: they may wait for it without an end."""
+        self._expectations.note_loss()
+        for outcome in self._outcomes:
+            if outcome.fate is None and outcome.vote is None:
+                self._handles[outcome.rank].send(Lost(lost))
+
     def _count_votes(self) -> None:
         """Once no rank is on its way to the end of the case, send all votes to those that wait there.
 
@@ -263,9 +278,15 @@ class ItemRun:
             if (vote.case, vote.outcome) == (self._aborted, "passed"):
                 # A case that stood still has failed, though the test caught the error that freed it.
                 vote = replace(vote, outcome="failed")
+            if vote.outcome == "lost others":
+                outcome.lost_others.append(vote.more)
             votes.append(vote)
         if any(outcome.vote and not outcome.vote.inside for outcome in voters):
             self._aborted = ""
+        if all(outcome.vote and outcome.vote.outcome == REBUILT for outcome in voters):
+            self._left_behind = {each.rank for each in self._outcomes if each.is_expected}
+            self._suspicion = None  # of the groups of before
+            self._expectations.note_rebuilt()
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
         agreed = pickle_message(Agreed(tuple(votes), self._expectations.leave(votes)))
@@ -293,13 +314,13 @@ class ItemRun:
         self._let_look(pending)
         found = None
         if pending & self._answers.keys() and not self._has_lost():
-            found = diagnose(self._answers, len(self._handles), self._timeout)
+            found = diagnose(self._answers, self._size(), self._timeout)
         is_certain = found is not None and found == self._suspicion
         if found is not None and is_certain and (lost := self._expectations.culprits(found, pending)):
             for rank in lost:
                 self._handles[rank].started.kill()  # the others notice its death, and go on
             found = None
-        elif found is not None and is_certain and found.is_hopeless:
+        elif found is not None and is_certain and found.is_hopeless and not self._expectations.is_settling():
             self._end_standstill(found, pending)
             found = None  # the answers to the next probe may come before a rank has noticed
         self._suspicion = found
@@ -310,8 +331,12 @@ class ItemRun:
                 handle.send(Probe(names_place=self._names_place))
 
     def _has_lost(self) -> bool:
-        """Whether a rank has died as was expected: what the others did meanwhile differs."""
-        return any(outcome.is_expected for outcome in self._outcomes)
+        """Whether a rank has died as was expected, and the others are still in its world, and differ."""
+        return any(each.is_expected and each.rank not in self._left_behind for each in self._outcomes)
+
+    def _size(self) -> int:
+        """Return how many ranks the world has now."""
+        return len(self._handles) - len(self._left_behind)
 
     def _let_look(self, pending: set[int]) -> None:
         if self._onlooker is None:
@@ -410,8 +435,8 @@ class ItemRun:
         stuck = [outcome for outcome in self._outcomes if isinstance(outcome.fate, Stuck)]
         if stuck and not any(outcome.has_failed() for outcome in self._outcomes):
             statuses |= self._request_statuses({handle.rank for handle in self._handles} - statuses.keys())
-            return diagnose(statuses, len(self._handles))
-        return find_mismatch(statuses, len(self._handles), include_ended=not stuck)
+            return diagnose(statuses, self._size())
+        return find_mismatch(statuses, self._size(), include_ended=not stuck)
 
     def _collect_records(self) -> None:
         """Take the flight records that ranks have sent; request the others where a timeline is shown."""
@@ -429,7 +454,7 @@ class ItemRun:
 
     def _compare_failed_cases(self) -> None:
         for case, statuses in self._failed_cases.items():
-            found = find_mismatch(statuses, len(self._handles), include_ended=True)
+            found = find_mismatch(statuses, self._size(), include_ended=True)
             if found is not None:
                 self._diagnoses.setdefault(case, found)
 
@@ -443,7 +468,8 @@ class ItemRun:
             return
         finished = {each.rank: each.fate for each in self._outcomes if isinstance(each.fate, Finished)}
         exchanged = {rank: fate.exchanged for rank, fate in finished.items()}
-        if any(exchanged.values()) and all(each.has_passed() for each in self._outcomes):
+        in_world = [each for each in self._outcomes if each.rank not in self._left_behind]
+        if any(exchanged.values()) and all(each.has_passed() for each in in_world):
             for rank, left in find_unpaired(exchanged).items():
                 self._outcomes[rank].left_in_flight = left
         if len({fate.collectives for fate in finished.values()}) < 2:

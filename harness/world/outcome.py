@@ -16,15 +16,7 @@ from typing import Any
 from harness.fake_ranks import FakeRank
 from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from harness.place import Moved
-from harness.protocol import (
-    Finished,
-    FlightRecord,
-    RankStatus,
-    RunningExample,
-    Struck,
-    Vote,
-    Warned,
-)
+from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
 from harness.standing import all_go_on
 from harness.tracebacks import shorten
 from harness.world.diagnosis import Diagnosis
@@ -50,11 +42,15 @@ class Died:
     """The test file that it imported at the time: the item's own or the next one's."""
     host_gone: str = ""
     """Name of the host that it ran on, where that is gone."""
+    stood_still: bool = False
+    """Whether the harness ended it, in a standstill that the test expects."""
 
     @property
     def how(self) -> str:
         if self.host_gone:
             return f"was lost: host {self.host_gone} is gone"
+        if self.stood_still:
+            return "stood still, and was ended by the harness"
         if self.exitcode is None:
             return "closed its connection to the controller"
         if self.exitcode >= 0:
@@ -108,6 +104,8 @@ class RankOutcome:
     """Whether its death is one that the test expects."""
     struck: list[Struck] = field(default_factory=list)
     """The injected faults that this rank has met."""
+    lost_others: list[float] = field(default_factory=list)
+    """When it came to the end of a `faults.expect` as a collective had lost other ranks; wall-clock times."""
     left_in_flight: str | None = None
     """What the rank had begun and others had not at the item's end, and who had not: a collective of the
     default group, a send or a receive."""

@@ -16,14 +16,7 @@ from harness.launch.limits import explain
 from harness.launch.processes import Launcher
 from harness.output import OutputDirectory
 from harness.properties.messages import read_running_example
-from harness.protocol import (
-    Close,
-    Finished,
-    Interrupt,
-    Ready,
-    StartFailed,
-    Warned,
-)
+from harness.protocol import Close, Finished, Interrupt, Ready, StartFailed, Warned
 from harness.specification import RankSpec, SessionSpec, WorldKey
 from harness.standing import create_standing
 from harness.world.diagnosis import place_of

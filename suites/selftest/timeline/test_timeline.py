@@ -72,6 +72,20 @@ def test_a_wrong_order_of_two_groups_shows_both_lines(drawn: Drawn) -> None:
     assert [note[:14] for note in notes] == ["A: ranks 0, 1 ", "D: ranks 0, 1 "]
 
 
+def test_a_rank_waits_in_the_first_of_several_in_flight(drawn: Drawn) -> None:
+    line = line_of("first = dist.all_reduce", drawn.path / "test_waits.py")
+    first, second = drawn.text("test_several_in_flight")
+    assert first.endswith(f"test_several_in_flight() at test_waits.py:{line}")
+    assert second.count("never came") == 2
+
+
+def test_a_group_of_an_earlier_world_waits_for_its_own_ranks(drawn: Drawn) -> None:
+    first, _, third, note = drawn.text("test_two_groups_of_one_name")
+    assert "failed" not in first
+    assert third.count("never came") == 1
+    assert note.startswith("A: ranks 0, 1 ")
+
+
 def test_a_death_in_backward_is_placed_between_two_collectives(drawn: Drawn) -> None:
     first, second, *_ = drawn.text("test_fault[dies_in_backward]")
     assert "all_reduce #5 (A) ███████ failed" in first
@@ -88,7 +102,7 @@ def test_a_timeline_has_at_most_twelve_lines(drawn: Drawn) -> None:
 
 
 def test_an_ordinary_failure_has_a_page_and_no_timeline_in_its_text(drawn: Drawn) -> None:
-    report = drawn.output.split("_ test_exception _")[1]
+    report = drawn.output.split("_ test_exception _")[1].split("\n____")[0]
     assert "timeline: the last" not in report
     assert str(drawn.folder("test_exception") / "timeline.html") in report
 
@@ -150,7 +164,7 @@ def test_a_failure_in_a_fake_world_says_why_it_has_no_timeline(drawn: Drawn) -> 
 def test_the_index_lists_all_tests(drawn: Drawn) -> None:
     index = (drawn.path / "out" / "index.html").read_text()
     pages = re.findall(r'href="([^"]+)"', index)
-    assert len(pages) == 7 + 2  # none of the fake world
+    assert len(pages) == 9 + 2  # none of the fake world
     assert all((drawn.path / "out" / page).exists() for page in pages)
 
 

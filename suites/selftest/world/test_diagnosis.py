@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.protocol import (
-    DEFAULT_GROUP,
-    Issued,
-    RankStatus,
-    State,
-)
-from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
+from harness.protocol import DEFAULT_GROUP, Issued, RankStatus, State
+from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of, place_of
 
 PLACE = "test_a.py:7 in test_a"
 
@@ -110,6 +105,11 @@ def test_a_mismatch_of_the_past_is_reported_on_request_only() -> None:
     [
         (doing(state="idle"), "never reached: it has ended the test", True),
         (doing(state="votes", case="n=2"), "never reached: it has ended the subtest [n=2]", True),
+        (
+            doing(state="votes"),
+            "never reached: it waits for others in faults.expect, world.rebuild() or an expected failure",
+            True,
+        ),
         (doing(state="stopped"), "did not reach: it is stopped", True),
         (doing(state="silent", where="a.py:1"), "did not reach: it is not responding, at a.py:1", False),
         (doing(call="recv"), "never reached: it is in recv at test_a.py:7 in test_a", False),
@@ -131,6 +131,14 @@ def test_a_rank_that_others_wait_for_is_named_with_its_place(
     assert found.sentence == f"ranks 0, 2 wait in all_reduce #2 (float [3]), which rank 1 {place}"
     assert found.blame == {1}
     assert found.is_hopeless is is_hopeless
+
+
+def test_a_rank_that_waits_at_the_end_of_an_expected_fault_is_in_no_case() -> None:
+    voter = doing(state="votes")
+    where = "in faults.expect, world.rebuild() or an expected failure"
+    assert place_of(voter) == f"the wait for other ranks {where}"
+    expected = f"rank 0 waits {where} for rank 1: rank 1 is at {PLACE}"
+    assert diagnosis_of(voter, doing()).sentence == expected
 
 
 def test_a_rank_that_makes_progress_may_still_join() -> None:

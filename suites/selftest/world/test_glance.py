@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from harness.protocol import (
-    DEFAULT_GROUP,
-    Issued,
-    Progress,
-    RankStatus,
-)
+from harness.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus
 from harness.world.glance import Places
 
 
