@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from harness.conformance.adapters.adapter import Adapter
     from harness.conformance.adapters.replicated import Replicated
     from harness.conformance.capabilities import Capability, NotOffered, offers, require
-    from harness.conformance.interface import Composable, Engine, Snapshot, StateDicts, Traffic, trainee
+    from harness.conformance.interface import (
+        Composable,
+        Engine,
+        Snapshot,
+        StateDicts,
+        Traffic,
+        Wrapper,
+        trainee,
+    )
     from harness.conformance.registry import EngineError, find, known_names
     from harness.conformance.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
 
@@ -21,7 +29,15 @@ _NAMES = {
     "harness.conformance.adapters.adapter": ("Adapter",),
     "harness.conformance.adapters.replicated": ("Replicated",),
     "harness.conformance.capabilities": ("Capability", "NotOffered", "offers", "require"),
-    "harness.conformance.interface": ("Composable", "Engine", "Snapshot", "StateDicts", "Traffic", "trainee"),
+    "harness.conformance.interface": (
+        "Composable",
+        "Engine",
+        "Snapshot",
+        "StateDicts",
+        "Traffic",
+        "Wrapper",
+        "trainee",
+    ),
     "harness.conformance.registry": ("EngineError", "find", "known_names"),
     "harness.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec", "chosen_modules"),
 }
@@ -40,6 +56,7 @@ __all__ = [
     "Snapshot",
     "StateDicts",
     "Traffic",
+    "Wrapper",
     "chosen_modules",
     "find",
     "known_names",

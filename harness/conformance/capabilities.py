@@ -44,6 +44,7 @@ class Capability(Enum):
     HOOKS = "a view of hooks"
     TRAFFIC = "traffic by group"
     COMPOSABLE = "the composable front"
+    WRAPPER = "the wrapper front"
 
 
 class NotOffered(Skipped):

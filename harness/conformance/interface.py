@@ -50,13 +50,36 @@ class Composable:
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """The front that wraps modules: torch's public names, with torch's signatures."""
+
+    FullyShardedDataParallel: Any
+    ShardingStrategy: type[Enum]
+    BackwardPrefetch: type[Enum]
+    CPUOffload: type[Any]
+    MixedPrecision: type[Any]
+    CustomPolicy: type[Any]
+    ModuleWrapPolicy: type[Any]
+    always_wrap_policy: Callable[..., bool]
+    lambda_auto_wrap_policy: Callable[..., bool]
+    size_based_auto_wrap_policy: Callable[..., bool]
+    transformer_auto_wrap_policy: Callable[..., bool]
+    enable_wrap: Callable[..., Any]
+    wrap: Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
 class StateDicts:
     """The front that saves state by type: torch's public names, with torch's signatures."""
 
     FullyShardedDataParallel: Any
     StateDictType: type[Enum]
     FullStateDictConfig: type[Any]
+    LocalStateDictConfig: type[Any]
+    ShardedStateDictConfig: type[Any]
     FullOptimStateDictConfig: type[Any]
+    LocalOptimStateDictConfig: type[Any]
+    ShardedOptimStateDictConfig: type[Any]
 
 
 class Snapshot(GroupInfo):
@@ -91,6 +114,10 @@ class Engine(Protocol):
     @property
     def composable(self) -> Composable:
         """Return the front that shards modules in place."""
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """Return the front that wraps modules."""
 
     @property
     def state_dicts(self) -> StateDicts:

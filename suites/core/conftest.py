@@ -1,8 +1,10 @@
-"""State dicts of an engine by type, of models and of optimizers."""
+"""State dicts of an engine by type, of models and of optimizers; and its wrapper front."""
+
+from functools import partial
 
 import pytest
 
-from lockstep.conformance import Capability, require
+from lockstep.conformance import Capability, offers, require
 
 
 class StatesByType:
@@ -62,3 +64,23 @@ def states(engine):
     """The engine's state dicts by type, see `StatesByType`; most of the models have a 0-dim parameter."""
     require(engine, Capability.STATE_DICTS, Capability.SCALARS)
     return StatesByType(engine.state_dicts)
+
+
+@pytest.fixture
+def states_if_any(engine, request):
+    """`states`, or None where the engine does not offer all of it: for claims that can save weights alone."""
+    offered = offers(engine, Capability.STATE_DICTS) and offers(engine, Capability.SCALARS)
+    return request.getfixturevalue("states") if offered else None
+
+
+@pytest.fixture
+def wrapper_front(engine):
+    """The names of the wrapper front, as `FullyShardedDataParallel`."""
+    require(engine, Capability.WRAPPER)
+    return engine.wrapper
+
+
+@pytest.fixture
+def wrap(world, wrapper_front):
+    """Wrap a bare model as one unit, unless a policy is among the settings: `wrap(bare, **settings)`."""
+    return partial(wrapper_front.FullyShardedDataParallel, device_id=world.device)

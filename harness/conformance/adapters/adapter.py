@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from harness.assertions.parity import MakeOptimizer
 from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import Composable, StateDicts, Traffic
+from harness.conformance.interface import Composable, StateDicts, Traffic, Wrapper
 from harness.conformance.spec import ShardSpec, required_capabilities
 from harness.engine import GroupInfo
 from harness.recorders import Collective
@@ -71,6 +71,10 @@ class Adapter(ABC):
     @property
     def composable(self) -> Composable:
         raise NotOffered(self.name, Capability.COMPOSABLE)
+
+    @property
+    def wrapper(self) -> Wrapper:
+        raise NotOffered(self.name, Capability.WRAPPER)
 
     @property
     def state_dicts(self) -> StateDicts:

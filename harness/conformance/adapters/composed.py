@@ -40,6 +40,7 @@ _NOT_OFFERED = {
     Capability.PLAIN_PARAMETERS,
     Capability.ONE_NORM,
     Capability.STATE_DICTS,
+    Capability.WRAPPER,
     Capability.SUMMON,
     Capability.ONE_PADDING,
 }

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from harness import engine
 from harness.conformance.adapters.composed import Composed
-from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
+from harness.conformance.adapters.wrapped import Wrapped
 from harness.conformance.capabilities import Capability
-from harness.conformance.interface import Composable, StateDicts, Traffic
+from harness.conformance.interface import Composable, StateDicts, Traffic, Wrapper
 from harness.conformance.spec import ShardSpec
 from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
 from harness.recorders import Collective
@@ -50,14 +50,20 @@ class Lockstep(_BuiltIn, Wrapped):
     """The wrapper front, with the composable one as `composable`."""
 
     name = "lockstep"
-    front = WrapperFront(
+    front = Wrapper(
         engine.FullyShardedDataParallel,
         engine.ShardingStrategy,
         engine.BackwardPrefetch,
         engine.CPUOffload,
         engine.MixedPrecision,
         engine.CustomPolicy,
+        engine.ModuleWrapPolicy,
+        engine.always_wrap_policy,
+        engine.lambda_auto_wrap_policy,
         engine.size_based_auto_wrap_policy,
+        engine.transformer_auto_wrap_policy,
+        engine.enable_wrap,
+        engine.wrap,
     )
     capabilities = frozenset(Capability)
 
@@ -67,7 +73,11 @@ class Lockstep(_BuiltIn, Wrapped):
             engine.FullyShardedDataParallel,
             engine.StateDictType,
             engine.FullStateDictConfig,
+            engine.LocalStateDictConfig,
+            engine.ShardedStateDictConfig,
             engine.FullOptimStateDictConfig,
+            engine.LocalOptimStateDictConfig,
+            engine.ShardedOptimStateDictConfig,
         )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:

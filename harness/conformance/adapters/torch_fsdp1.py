@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as fsdp
+import torch.distributed.fsdp.wrap as wrapping
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy
 
 from harness.conformance.adapters.torch_internals import fsdp1_units
-from harness.conformance.adapters.wrapped import Wrapped, WrapperFront
+from harness.conformance.adapters.wrapped import Wrapped
 from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import StateDicts, Traffic
+from harness.conformance.interface import StateDicts, Traffic, Wrapper
 from harness.conformance.spec import ProcessGroups, ShardSpec, required_capabilities
 from harness.engine import GroupInfo
 from harness.recorders import Collective
@@ -37,14 +37,20 @@ class TorchFsdp1(Wrapped):
     """`torch.distributed.fsdp.FullyShardedDataParallel`."""
 
     name = "torch-fsdp1"
-    front = WrapperFront(
+    front = Wrapper(
         FSDP,
         fsdp.ShardingStrategy,
         fsdp.BackwardPrefetch,
         fsdp.CPUOffload,
         fsdp.MixedPrecision,
-        CustomPolicy,
-        size_based_auto_wrap_policy,
+        wrapping.CustomPolicy,
+        wrapping.ModuleWrapPolicy,
+        wrapping.always_wrap_policy,
+        wrapping.lambda_auto_wrap_policy,
+        wrapping.size_based_auto_wrap_policy,
+        wrapping.transformer_auto_wrap_policy,
+        wrapping.enable_wrap,
+        wrapping.wrap,
     )
 
     def __init__(self) -> None:
@@ -57,7 +63,16 @@ class TorchFsdp1(Wrapped):
 
     @property
     def state_dicts(self) -> StateDicts:
-        return StateDicts(FSDP, fsdp.StateDictType, fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig)
+        return StateDicts(
+            FSDP,
+            fsdp.StateDictType,
+            fsdp.FullStateDictConfig,
+            fsdp.LocalStateDictConfig,
+            fsdp.ShardedStateDictConfig,
+            fsdp.FullOptimStateDictConfig,
+            fsdp.LocalOptimStateDictConfig,
+            fsdp.ShardedOptimStateDictConfig,
+        )
 
     def shard(self, model: nn.Module, spec: ShardSpec) -> nn.Module:
         required = tuple(required_capabilities(spec))

@@ -1,8 +1,8 @@
 """A base for adapters of engines with a wrapper front. Inside a rank; imports torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -11,26 +11,18 @@ from torch import Tensor, nn
 
 from harness.conformance.adapters.adapter import Adapter
 from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
+from harness.conformance.interface import Wrapper
 from harness.conformance.spec import Precision, ShardSpec, chosen_modules
-
-
-@dataclass(frozen=True)
-class WrapperFront:
-    """The front that wraps modules: torch's public names, with torch's signatures."""
-
-    FullyShardedDataParallel: Any
-    ShardingStrategy: type[Enum]
-    BackwardPrefetch: type[Enum]
-    CPUOffload: type[Any]
-    MixedPrecision: type[Any]
-    CustomPolicy: type[Any]
-    size_based_auto_wrap_policy: Callable[..., bool]
 
 
 class Wrapped(Adapter):
     """An adapter of which everything is here that needs nothing but a wrapper front."""
 
-    front: WrapperFront
+    front: Wrapper
+
+    @property
+    def wrapper(self) -> Wrapper:
+        return self.front
 
     def wrap(self, model: nn.Module, spec: ShardSpec, **more: Any) -> nn.Module:
         """Return `model` in the wrapper; `more` are arguments that not every such front has."""

@@ -1,5 +1,6 @@
 """Deviations that several engines share, for the same reason."""
 
+from harness.conformance.deviations import refusals
 from harness.conformance.deviations.deviation import SHARDED, Deviation, expand
 
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
@@ -7,6 +8,7 @@ AGAIN = "a second backward after one forward is not reduced as it should be"
 UNREDUCED = "what no_sync has left is clipped like any gradient"
 FP16_REFUSED = "fp16 gradients are refused"
 ONE_RANK = "a group of one rank reduces all the same"
+OTHER_CLASS = "a container of another class comes as a plain one"
 KEPT = "unsharded parameters are retained after a forward without autograd, too, and used again"
 ONE_SHARD = "where a replica is one rank, gradients are not averaged across replicas"
 PINNED = "CPUOffloadPolicy pins memory by default, which raises on a host without accelerator"
@@ -18,6 +20,7 @@ BACKS_OFF_TO_ZERO = Deviation(
 
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with
 AMP_SCALER: tuple[Deviation, ...] = (
+    *refusals.AMP_SCALER,
     Deviation(
         claims=expand("grad_scaler/test_grad_scaler.py::TestShardGradScaler::test_grad_scaling[dtype{0,1}]"),
         why="a scaled loss in low precision comes out in fp32",

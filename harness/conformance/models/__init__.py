@@ -23,7 +23,14 @@ from harness.conformance.models.nested import (
 )
 from harness.conformance.models.networks import TransformerWithSharedParams, resnet50
 from harness.conformance.models.parallel import TensorParallelModel
-from harness.conformance.models.parameters import MLP, KnownGradient, KnownGradients, UnevenShapes
+from harness.conformance.models.parameters import (
+    MLP,
+    ForeignTensor,
+    KnownGradient,
+    KnownGradients,
+    OddParameter,
+    UnevenShapes,
+)
 
 __all__ = [
     "MLP",
@@ -32,6 +39,7 @@ __all__ = [
     "CastingLayers",
     "DummyDDP",
     "ExternalInput",
+    "ForeignTensor",
     "InHalf",
     "KnownGradient",
     "KnownGradients",
@@ -41,6 +49,7 @@ __all__ = [
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "NonUniformReqGradNWM",
+    "OddParameter",
     "TensorParallelModel",
     "TransformerWithSharedParams",
     "UnevenShapes",

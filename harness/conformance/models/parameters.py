@@ -1,4 +1,4 @@
-"""Weights whose gradient is known to the bit, and shapes that no world divides evenly. Imports torch only."""
+"""Weights whose gradient is known to the bit, and parameters of odd shapes and kinds. Imports torch only."""
 
 from typing import ClassVar
 
@@ -85,3 +85,20 @@ class UnevenShapes(nn.Module):
     def loss(output: Tensor) -> Tensor:
         """Return the 0-dim sum of the squared output."""
         return output.square().sum()
+
+
+class OddParameter(nn.Module):
+    """A linear layer (4, 4) beside a parameter `odd` of any kind, which forward does not read."""
+
+    def __init__(self, odd: Tensor, requires_grad: bool = False) -> None:
+        super().__init__()
+        self.linear, self.odd = nn.Linear(4, 4), nn.Parameter(odd, requires_grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, 4) to (batch, 4)."""
+        output: Tensor = self.linear(x)
+        return output
+
+
+class ForeignTensor(Tensor):
+    """A tensor of a class that no engine knows."""

@@ -84,7 +84,7 @@ def test_a_name_without_a_module_is_refused_before_any_import(other: str, name: 
             "other:Nothing",
             r"mine\.other has no 'Nothing'; its .*: Lockstep, Other, INSTANCE, Half",
         ),
-        ("other:Half", "it lacks capabilities, state_dicts, .*grad_scaler of harness.conformance.Engine"),
+        ("other:Half", "it lacks capabilities, wrapper, .*grad_scaler of harness.conformance.Engine"),
         ("other:Wants", r"Wants\(\) cannot be called without arguments: TypeError: .*'size'"),
         ("away:Engine", "there is no module 'mine.away' on the path"),
         ("needs:Engine", "cannot be imported: ModuleNotFoundError: No module named 'not_installed'"),

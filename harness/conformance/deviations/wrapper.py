@@ -1,0 +1,105 @@
+"""Where torch's `FullyShardedDataParallel` is known to break claims about the wrapper's own arguments."""
+
+from harness.conformance.deviations.deviation import Deviation
+from harness.conformance.deviations.shared import UNREDUCED
+
+_P, _W, _R, _D = (f"core/test_{name}.py::" for name in ("policies", "wrapper", "refusals", "deferred"))
+_UNCHECKED = (
+    *("strategy", "offload", "precision", "prefetch", "init", "no_module", "unit_again", "no_forward"),
+    *("mark", "param_dtype", "reduce_dtype", "buffer_dtype", "device_name", "device_number", "device_type"),
+    *("group", "pair", "not_in_group", "axes", "lazy", "tied", "in_a_unit"),
+)
+_CASES_CONVERTED = ("what=apply*", "what=convert*")
+
+
+FSDP1: tuple[Deviation, ...] = (
+    Deviation(
+        claims=(f"{_P}test_a_policy_chooses_the_units*",),
+        cases=("policy=size",),
+        why="a unit that is at two places counts as two",
+    ),
+    Deviation(
+        claims=(f"{_P}test_units_made_by_hand_stay_*",),
+        why="a policy is refused where there is a unit already",
+    ),
+    Deviation(
+        claims=(f"{_P}test_the_innermost_mark_counts*",),
+        why="contexts of enable_wrap are not nested, and one that raises goes on",
+    ),
+    Deviation(
+        claims=(f"{_W}test_an_attribute_that_is_set_*",),
+        why="what is set is the wrapper's own, and the module has another",
+    ),
+    Deviation(
+        claims=(f"{_W}test_a_printed_model_says_*",), why="what is printed does not say how it is sharded"
+    ),
+    Deviation(
+        claims=(f"{_W}test_a_sharded_model_is_neither_*[copy*",),
+        why="a copy shares the state of its original",
+    ),
+    Deviation(claims=(f"{_W}test_what_no_sync_has_left_is_not_clipped*",), why=UNREDUCED),
+    Deviation(
+        claims=(f"{_W}test_full_parameters_are_shown_as_the_flags_say*",),
+        cases=("*offload_to_cpu*",),
+        why="full parameters that are on the CPU already are freed as if they were a copy",
+        run=False,
+    ),
+    Deviation(
+        claims=(f"{_W}test_a_copy_trains_as_its_original_*",), why="it cannot be copied in depth", run=False
+    ),
+    Deviation(
+        claims=(f"{_R}test_bad_arguments_are_refused*",),
+        cases=tuple(f"what={case}" for case in _UNCHECKED),
+        why="arguments of another kind are not checked, or fail where they are used",
+    ),
+    Deviation(
+        claims=(f"{_R}test_what_is_refused_is_named*",), cases=("*",), why="errors do not name the parameter"
+    ),
+    Deviation(
+        claims=(
+            f"{_R}test_replicas_of_hosts_of_unknown_size_are_refused*",
+            f"{_R}test_a_warning_says_that_a_model_ignores_itself*",
+        ),
+        why="it is not checked",
+    ),
+    Deviation(claims=(f"{_R}test_full_parameters_keep_their_shape*",), cases=("*",), why="it is not checked"),
+    Deviation(
+        claims=(f"{_R}test_what_cannot_be_trained_is_refused_by_the_step*",),
+        cases=("what=made_before",),
+        why="an optimizer that was made before idles",
+    ),
+    Deviation(
+        claims=(f"{_D}test_each_module_initialises_itself_*-one_unit]",), why="parents come before children"
+    ),
+    Deviation(
+        claims=(f"{_D}test_a_function_initialises_what_has_values_*",),
+        why="the function is called with modules that have no parameters, too",
+    ),
+    Deviation(
+        claims=(f"{_D}test_what_has_values_keeps_them*",),
+        why="what has values beside a parameter on meta loses them",
+    ),
+    Deviation(claims=(f"{_D}test_tied_parameters_stay_tied*",), why="tied parameters come apart on meta"),
+    Deviation(
+        claims=(f"{_D}test_what_cannot_be_initialised_*",),
+        cases=("*",),
+        why="what cannot be initialised is no error, or one that does not name it",
+    ),
+    Deviation(
+        claims=(f"{_R}test_ranks_that_ignore_different_parameters_*",), why="what ranks shard is not compared"
+    ),
+    Deviation(
+        claims=(f"{_R}test_states_are_left_alone_*",),
+        cases=_CASES_CONVERTED,
+        why="a conversion, and a function that is applied, are not refused there",
+    ),
+    Deviation(
+        claims=(f"{_R}test_full_parameters_are_left_alone_*",),
+        cases=("what=forward", "what=copy", "what=load_state_dict", *_CASES_CONVERTED),
+        why="full parameters are not guarded",
+    ),
+    Deviation(claims=(f"{_R}test_second_derivatives_*",), why="second derivatives read what has been freed"),
+    Deviation(
+        claims=(f"{_R}test_a_conversion_between_forward_and_backward_*",), why="a conversion is not noticed"
+    ),
+)
