@@ -273,3 +273,41 @@ def test_one_rank_communicates_nothing(front, batch, collectives, precision):
     assert all(gradient.any() for gradient in front.full_gradients(model).values())
     front.clip_grad_norm_(model, 1.0)
     assert list(collectives) == []
+
+
+class Between(nn.Module):
+    """Two units; it counts gathers as backward goes through the last one, and from that to the first."""
+
+    units = ("first", "last")
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.count, self.counts = None, []
+        self.last[0].register_forward_hook(self.watch)
+
+    def watch(self, _module, _arguments, output):
+        output.register_hook(lambda _: self.counts.append(self.count()))
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        self.watch(None, None, x)
+        return self.last(x * 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("backward_prefetch", "counts"),
+    [(None, [1, 1]), ("BACKWARD_POST", [1, 2]), ("BACKWARD_PRE", [2, 2])],
+    ids=["none", "post", "pre"],
+)
+@pytest.mark.inside
+def test_the_next_group_is_gathered_before_or_after_gradients(
+    engine, shard, batch, collectives, backward_prefetch, counts
+):
+    bare = Between()
+    model = shard(bare, backward_prefetch=backward_prefetch)
+    bare.count = lambda: len(gathers(engine, collectives, in_backward=True))
+    engine.backward(model, model(batch()).sum())
+    assert bare.counts == counts, collectives
+    assert bare.count() == 2

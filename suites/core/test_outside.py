@@ -119,6 +119,37 @@ def test_a_weight_of_another_unit_may_be_printed_in_a_forward(world, fronts, run
     run_subtests({"front": [*KEPT, *FREED]}, claim)
 
 
+def test_a_tensor_may_be_made_like_a_weight_of_another_unit(world, fronts, run_subtests):
+    def claim(front):
+        made = []
+
+        def read(model, tokens):
+            made.append(torch.ones_like(model.wte.weight))
+            return model.body(tokens)
+
+        model = fronts[front].shard(Reader(read).to(world.device))
+        model(torch.tensor([0, 3], device=world.device))
+        assert (made[0].shape, made[0].dtype) == ((5, 4), F32)
+        assert (whole(made[0]) == 1).all()
+
+    run_subtests({"front": [*KEPT, *FREED]}, claim)
+
+
+def test_what_a_hook_would_see_too_early_is_refused(world, engine, fronts, run_subtests):
+    """Of gradients that come to a whole weight from the loss: before they are reduced."""
+    require(engine, Capability.OUTSIDE_READS, Capability.WRAPPER)
+
+    def claim(front):
+        model = fronts[front].shard(Reader(Reader.body).to(world.device))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        output = model(torch.tensor([0, 3], device=world.device))
+        with pytest.raises(RuntimeError, match=r"weight.*hook"):
+            fronts[front].backward(model, decay_in_the_loss(model, output))
+
+    run_subtests({"front": WHOLE}, claim)
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_whole_weight_that_the_loss_reads_trains_as_in_ddp(check_reads, run_subtests, loss):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.assertions import assert_same_across_ranks
-from lockstep.conformance import Precision
+from lockstep.conformance import Capability, Precision, require
 from lockstep.conformance.models import KnownGradient, KnownGradients
 
 pytestmark = pytest.mark.ranks(2)
@@ -77,3 +77,52 @@ def test_sparse_gradients_are_reduced_like_dense_ones(world, engine, shard, stra
     model = shard(bare, strategy, use_orig_params=True)
     engine.backward(model, model(torch.tensor([0, 1 + world.rank], device=world.device)).sum())
     assert engine.full_gradients(model)["weight"].flatten().tolist() == [1.0, 0.5, 0.5]
+
+
+def test_a_hook_on_a_parameter_sees_its_reduced_gradient(world, engine, shard, run_subtests):
+    """Each backward calls it once, with what has added up."""
+    require(engine, Capability.WRAPPER)
+
+    def claim(**spec):
+        model, seen = shard(KnownGradient(4), **spec), []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.unique().tolist()))
+        for _ in range(2):
+            engine.backward(model, model(torch.tensor(1.0 + 2 * world.rank, device=world.device)))
+        assert seen == [[2.0], [4.0]]
+
+    run_subtests({"strategy": ["FULL_SHARD", "NO_SHARD"], "use_orig_params": [False, True]}, claim)
+
+
+class Withhold(torch.autograd.Function):
+    """A product with a weight, which gets no gradient of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Withheld(nn.Module):
+    """A weight that gets no gradient, and a bias in the same group that does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return Withhold.apply(x, self.weight) + x * self.bias
+
+
+@pytest.mark.ranks(2)
+def test_a_function_may_withhold_a_gradient(world, front):
+    model = front.shard(Withheld())
+    x = torch.full((4,), 1.0 + 2 * world.rank, device=world.device)
+    for number in (1, 2):
+        front.backward(model, model(x).sum())
+        found = front.full_gradients(model)
+        assert found["bias"].tolist() == [2.0 * number] * 4
+        assert found["weight"] is None or not found["weight"].any()

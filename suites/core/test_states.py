@@ -112,6 +112,44 @@ def test_backward_frees_a_group_when_it_has_its_gradients(
     assert states(engine, model) == all_in("SHARDED")
 
 
+class Chain(nn.Module):
+    """Two units; it looks on as backward goes from the second to the first, to which it may be cut."""
+
+    units = ("first", "last")
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 2)
+        self.look = self.seen = None
+        self.is_cut = False
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        if x.requires_grad:
+            x.register_hook(self.record)
+        return self.last((x.detach() if self.is_cut else x) * 2)
+
+    def record(self, _):
+        self.seen = self.look()
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias")], ids=["", "wholly"])
+@pytest.mark.inside
+def test_backward_frees_a_frozen_group_when_it_has_its_gradients(engine, batch, shard, frozen):
+    """Also after a backward in which none came out at the inputs of the group."""
+    require(engine, Capability.EARLY_REDUCTION)
+    bare = Chain()
+    for name in frozen:
+        bare.last.get_parameter(name).requires_grad_(False)
+    model = shard(bare, use_orig_params=True, backward_prefetch=None)
+    bare.look = lambda: states(engine, model)["last"]
+    for bare.is_cut in (False, True, False) if frozen == ("weight",) else (False, False):
+        bare.seen = None
+        engine.backward(model, model(batch()).sum())
+        assert bare.seen == (None if bare.is_cut else "SHARDED")
+        assert set(states(engine, model).values()) == {"SHARDED"}
+
+
 @pytest.mark.parametrize(
     ("param_dtype", "itemsize"), [(None, 0), (F32, 0), (BF16, 2)], ids=["none", "original", "bf16"]
 )
@@ -202,6 +240,24 @@ def test_visible_parameters_are_sharded_outside_forward(
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
     engine.backward(model, loss)
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
+
+
+def test_a_layer_has_its_parameters_in_forward(engine, batch, shard, run_subtests):
+    """A decay term over `self.parameters()` must not lack them."""
+
+    def claim(**spec):
+        bare = NestedWrappedModule()
+        seen = []
+        for layer in (module for module in bare.modules() if isinstance(module, nn.Linear)):
+            layer.register_forward_pre_hook(
+                lambda layer, _: seen.append({name: p.numel() for name, p in layer.named_parameters()})
+            )
+        model = shard(bare, **spec)
+        engine.backward(model, model(batch()).sum())
+        numels = [(32, 4), (64, 16), (256, 16), (64, 4), (32, 8)]
+        assert seen == [{"weight": weight, "bias": bias} for weight, bias in numels]
+
+    run_subtests({"strategy": list(AFTER_FORWARD), "use_orig_params": [False, True]}, claim)
 
 
 @dataclasses.dataclass
@@ -322,6 +378,20 @@ def test_changes_of_full_gradients_are_kept_on_request(
         assert found["bias"].tolist() == [1.0 if writeback else 2.0] * 5
 
     run_subtests({"writeback": [True, False], "sync": [True, False]}, check)
+
+
+def test_zeros_that_were_looked_at_forget_nothing(world, engine, shard, use_orig_params):
+    """Inside no_sync, behind which gradients wait: those that the user writes do forget these."""
+    require(engine, Capability.SUMMON)
+    model = shard(nn.Linear(3, 4, bias=False), use_orig_params=use_orig_params)
+    x = torch.full((1, 3), world.rank + 1.0, device=world.device)
+    engine.backward(model, model(x).sum())
+    with engine.no_sync(model):
+        engine.backward(model, 0 * model(x).sum())
+    with engine.summon(model, writeback=True, with_grads=True):
+        assert not engine.unwrapped(model).weight.grad.any()
+    engine.backward(model, model(x).sum())
+    assert engine.full_gradients(model)["weight"].tolist() == [[3.0] * 3] * 4
 
 
 def test_a_model_may_be_collected_while_an_optimizer_steps(world, shard, strategy):

@@ -234,13 +234,14 @@ def test_parameters_are_plain_tensors_inside_forward(world, front):
     seen = []
 
     def note(module, *_):
-        seen.append((isinstance(module.weight, DTensor), module.weight.requires_grad, module.weight.shape))
+        weight, own = module.weight, [name for name, _ in module.named_parameters()]
+        seen.append((isinstance(weight, DTensor), weight.requires_grad, weight.shape, own))
 
     for layer in (m for m in model.modules() if isinstance(m, nn.Linear)):
         layer.register_forward_pre_hook(note)
     model(torch.ones(2, 8, device=world.device)).sum().backward()
     shapes = [(4, 8), (16, 4), (16, 16), (4, 16), (8, 4)]
-    assert seen == [(False, True, torch.Size(shape)) for shape in shapes]
+    assert seen == [(False, True, torch.Size(shape), ["weight", "bias"]) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", ["generate", "skip"])

@@ -71,6 +71,30 @@ def fail_once(model, batch, place, phase, sync):
     model.set_requires_gradient_sync(True)
 
 
+def test_a_backward_that_raised_may_be_run_again(world, front):
+    """Gradients that it had begun to reduce are not added to those of the second one."""
+    reference = NestedWrappedModule().to(world.device)
+    model = front.shard(copy.deepcopy(reference))
+    faults = [Planted()]
+
+    def raise_once(_):
+        if faults:
+            raise faults.pop()
+
+    def watch(_module, _arguments, output):
+        output.register_hook(raise_once)
+
+    model.get_submodule("module.0").register_forward_hook(watch)
+    x = torch.arange(16.0, device=world.device).view(2, 8) / 16
+    loss = model(x).square().sum()
+    with pytest.raises(Planted):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    reference(x).square().sum().backward()
+    assert_sharded_parity(model, reference)
+
+
 @pytest.mark.parametrize("phase", ["before_forward", "after_forward", "in_backward"])
 @pytest.mark.parametrize("policy", [(), (torch.bfloat16,)], ids=["fp32", "bf16"])
 def test_parameters_are_sharded_ones_after_an_exception(world, front, phase, policy):
