@@ -90,6 +90,20 @@ class Pair(NamedTuple):
     second: object = "second"
 
 
+class Row(tuple):
+    """A tuple of another class."""
+
+    __slots__ = ()
+
+
+class Rows(list):
+    """A list of another class."""
+
+
+class Table(dict):
+    """A dict of another class."""
+
+
 class Passing(nn.Module):
     """A module that passes what it is given to `below`, and keeps it."""
 
@@ -113,6 +127,7 @@ class Reading(Passing):
         return self.below(next(iter(named_tensors(args).values())))
 
 
+OF_ANOTHER_CLASS = {"row": lambda x: Row((x,)), "rows": lambda x: Rows([x]), "table": lambda x: Table(x=x)}
 NESTED = {
     "tuple": lambda x: (x,),
     "list": lambda x: [x],
@@ -120,6 +135,7 @@ NESTED = {
     "namedtuple": Pair,
     "dataclass": Request,
     "frozen dataclass": Fixed,
+    **OF_ANOTHER_CLASS,
 }
 
 
@@ -141,7 +157,7 @@ def test_floating_point_arguments_are_cast_wherever_they_lie(
         assert type(bare.below.args[0]) is type(deep)
         assert next(iter(named_tensors(deep).values())).dtype == F32  # the caller's
 
-    run_subtests({"inner": list(NESTED)}, check)
+    run_subtests({"inner": [name for name in NESTED if name not in OF_ANOTHER_CLASS]}, check)
 
 
 @pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
@@ -194,6 +210,47 @@ def test_only_floating_point_buffers_are_cast_and_on_request(shard, batch, strat
         model(batch())
     assert [log.buffers(layer) for layer in ("0", "1", "2")] == [{F32}, {F32, F64}, {F32}]
     assert {call.buffers["steps"] for layer in ("0", "1", "2") for call in log.calls(layer)} == {torch.int64}
+
+
+class Reads(nn.Module):
+    """Two layers, of which the second one's buffer is read before any."""
+
+    units = ("first", "second")
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.seen = nn.Linear(8, 8), Shifted(F32), []
+
+    def forward(self, x):
+        self.seen.append((self.second.shift.dtype, self.second.shift.device))
+        return self.second(self.first(x + self.second.shift.to(x.dtype)))
+
+
+def test_a_buffer_is_cast_before_another_module_reads_it(world, shard, batch, strategy):
+    """In the first forward, too."""
+    bare = Reads()
+    model = shard(bare, strategy, precision=Precision(BF16, buffer_dtype=BF16))
+    for _ in range(2):
+        model(batch())
+    assert [dtype for dtype, _ in bare.seen] == [BF16, BF16]
+    assert {device.type for _, device in bare.seen} == {world.device.type}
+
+
+def test_a_buffer_may_be_given_up(world, engine, shard, batch, strategy):
+    """One that is None by then is neither cast nor saved."""
+
+    class Optional(Shifted):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight) + (0 if self.shift is None else self.shift)
+
+    bare = Optional(F32)
+    model = shard(bare, strategy, precision=Precision(BF16, buffer_dtype=BF16))
+    outputs = [model(batch())]
+    bare.shift = None
+    outputs.append(model(batch()))
+    assert [output.dtype for output in outputs] == [BF16] * 2
+    engine.backward(model, outputs[1].sum())
+    assert not any("shift" in name for name in engine.full_state(model))
 
 
 def test_ignored_modules_keep_parameters_and_buffers_as_they_are(

@@ -300,6 +300,18 @@ def test_a_child_in_eval_has_full_precision_in_a_training_model(
     assert_named_close(engine.full_gradients(model), expected, EXACT)
 
 
+def test_a_child_that_is_back_in_training_gives_low_precision_again(world, shard, batch):
+    """In eval it gives what it was given, which is fp32 where the root casts nothing."""
+    precision = Precision(BF16, cast_forward_inputs=True, cast_root_forward_inputs=False)
+    bare = nn.Sequential(nn.Linear(8, 8).to(world.device))
+    model = shard(bare, units=("0",), precision=precision)
+    outputs = []
+    for training in (True, False, True):
+        bare[0].train(training)
+        outputs.append(model(batch()).dtype)
+    assert outputs == [BF16, F32, BF16]
+
+
 @pytest.mark.inside
 def test_gradients_are_kept_in_the_dtype_of_their_forwards_mode(engine, batch, layers, strategy):
     precision = Precision(BF16, F16, BF16, keep_low_precision_grads=True)

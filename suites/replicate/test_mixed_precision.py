@@ -277,6 +277,27 @@ class TestReplicateMixedPrecisionCasts:
         assert model[2].bias.grad.full_tensor().tolist() == [8.0] * 8
         assert {p.grad.dtype for p in model.parameters()} == {F32}
 
+    @pytest.mark.filterwarnings("ignore:.*BatchNorm1d. on CPU it computes with:UserWarning")
+    def test_batch_norm_1d_has_its_own_parameters_again_after_its_forward(self, world, engine):
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm1d(8)
+
+            def forward(self, x):
+                before = [self.norm.weight, self.norm.bias]
+                x = self.norm(x)
+                seen.append(
+                    all(a is b for a, b in zip(before, (self.norm.weight, self.norm.bias), strict=True))
+                )
+                return x * self.norm.weight
+
+        seen = []
+        model = Scaled().to(world.device)
+        self.apply(engine, model, param_dtype=BF16)
+        assert model(fresh_input(world, 4, 8)).dtype == BF16
+        assert seen == [True]
+
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
     def test_an_embedding_in_low_precision_among_layers_in_fp32(self, world, engine, dtype):
         model = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 8), nn.LayerNorm(8)).to(world.device)
