@@ -46,8 +46,6 @@ HERE = ROOT / "benchmarks" / "mutants"
 CACHE = ROOT / "build" / "power"
 RECORDED = {"gloo": (4, ("suites",)), "shm": (1, ("suites/core", "suites/replicate"))}
 """How many cases of each function are recorded, of which suites: on shm some lines of the engine differ."""
-
-
 KILLED = ("killed", "timed out", "session")
 """The verdicts on mutants that were noticed."""
 
@@ -155,13 +153,15 @@ class Copy:
 
 
 def spread(names: Iterable[str], number: int) -> list[str]:
-    """Return `number` cases of each function, from the first to the last."""
+    """Return `number` cases of each function, drawn by its name: in steps they might share a parameter."""
     cases: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         cases[name.partition("[")[0]].append(name)
     return [
-        each[i * len(each) // number] for each in cases.values() for i in range(number) if number < len(each)
-    ] + [name for each in cases.values() if len(each) <= number for name in each]
+        name
+        for function, each in cases.items()
+        for name in (random.Random(function).sample(each, number) if number < len(each) else each)
+    ]
 
 
 def record(base: Copy) -> list[Claim]:
@@ -220,11 +220,14 @@ def _recorded(base: Copy, backend: str, files: Sequence[str], number: int) -> di
     return by_file
 
 
-def in_order(claims: Sequence[Claim], file: str, lines: Sequence[int]) -> list[Claim]:
+def in_order(
+    claims: Sequence[Claim], file: str, lines: Sequence[int], branches: Sequence[int] = ()
+) -> list[Claim]:
     """Return the claims that run one of `lines`, the first of them that any runs, the nearest first.
 
-    First the nearest of each file of claims, then of each function, then second cases and so on. A claim is
-    near if much of what it runs is in the file of the mutant. On gloo, where any claim runs the line there.
+    First those that run the one of `branches` that the fewest run: the others seldom notice. Of these and
+    of those first the nearest of each file of claims, then of each function, then second cases and so on. A
+    claim is near if much of what it runs is in the file of the mutant. On gloo, if any runs the line there.
     """
     found = [each for each in claims if file in each.lines]
     if lines:
@@ -235,11 +238,15 @@ def in_order(claims: Sequence[Claim], file: str, lines: Sequence[int]) -> list[C
     def nearness(claim: Claim) -> float:
         return -len(claim.lines[file]) / claim.size / (0.5 + claim.seconds)
 
-    rounds: defaultdict[tuple[int, int], list[Claim]] = defaultdict(list)
+    found = [each for each in found if each.backend == backend]
+    inside = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
+    rarest = min(inside, key=len, default=set())
+    rounds: defaultdict[tuple[bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
-    for claim in sorted((each for each in found if each.backend == backend), key=nearness):
-        rounds[functions[claim.function], min(files[claim.file], 1)].append(claim)
+    for claim in sorted(found, key=nearness):
+        is_common = claim.name not in rarest
+        rounds[is_common, functions[claim.function], min(files[claim.file], 1)].append(claim)
         files[claim.file] += 1
         functions[claim.function] += 1
     # One world after another: those of a size need no new ranks.
@@ -323,10 +330,20 @@ def choose(engine: Path, number: int, seed: int, only: str) -> list[Mutant]:
     return [draw.choice(by_line[line]) for line in lines[:number]]
 
 
-def equivalents() -> dict[tuple[str, str, str, str], str]:
+def equivalents(engine: Path) -> dict[tuple[str, str, str, str], str]:
+    """Return the reason of each mutant of the engine that no claim can notice."""
     with open(HERE / "equivalent.toml", "rb") as file:
-        entries = tomllib.load(file)["equivalent"]
-    return {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
+        written = tomllib.load(file)
+    lengths = {
+        mutant.key: written["lengths"]["reason"]
+        for path in engine.glob("*.py")
+        for mutant in mutants_of(path.name, path.read_text())
+        if mutant.text == "False"
+        and mutant.after.count("strict=True") < mutant.before.count("strict=True")
+        and f"{mutant.file}:{mutant.function}" not in written["lengths"]["given"]
+    }
+    entries = written["equivalent"]
+    return lengths | {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
 
 
 def report(results: Sequence[tuple[Mutant, Result]]) -> str:
@@ -355,7 +372,8 @@ def report(results: Sequence[tuple[Mutant, Result]]) -> str:
 
 def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
     """Run the mutants that are chosen, and print what became of them."""
-    reasons, chosen = equivalents(), choose(base.engine, arguments.mutants, arguments.seed, arguments.only)
+    reasons = equivalents(base.engine)
+    chosen = choose(base.engine, arguments.mutants, arguments.seed, arguments.only)
     ends = time.monotonic() + 60 * arguments.minutes
     control = Control(base, arguments.limit)
 
@@ -365,7 +383,7 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
         if time.monotonic() > ends:
             return None
         text = mutant.apply((base.engine / mutant.file).read_text())
-        near = in_order(claims, mutant.file, mutant.lines)
+        near = in_order(claims, mutant.file, mutant.lines, mutant.branches)
         return control.confirm(run(base, [(mutant.file, text)], near, arguments.limit), near)
 
     results = []
@@ -428,7 +446,7 @@ def main() -> None:
         print(describe_machine(), f"{len(claims)} claims", flush=True)
         if arguments.show:
             for mutant in choose(base.engine, arguments.mutants, arguments.seed, arguments.only):
-                near = in_order(claims, mutant.file, mutant.lines)
+                near = in_order(claims, mutant.file, mutant.lines, mutant.branches)
                 print(f"{mutant.file}:{mutant.line} {mutant.function} [{mutant.before}] -> [{mutant.after}]")
                 print(f"    {len(near)} claims: {', '.join(claim.name for claim in near[:3])}")
         elif arguments.corpus:

@@ -57,6 +57,7 @@ class Mutant:
     Attributes:
         line: of the edit, counted from 1.
         lines: the first of them that any claim runs says that it runs; none where it runs as it is imported.
+        branches: where the statements begin that its condition, or loop, leads to.
         function: the qualified name of what it is in; empty outside of all.
         before, after: the text there, in one line.
     """
@@ -65,6 +66,7 @@ class Mutant:
     function: str
     line: int
     lines: tuple[int, ...]
+    branches: tuple[int, ...]
     kind: str
     before: str
     after: str
@@ -94,6 +96,7 @@ class Finder(ast.NodeVisitor):
         self.lines = source.splitlines()
         self.names: list[str] = []
         self.statement = 0  # the line of the one that a function runs, 0 outside of all
+        self.branches: tuple[int, ...] = ()
         self.found: list[Mutant] = []
         self.visit(ast.parse(source))
 
@@ -108,6 +111,7 @@ class Finder(ast.NodeVisitor):
                 ".".join(self.names),
                 line or node.lineno,
                 (line or node.lineno, self.statement) if self.statement else (),
+                self.branches,
                 kind,
                 " ".join(before.split()),
                 " ".join(after.split()),
@@ -131,9 +135,12 @@ class Finder(ast.NodeVisitor):
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt) and self.statement:
-            around, self.statement = self.statement, node.lineno
+            around = self.statement, self.branches
+            self.statement = node.lineno
+            blocks = (*getattr(node, "body", ()), *getattr(node, "orelse", ()))
+            self.branches = tuple(each.lineno for each in blocks)
             super().visit(node)
-            self.statement = around
+            self.statement, self.branches = around
         else:
             super().visit(node)
 

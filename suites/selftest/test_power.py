@@ -46,6 +46,22 @@ def test_each_equivalent_is_a_mutant_of_the_engine(monkeypatch: Any) -> None:
     assert {tuple(e[k] for k in ("file", "function", "before", "after")) for e in entries} <= found
 
 
+def test_claims_that_run_the_rarest_branch_come_first(monkeypatch: Any) -> None:
+    """A mutant of a condition, or of a loop, is noticed by what goes through it."""
+    module = power(monkeypatch)
+    source = "def f(x):\n    if x:\n        return g(x)\n    return 1\n"
+    found = {m.before: m for m in module.mutants_of("f.py", source)}
+    mutant = found["if x:"]
+    assert (mutant.lines, mutant.branches, found["return g(x)"].branches) == ((2, 2), (3,), ())
+    claims = [
+        module.Claim(f"{name}.py::test", "gloo", 2, seconds, {"f.py": frozenset(lines)})
+        for name, seconds, lines in [("a", 1.0, {2, 4}), ("b", 9.0, {2, 3}), ("c", 2.0, {2, 4})]
+    ]
+    names = [claim.file for claim in module.in_order(claims, "f.py", mutant.lines, mutant.branches)]
+    assert names == ["b.py", "a.py", "c.py"]
+    assert module.in_order(claims, "f.py", mutant.lines)[0].file == "a.py"
+
+
 SAMPLE = '''
 def mean(values: list[int | None], scale: float = 1.0) -> float:
     """Return it."""
