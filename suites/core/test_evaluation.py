@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.assertions import assert_named_close
-from lockstep.conformance import Capability, require
+from lockstep.conformance import Capability, Precision, require
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -142,7 +142,9 @@ def test_what_was_prefetched_in_vain_by_choice_is_not_used_later(world, fully_sh
 def test_what_was_gathered_in_vain_is_given_up_after_forward(world, engine, shard, strategy, collectives):
     require(engine, Capability.GROUPS)
     bare = Skipping()
-    model = shard(bare, strategy, forward_prefetch=True, units=("0", "1"))
+    model = shard(
+        bare, strategy, forward_prefetch=True, units=("0", "1"), precision=Precision(torch.bfloat16)
+    )
     x = torch.ones(2, 8, device=world.device)
     with torch.no_grad():
         for bare.skipped in (None, 1):
@@ -152,4 +154,4 @@ def test_what_was_gathered_in_vain_is_given_up_after_forward(world, engine, shar
         # The units that ran are "0" and the root: one more was gathered ahead.
         assert len(engine.traffic(list(collectives)[before:]).gathers) == 3
     (skipped,) = (group for group in engine.groups(model) if group.name == "1")
-    assert (skipped.state.name, skipped.gathered_bytes) == ("SHARDED", 0)
+    assert (skipped.state.name, skipped.gathered_bytes, skipped.low_precision_bytes) == ("SHARDED", 0, 0)

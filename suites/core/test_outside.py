@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from lockstep.assertions import assert_named_close
+from lockstep.assertions import assert_named_close, named_gradients
 from lockstep.conformance import Capability, Precision, require
 from lockstep.conformance.models.readers import (
     AFTER,
@@ -65,6 +66,50 @@ def test_a_frozen_weight_that_is_read_later_trains_the_rest(check_reads, run_sub
 @pytest.mark.parametrize("read", SOME)
 def test_reads_of_a_kept_weight_accumulate_in_no_sync(check_reads, run_subtests, read):
     run_subtests({"front": KEPT}, check_reads, read=read, no_sync=True)
+
+
+@pytest.mark.parametrize("read", [tied_head, checkpointed])
+def test_each_backward_of_two_forwards_has_the_weight_that_was_read(
+    world, engine, fronts, run_subtests, read
+):
+    """Also the second one, after the first has freed it."""
+    require(engine, Capability.OUTSIDE_READS)
+    tokens = torch.tensor([0, 3, 4], device=world.device)
+
+    def claim(front):
+        bare = Reader(read).to(world.device)
+        model = fronts[front].shard(copy.deepcopy(bare))
+        for loss in [model(tokens).square().mean() for _ in range(2)]:
+            fronts[front].backward(model, loss)
+            bare(tokens).square().mean().backward()
+        assert_named_close(fronts[front].full_gradients(model), named_gradients(bare))
+
+    run_subtests({"front": KEPT}, claim)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_an_evaluation_may_read_a_kept_weight(world, engine, fronts, run_subtests, frozen):
+    require(engine, Capability.OUTSIDE_READS)
+    tokens = torch.tensor([0, 3, 4], device=world.device)
+
+    def claim(front):
+        bare = Reader(tied_head, frozen).to(world.device)
+        model = fronts[front].shard(copy.deepcopy(bare))
+        with torch.no_grad():
+            assert_named_close({"output": model(tokens)}, {"output": bare(tokens)})
+
+    run_subtests({"front": KEPT}, claim)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+def test_a_whole_weight_may_be_recomputed_with_though_its_unit_does_not_run(
+    check_reads, run_subtests, use_reentrant
+):
+    def read(model, tokens):
+        hidden = model.own(model.mlp(F.one_hot(tokens % 4, 4).float()))
+        return checkpoint(lambda x: F.linear(x, model.wte.weight), hidden, use_reentrant=use_reentrant)
+
+    run_subtests({"front": WHOLE}, check_reads, read=read)
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.assertions import assert_sharded_parity
 from lockstep.conformance.models import NestedWrappedModule
@@ -64,6 +65,8 @@ def check_survival(world, front, place, phase, sync):
 
 def fail_once(model, batch, place, phase, sync):
     model.set_requires_gradient_sync(sync)
+    if not sync and phase != "in_backward":  # what was accumulated before is forgotten, too
+        model(batch).square().mean().backward()
     planted = plant(model, place, phase)
     with pytest.raises(Planted):
         model(batch).square().mean().backward()
@@ -92,6 +95,23 @@ def test_a_backward_that_raised_may_be_run_again(world, front):
     model.zero_grad()
     loss.backward()
     reference(x).square().sum().backward()
+    assert_sharded_parity(model, reference)
+
+
+def test_a_model_whose_backward_raised_may_become_a_part_of_another(world, front):
+    """Gradients that it had begun to reduce are not added to those of the whole."""
+    reference = nn.Sequential(NestedWrappedModule(), nn.Linear(8, 2)).to(world.device)
+    model = copy.deepcopy(reference)
+    front.shard(model[0])
+    planted = plant(model[0], "module.0", "in_backward")
+    x = torch.arange(16.0, device=world.device).view(2, 8) / 16
+    with pytest.raises(Planted):
+        model[0](x).square().sum().backward()
+    planted.remove()
+    front(model)
+    model.zero_grad()
+    for module in (reference, model):
+        module(x).square().sum().backward()
     assert_sharded_parity(model, reference)
 
 

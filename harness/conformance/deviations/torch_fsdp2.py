@@ -167,6 +167,15 @@ REPLICATE: tuple[Deviation, ...] = (
         why=_EXCEPTION,
     ),
     Deviation(
+        claims=("replicate/test_exceptions.py::test_an_exception_is_survived_*-unsynced-*_forward]",),
+        cases=("*",),
+        why="what was accumulated before an exception is reduced with the gradients of the next step",
+    ),
+    Deviation(
+        claims=("replicate/test_exceptions.py::test_a_model_whose_backward_raised_may_become_*",),
+        why="a model that has run cannot become a part of another",
+    ),
+    Deviation(
         claims=(
             "replicate/test_exceptions.py::test_parameters_are_sharded_ones_after_an_exception*",
             "replicate/test_exceptions.py::test_a_backward_that_raised_may_be_run_again*",
