@@ -1,6 +1,7 @@
 """Weights that are read outside their unit, by its parent, a hook or the loss: as in DDP, or refused."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from lockstep.conformance.models.readers import (
     AFTER,
     BEFORE,
     Reader,
+    TiedHead,
     checkpointed,
     checkpointed_reentrant,
     decay_term,
@@ -144,6 +146,57 @@ def test_a_weight_that_is_freed_is_refused_by_its_name(check_reads, run_subtests
     run_subtests({"front": FREED}, lambda front: is_refused(check_reads, front, read))
 
 
+class Trainer(torch.nn.Module):
+    """A module whose method runs a model, which is one of its modules, or is not."""
+
+    def __init__(self, model, registers):
+        super().__init__()
+        self.models = torch.nn.ModuleList([model]) if registers else [model]
+
+    def step(self, tokens):
+        return self.models[0](tokens)
+
+
+def by_a_method(model, tokens):
+    return model.head.forward(model.body(tokens), model.wte.weight)
+
+
+def by_a_module_outside(model, tokens):
+    return TiedHead().forward(model.body(tokens), model.wte.weight)
+
+
+def in_a_thread(model, tokens):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(F.linear, model.body(tokens), model.wte.weight).result()
+
+
+HEAD = r"head' \(TiedHead\)"
+READ_BY = r"parameter 'wte\.weight' of .* is read by "
+
+
+@pytest.mark.parametrize(
+    ("read", "registers", "text"),
+    [
+        (by_a_method, False, rf"{READ_BY}'{HEAD} \("),
+        (by_a_method, True, rf"parameter 'models\.0\.wte\.weight' of .* is read by 'models\.0\.{HEAD} \("),
+        (by_a_module_outside, False, rf"{READ_BY}TiedHead \("),
+        (in_a_thread, False, r"parameter 'weight' of .* is read by what no module runs \("),
+    ],
+    ids=["in_the_model", "in_the_trainer", "outside", "in_a_thread"],
+)
+def test_what_reads_a_freed_weight_is_named_as_in_the_outermost_module(
+    world, engine, fronts, run_subtests, read, registers, text
+):
+    require(engine, Capability.OUTSIDE_READS)
+
+    def claim(front):
+        trainer = Trainer(fronts[front].shard(Reader(read).to(world.device)), registers)
+        with pytest.raises(RuntimeError, match=text):
+            trainer.step(torch.tensor([0, 3], device=world.device))
+
+    run_subtests({"front": FREED}, claim)
+
+
 @pytest.mark.parametrize("read", BEFORE)
 def test_a_sharded_weight_is_refused_before_its_unit(check_reads, run_subtests, read):
     run_subtests({"front": SHARDED}, lambda front: is_refused(check_reads, front, read))
@@ -169,15 +222,36 @@ def test_a_tensor_may_be_made_like_a_weight_of_another_unit(world, fronts, run_s
         made = []
 
         def read(model, tokens):
-            made.append(torch.ones_like(model.wte.weight))
+            like = model.wte.weight
+            made.extend((torch.ones_like(like), torch.zeros_like(like, dtype=BF16)))
+            made.extend((torch.empty_like(like), torch.full_like(like, 2), like.new_ones(5, 4)))
             return model.body(tokens)
 
         model = fronts[front].shard(Reader(read).to(world.device))
         model(torch.tensor([0, 3], device=world.device))
-        assert (made[0].shape, made[0].dtype) == ((5, 4), F32)
-        assert (whole(made[0]) == 1).all()
+        assert [(each.shape, each.dtype) for each in made] == [
+            ((5, 4), dtype) for dtype in (F32, BF16, F32, F32, F32)
+        ]
+        for number, value in {0: 1, 1: 0, 3: 2, 4: 1}.items():
+            assert (whole(made[number]) == value).all()
 
     run_subtests({"front": [*KEPT, *FREED]}, claim)
+
+
+def test_a_weight_of_another_unit_is_a_whole_parameter_in_a_forward(world, fronts, run_subtests):
+    def claim(front, frozen):
+        seen = []
+
+        def read(model, tokens):
+            like = model.wte.weight
+            seen.extend((isinstance(like, torch.nn.Parameter), like.requires_grad, like.shape, like.dtype))
+            return model.body(tokens)
+
+        model = fronts[front].shard(Reader(read, frozen).to(world.device))
+        model(torch.tensor([0, 3], device=world.device))
+        assert seen == [True, not frozen, (5, 4), F32]
+
+    run_subtests({"front": [*KEPT, *FREED], "frozen": [False, True]}, claim)
 
 
 def test_what_a_hook_would_see_too_early_is_refused(world, engine, fronts, run_subtests):
