@@ -48,7 +48,8 @@ from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_p
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
 MAX_GRACE = 3.0
-"""Seconds that a rank gets at most which is writing its report meanwhile: a busy machine takes long."""
+"""Seconds that a rank gets at most which writes its report meanwhile, or does not answer: a busy machine
+takes long."""
 PROBE_EVERY = 0.3
 """Seconds between looks at ranks that have nothing to say."""
 _BEFORE_TEARDOWN = 2
@@ -392,20 +393,20 @@ class ItemRun:
             outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed, importing)
 
     def _end_grace(self, late: set[int]) -> None:
-        """Give up ranks that others wait for in vain, but none that reports its failure or tears down."""
+        """Give up ranks that others wait for in vain, but none that reports, tears down or is slow."""
         self._next_probe = time.monotonic() + PROBE_EVERY  # so that the loop waits for something
         phases = {rank: self._handles[rank].phases_over() for rank in late}
         answers = self._request_statuses(late)
         late = self._without_failure(late & self._pending())  # some may have reported a failure by now
-        writing = {rank for rank in late if answers[rank].state == "reports"}
+        may_report = {rank for rank in late if answers[rank].state in ("reports", "silent")}
         if time.monotonic() >= self._last_grace:
-            writing = set()
+            may_report = set()
         # Its test is over, and it waits for no other rank: it has until the deadline.
         tearing_down = {rank for rank in late if phases[rank] >= _BEFORE_TEARDOWN}
         clearing = {rank for rank in tearing_down if in_flight(answers[rank]) is None}
-        if writing | clearing:
+        if may_report | clearing:
             self._grace = time.monotonic() + GRACE
-        if not writing:
+        if not may_report:
             self._end(late - clearing, answers, phases)
 
     def _request_statuses(self, ranks: set[int]) -> dict[int, RankStatus]:

@@ -28,6 +28,7 @@ from harness.world.item_run import ItemRun
 from harness.world.outcome import Stuck
 
 ORDER = RunItem("test_a.py::test_a", "test_a.py", None, "")
+FAILED = Reported({"outcome": "failed", "$report_type": "TestReport", "longrepr": ""})
 PTRACE_ATTACH = 16
 
 
@@ -148,7 +149,7 @@ def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> N
 def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
-    theirs.send((Reported({"outcome": "failed", "$report_type": "TestReport", "longrepr": ""}),))
+    theirs.send((FAILED,))
     outcome = _run(rank, 1.5).finish()
     assert outcome.timed_out
     assert rank.reads < 30
@@ -200,3 +201,24 @@ def test_a_rank_is_ended_with_its_whole_status() -> None:
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.status.where == "save()"
     assert rank.record == FlightRecord((), {}, {}, 0, 0)
+
+
+class SlowRank(LateRank):
+    """A rank that has no processor when it is asked for its status, and then reports its failure."""
+
+    def send(self, message: Any) -> None:
+        if message == Probe(full=True):
+            self.own.send((FAILED, Finished(False, 0, 0)) if self.sent else ())
+            self.sent.append(message)
+
+
+def test_a_rank_that_is_slow_to_answer_after_a_failure_reports_its_own() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    failed, slow = SilentRank(ours), SlowRank(*multiprocessing.Pipe())
+    slow.rank = 1
+    run = ItemRun(ORDER, 30)
+    run.begin([failed, slow])
+    theirs.send((FAILED, Finished(False, 0, 0)))
+    outcome = run.finish()
+    assert outcome.ranks[1].fate == Finished(False, 0, 0)
+    assert slow.sent == [Probe(full=True)] * 2
