@@ -24,11 +24,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +49,8 @@ FIRST = 8
 """How many claims run in a session of their own: most mutants fail one, and it collects few files."""
 KILLED = ("killed", "timed out", "session")
 """The verdicts on mutants that were noticed."""
+APART = ("equivalent", "elsewhere")
+"""The verdicts on mutants that no claim can notice, or none on CPU ranks."""
 
 
 def digest(paths: Iterable[Path], *words: str) -> str:
@@ -257,27 +258,38 @@ def in_order(
     ]
 
 
-class Control:
-    """Says whether claims hold for the engine as it is, which is run once for each."""
+def failing(base: Copy, claims: Iterable[Claim], limit: float) -> set[tuple[str, str]]:
+    """Return the names and backends of those of the claims that fail for the engine as it is, too."""
+    found = set()
+    unique = {(each.backend, each.name): each for each in claims}
+    for backend in RECORDED:
+        left = [each for each in unique.values() if each.backend == backend]
+        while left and (result := run(base, [], left, limit * len(left))).verdict != "survived":
+            names = [each.name for each in left]
+            if result.by not in names:
+                raise SystemExit(f"the claims do not run for the engine as it is: {result.by}")
+            found.add((result.by, backend))
+            left = left[names.index(result.by) + 1 :]
+    return found
 
-    def __init__(self, base: Copy, limit: float) -> None:
-        self._base, self._limit = base, limit
-        self._held: dict[tuple[str, str], bool] = {}
-        self._lock = threading.Lock()
 
-    def confirm(self, result: Result, claims: Sequence[Claim]) -> Result:
-        """Return a verdict of "undecided" in the place of a kill by what fails without the mutant too."""
-        if result.verdict not in KILLED:
-            return result
-        claim = next((each for each in claims if each.name == result.by), claims[0])
-        key = claim.name, claim.backend
-        with self._lock:
-            if key not in self._held:
-                alone = run(self._base, [], [claim], self._limit)
-                self._held[key] = alone.verdict == "survived"
-        if self._held[key]:
-            return result
-        return Result("undecided", f"fails without it too: {claim.name}", result.seconds, result.tried)
+def confirm(base: Copy, results: Sequence[tuple[Result, Sequence[Claim]]], limit: float) -> list[Result]:
+    """Return the results, but "undecided" for each kill by a claim that fails without the mutant too.
+
+    Args:
+        results: each with the claims that were to run.
+    """
+    noticed_by = [
+        next((claim for claim in claims if claim.name == result.by and result.verdict in KILLED), None)
+        for result, claims in results
+    ]
+    flaky = failing(base, filter(None, noticed_by), limit)
+    return [
+        Result("undecided", f"fails without it too: {result.by}", result.seconds, result.tried)
+        if claim and (claim.name, claim.backend) in flaky
+        else result
+        for claim, (result, _) in zip(noticed_by, results, strict=True)
+    ]
 
 
 def verdict(status: int, by: str, late: bool) -> str:
@@ -338,8 +350,11 @@ def choose(engine: Path, number: int, seed: int, only: str) -> list[Mutant]:
     return [draw.choice(by_line[line]) for line in lines[:number]]
 
 
-def equivalents(engine: Path) -> dict[tuple[str, str, str, str], str]:
-    """Return the reason of each mutant of the engine that no claim can notice."""
+def equivalents(engine: Path) -> tuple[dict[tuple[str, str, str, str], str], Callable[[Mutant], str]]:
+    """Return the reason of each mutant of the engine that no claim can notice.
+
+    And a function that returns why no claim on CPU ranks runs a mutant, "" of any that one should run.
+    """
     with open(HERE / "equivalent.toml", "rb") as file:
         written = tomllib.load(file)
     lengths = {
@@ -351,7 +366,15 @@ def equivalents(engine: Path) -> dict[tuple[str, str, str, str], str]:
         and f"{mutant.file}:{mutant.function}" not in written["lengths"]["given"]
     }
     entries = written["equivalent"]
-    return lengths | {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
+    reasons = lengths | {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
+    accelerators = {
+        (file, line) for file, lines in written["accelerators"]["lines"].items() for line in lines
+    }
+
+    def elsewhere(mutant: Mutant) -> str:
+        return written["accelerators"]["reason"] if (mutant.file, mutant.before) in accelerators else ""
+
+    return reasons, elsewhere
 
 
 def report(results: Sequence[tuple[Mutant, Result]]) -> str:
@@ -359,7 +382,7 @@ def report(results: Sequence[tuple[Mutant, Result]]) -> str:
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for mutant, result in results:
         kinds[mutant.file][result.verdict] += 1
-    names = (*KILLED, "survived", "undecided", "equivalent")
+    names = (*KILLED, "survived", "undecided", *APART)
     rows = [[file, *(str(kinds[file][name]) for name in names)] for file in sorted(kinds)]
     total = Counter(result.verdict for _, result in results)
     rows.append(["all", *(str(total[name]) for name in names)])
@@ -373,46 +396,50 @@ def report(results: Sequence[tuple[Mutant, Result]]) -> str:
         parts.append(table(["left", "the edit", "verdict", "claims"], left))
     if killed := [result for _, result in results if result.verdict in KILLED]:
         parts.append(f"to the first failure: {median(r.seconds for r in killed):.0f} s in the median")
-    decided = len(results) - total["equivalent"]
-    held = {f"95 % of {decided} that are not equivalent are killed": len(killed) >= 0.95 * decided}
+    decided = len(results) - sum(total[name] for name in APART)
+    share = f"{len(killed)} of {decided} that CPU ranks run and that are not equivalent are killed: 95 %"
+    held = {share: len(killed) >= 0.95 * decided}
     return "\n\n".join([*parts, verdicts(held)])
 
 
 def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
     """Run the mutants that are chosen, and print what became of them."""
-    reasons = equivalents(base.engine)
+    reasons, elsewhere = equivalents(base.engine)
     chosen = choose(base.engine, arguments.mutants, arguments.seed, arguments.only)
     ends = time.monotonic() + 60 * arguments.minutes
-    control = Control(base, arguments.limit)
 
-    def decide(mutant: Mutant) -> Result | None:
+    def decide(mutant: Mutant) -> tuple[Result, Sequence[Claim]] | None:
         if mutant.key in reasons:
-            return Result("equivalent", reasons[mutant.key], 0.0, 0)
+            return Result("equivalent", reasons[mutant.key], 0.0, 0), ()
+        near = in_order(claims, mutant.file, mutant.lines, mutant.branches)
+        if not near and (reason := elsewhere(mutant)):
+            return Result("elsewhere", reason, 0.0, 0), ()
         if time.monotonic() > ends:
             return None
         text = mutant.apply((base.engine / mutant.file).read_text())
-        near = in_order(claims, mutant.file, mutant.lines, mutant.branches)
-        return control.confirm(run(base, [(mutant.file, text)], near, arguments.limit), near)
+        return run(base, [(mutant.file, text)], near, arguments.limit), near
 
-    results = []
+    mutants, results = [], []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         futures = {pool.submit(decide, mutant): mutant for mutant in chosen}
         for future in as_completed(futures):
-            mutant, result = futures[future], future.result()
-            if result:
-                results.append((mutant, result))
+            mutant, decided = futures[future], future.result()
+            if decided:
+                mutants.append(mutant)
+                results.append(decided)
+                result = decided[0]
                 place = f"{mutant.file}:{mutant.line} [{mutant.before}] -> [{mutant.after}]"
                 print(result.verdict, f"{result.seconds:.0f} s", result.tried, place, result.by, flush=True)
-    print("\n" + report(results))
+    confirmed = confirm(base, results, arguments.limit)
+    print("\n" + report(list(zip(mutants, confirmed, strict=True))))
     if lost := len(chosen) - len(results):
         print(f"{lost} of {len(chosen)} were not begun in {arguments.minutes} minutes")
 
 
 def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
     """Run each bug of the corpus, and print the claim that notices it."""
-    control = Control(base, arguments.limit)
 
-    def decide(name: str) -> Result:
+    def decide(name: str) -> tuple[Result, Sequence[Claim]]:
         injection = CORPUS[name]
         source = (base.engine / injection.file).read_text()
         assert source.count(injection.before) == 1, f"{name}: {injection.before!r}"
@@ -421,15 +448,16 @@ def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[C
         inside = any(n.lineno <= first <= (n.end_lineno or 0) for n in functions)
         lines = range(first, first + injection.before.count("\n") + 1) if inside else ()
         near = in_order(claims, injection.file, lines)
-        result = run(base, [(injection.file, injection.apply(source))], near, arguments.limit)
-        return control.confirm(result, near)
+        return run(base, [(injection.file, injection.apply(source))], near, arguments.limit), near
 
     names = [name for name in CORPUS if arguments.only in name][: arguments.mutants]
-    rows = []
+    results = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for name, result in zip(names, pool.map(decide, names), strict=True):
-            rows.append([name, result.verdict, result.by, f"{result.seconds:.0f}"])
-            print(*rows[-1], flush=True)
+        for name, decided in zip(names, pool.map(decide, names), strict=True):
+            results.append(decided)
+            print(name, decided[0].verdict, decided[0].by, flush=True)
+    confirmed = zip(names, confirm(base, results, arguments.limit), strict=True)
+    rows = [[name, result.verdict, result.by, f"{result.seconds:.0f}"] for name, result in confirmed]
     print("\n" + table(["bug", "verdict", "the claim", "seconds"], rows))
 
 

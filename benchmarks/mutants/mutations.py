@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import bisect
+import functools
+import itertools
 from dataclasses import dataclass
 
 # Libraries that mutate Python (mutmut, cosmic-ray) also mutate annotations and messages, leave no wait and no
@@ -281,14 +283,25 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def mutants_of(file: str, source: str) -> Iterator[Mutant]:
-    """Yield the mutants of a file that are still Python, each text once."""
-    seen = {ast.dump(ast.parse(source))}
-    for mutant in Finder(file, source).found:
+@functools.cache
+def mutants_of(file: str, source: str) -> tuple[Mutant, ...]:
+    """Return the mutants of a file that are still Python, each of a class or function once."""
+    finder = Finder(file, source)
+    ends = [
+        0,
+        *(finder.at(node.end_lineno or 0, node.end_col_offset or 0) for node in ast.parse(source).body),
+    ]
+    parts = [source[start:stop] for start, stop in itertools.pairwise(ends)]
+    seen = {(place, ast.dump(ast.parse(part))) for place, part in enumerate(parts)}
+    found = []
+    for mutant in finder.found:
+        place = bisect.bisect_right(ends, mutant.start) - 1
+        start, stop = (where - ends[place] for where in (mutant.start, mutant.stop))
         try:
-            tree = ast.dump(ast.parse(mutant.apply(source)))
+            tree = place, ast.dump(ast.parse(parts[place][:start] + mutant.text + parts[place][stop:]))
         except SyntaxError:
             continue
         if tree not in seen:
             seen.add(tree)
-            yield mutant
+            found.append(mutant)
+    return tuple(found)

@@ -100,25 +100,41 @@ def power(monkeypatch: Any) -> Any:
 
 def test_what_fails_without_a_mutant_is_no_kill(monkeypatch: Any) -> None:
     module = power(monkeypatch)
-    claims = [module.Claim(name, "gloo", 2, 1.0, {}) for name in ("holds", "flaky")]
+    claims = [module.Claim(name, "gloo", 2, 1.0, {}) for name in ("a", "flaky", "b", "unused")]
     controlled = []
 
     def run(base: Any, edits: Any, claims: Any, limit: float) -> Any:
         assert not edits
-        controlled.append(claims[0].name)
-        holds = claims[0].name == "holds"
-        return module.Result("survived" if holds else "killed", "", 1.0, 1)
+        controlled.append([claim.name for claim in claims])
+        if "flaky" in controlled[-1]:
+            return module.Result("killed", "flaky", 1.0, 1)
+        return module.Result("survived", "", 1.0, 1)
 
     monkeypatch.setattr(module, "run", run)
-    control = module.Control(None, 60.0)
+    found = [
+        ("killed", "a"),
+        ("killed", "flaky"),
+        ("timed out", "flaky"),
+        ("killed", "b"),
+        ("survived", "3 claims"),
+    ]
+    decided = [(module.Result(*each, 1.0, 1), claims) for each in [*found, ("session", "exit status 1")]]
+    verdicts = [each.verdict for each in module.confirm(None, decided, 60.0)]
+    assert verdicts == ["killed", "undecided", "undecided", "killed", "survived", "session"]
+    assert controlled == [["a", "flaky", "b"], ["b"]]
 
-    def confirmed(verdict: str, by: str) -> str:
-        return str(control.confirm(module.Result(verdict, by, 1.0, 1), claims).verdict)
 
-    assert [confirmed("killed", "holds"), confirmed("killed", "flaky")] == ["killed", "undecided"]
-    assert [confirmed("timed out", "flaky"), confirmed("session", "")] == ["undecided", "session"]
-    assert confirmed("survived", "") == "survived"
-    assert controlled == ["holds", "flaky"]
+def test_lines_of_accelerators_are_apart_only_if_no_claim_runs_them(monkeypatch: Any) -> None:
+    module = power(monkeypatch)
+    _, elsewhere = module.equivalents(ENGINE)
+    written = tomllib.loads((MUTANTS / "equivalent.toml").read_text())["accelerators"]
+    found = {
+        (file, m.before)
+        for file in written["lines"]
+        for m in module.mutants_of(file, (ENGINE / file).read_text())
+        if elsewhere(m)
+    }
+    assert found == {(file, line) for file, lines in written["lines"].items() for line in lines}
 
 
 def test_a_run_of_no_claims_is_no_verdict(monkeypatch: Any) -> None:
