@@ -13,6 +13,7 @@ import pytest
 
 from suites.selftest.fault_session import FaultSession, run_faults
 from suites.selftest.project import Project
+from suites.selftest.second_tries import pytest_runtest_setup  # noqa: F401
 
 # Variables that would make a session under test behave differently here than elsewhere.
 REMOVED = {
