@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,8 @@ class Claim:
     processes: int
     seconds: float
     lines: Mapping[str, frozenset[int]]
+    words: frozenset[str] = frozenset()
+    """Those of its test."""
 
     @property
     def file(self) -> str:
@@ -155,6 +158,27 @@ class Copy:
         return text if length < 0 else text[-length:]
 
 
+def words_of(text: str) -> frozenset[str]:
+    """Return the names and longer words in a text."""
+    return frozenset(re.findall(r"[A-Za-z_]{5,}", text))
+
+
+def words_of_tests(base: Copy, files: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return the words of each test function of the files, by its node id."""
+    found = {}
+    for file in files:
+        source = (base.folder / file).read_text()
+        for node in ast.parse(source).body:
+            inside = (
+                [(node.name, each) for each in node.body] if isinstance(node, ast.ClassDef) else [("", node)]
+            )
+            for owner, each in inside:
+                if isinstance(each, ast.FunctionDef):
+                    name = "::".join(filter(None, (file, owner, each.name)))
+                    found[name] = words_of(ast.get_source_segment(source, each) or "")
+    return found
+
+
 def spread(names: Iterable[str], number: int) -> list[str]:
     """Return `number` cases of each function, drawn by its name: in steps they might share a parameter."""
     cases: defaultdict[str, list[str]] = defaultdict(list)
@@ -185,9 +209,17 @@ def record(base: Copy) -> list[Claim]:
             print(f"recording what {len(lacking)} files of claims run on {backend}", flush=True)
             for name, rows in _recorded(base, backend, lacking, number).items():
                 kept[name].write_text(json.dumps(rows))
+        words = words_of_tests(base, kept)
         for path in kept.values():
             claims += [
-                Claim(name, backend, processes, seconds, {f: frozenset(v) for f, v in lines.items()})
+                Claim(
+                    name,
+                    backend,
+                    processes,
+                    seconds,
+                    {file: frozenset(numbers) for file, numbers in lines.items()},
+                    words.get(name.partition("[")[0], frozenset()) | words_of(name.partition("[")[2]),
+                )
                 for name, processes, seconds, lines in json.loads(path.read_text())
             ]
     return claims
@@ -224,13 +256,18 @@ def _recorded(base: Copy, backend: str, files: Sequence[str], number: int) -> di
 
 
 def in_order(
-    claims: Sequence[Claim], file: str, lines: Sequence[int], branches: Sequence[int] = ()
+    claims: Sequence[Claim],
+    file: str,
+    lines: Sequence[int],
+    branches: Sequence[int] = (),
+    words: Iterable[str] = (),
 ) -> list[Claim]:
     """Return the claims that run one of `lines`, the first of them that any runs, the nearest first.
 
-    First those that run the one of `branches` that the fewest run: the others seldom notice. Of these and
-    of those first the nearest of each file of claims, then of each function, then second cases and so on. A
-    claim is near if much of what it runs is in the file of the mutant. On gloo, if any runs the line there.
+    First those that run the one of `branches` that the fewest run, or whose test has the one of `words` that
+    the fewest have: the others seldom notice. Of these and of those first the nearest of each file of claims,
+    then of each function, then second cases and so on. A claim is near if much of what it runs is in the file
+    of the mutant. On gloo, if any runs the line there.
     """
     found = [each for each in claims if file in each.lines]
     if lines:
@@ -243,7 +280,8 @@ def in_order(
 
     found = [each for each in found if each.backend == backend]
     inside = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
-    rarest = min(inside, key=len, default=set())
+    having = filter(None, ({e.name for e in found if word in e.words} for word in words))
+    rarest = min(inside, key=len, default=set()) | min(having, key=len, default=set())
     rounds: defaultdict[tuple[bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
@@ -256,6 +294,11 @@ def in_order(
     return [
         c for key in sorted(rounds) for c in sorted(rounds[key], key=lambda c: (c.processes, nearness(c)))
     ]
+
+
+def near_to(mutant: Mutant, claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims that run a mutant, the nearest first."""
+    return in_order(claims, mutant.file, mutant.lines, mutant.branches, words_of(mutant.before))
 
 
 def failing(base: Copy, claims: Iterable[Claim], limit: float) -> set[tuple[str, str]]:
@@ -411,7 +454,7 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
     def decide(mutant: Mutant) -> tuple[Result, Sequence[Claim]] | None:
         if mutant.key in reasons:
             return Result("equivalent", reasons[mutant.key], 0.0, 0), ()
-        near = in_order(claims, mutant.file, mutant.lines, mutant.branches)
+        near = near_to(mutant, claims)
         if not near and (reason := elsewhere(mutant)):
             return Result("elsewhere", reason, 0.0, 0), ()
         if time.monotonic() > ends:
@@ -482,7 +525,7 @@ def main() -> None:
         print(describe_machine(), f"{len(claims)} claims", flush=True)
         if arguments.show:
             for mutant in choose(base.engine, arguments.mutants, arguments.seed, arguments.only):
-                near = in_order(claims, mutant.file, mutant.lines, mutant.branches)
+                near = near_to(mutant, claims)
                 print(f"{mutant.file}:{mutant.line} {mutant.function} [{mutant.before}] -> [{mutant.after}]")
                 print(f"    {len(near)} claims: {', '.join(claim.name for claim in near[:3])}")
         elif arguments.corpus:

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +60,26 @@ def test_claims_that_run_the_rarest_branch_come_first(monkeypatch: Any) -> None:
     names = [claim.file for claim in module.in_order(claims, "f.py", mutant.lines, mutant.branches)]
     assert names == ["b.py", "a.py", "c.py"]
     assert module.in_order(claims, "f.py", mutant.lines)[0].file == "a.py"
+
+
+def test_claims_with_the_rarest_word_of_the_line_come_first(monkeypatch: Any, tmp_path: Path) -> None:
+    """A mutant of a setting is noticed by the tests that set it."""
+    module = power(monkeypatch)
+    (tmp_path / "test_a.py").write_text(
+        "def test_one():\n    shard(offload=True)\n\nclass TestA:\n    def test_two(self):\n        shard()\n"
+    )
+    words = module.words_of_tests(SimpleNamespace(folder=tmp_path), ["test_a.py"])
+    assert words == {
+        "test_a.py::test_one": {"test_one", "shard", "offload"},
+        "test_a.py::TestA::test_two": {"test_two", "shard"},
+    }
+    claims = [
+        module.Claim(name, "gloo", 2, 1.0, {"f.py": frozenset(lines)}, words[name])
+        for name, lines in [("test_a.py::TestA::test_two", {1, 2}), ("test_a.py::test_one", {1})]
+    ]
+    names = [each.name for each in module.in_order(claims, "f.py", (1,), (), ["shard", "offload", "config"])]
+    assert names == ["test_a.py::test_one", "test_a.py::TestA::test_two"]
+    assert [each.name for each in module.in_order(claims, "f.py", (1,), (), ["shard"])] == names[::-1]
 
 
 SAMPLE = '''
