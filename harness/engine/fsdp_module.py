@@ -130,7 +130,6 @@ class FSDPModule(nn.Module):
         for unit in self._composed_unit.root_state.units:
             if unit.group:
                 unit.group.reshard()
-                unit.group.reset()
                 unit.group.gradients.drop_accumulated()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -249,7 +248,7 @@ def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
         module._composed_unit = unit
         module._composed_modules = tuple(modules)
     unit.num_modules = len(modules)
-    optimizer_hooks.watch(RootState([unit, *(below for below in units_of(modules) if below is not unit)]))
+    optimizer_hooks.watch(RootState([*units_of(modules)]))
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

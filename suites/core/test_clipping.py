@@ -80,11 +80,14 @@ def test_norm_and_clipped_gradients_equal_the_unsharded_ones(world, front, run_s
     run_subtests({"norm_type": norms(front, has_empty_shards=world.size == 3), **more}, check)
 
 
-def test_gradients_below_the_largest_norm_keep_every_bit(front, backward):
-    model = front.shard(KnownGradients(3))
-    backward(front, model, 1.5)
-    assert front.clip_grad_norm_(model, 1e4).item() == pytest.approx(1.5 * 12**0.5)
-    assert [g.tolist() for g in front.full_gradients(model).values()] == [[1.5] * 3] * 4
+def test_gradients_below_the_largest_norm_keep_every_bit(front, backward, run_subtests):
+    def check(value):
+        model = front.shard(KnownGradients(3))
+        backward(front, model, value)
+        assert front.clip_grad_norm_(model, 1e4).item() == pytest.approx(value * 12**0.5)
+        assert [g.tolist() for g in front.full_gradients(model).values()] == [[value] * 3] * 4
+
+    run_subtests({"value": [1.5, 2.0**-24]}, check)
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -176,7 +179,9 @@ def test_all_ranks_see_a_nonfinite_gradient_in_one_shard(world, front, run_subte
 
 
 def test_unreduced_gradients_are_refused(engine, shard, backward, strategy):
-    model = shard(KnownGradients(3), strategy)
+    bare = KnownGradients(3)
+    bare[1].requires_grad_(False)  # a unit that has none
+    model = shard(bare, strategy)
     require(engine, Capability.UNSYNCED_GRADIENTS)
     with engine.no_sync(model):
         backward(engine, model, 1.0)

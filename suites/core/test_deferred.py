@@ -133,6 +133,29 @@ def test_what_is_ignored_may_stay_without_values(world, wrap):
     assert model.module[1].weight.is_meta
 
 
+def test_a_function_leaves_what_has_values(engine, wrap):
+    """Although it sets all of the module."""
+    model = wrap(Partly(), use_orig_params=True, param_init_fn=fill)
+    expected = {"kept": torch.arange(4.0), "weight": torch.full((4,), 4.0)}
+    assert_named_close(engine.full_parameters(model), expected, EXACT)
+
+
+def test_a_function_initialises_one_module_after_another(engine, wrap):
+    bare = on_meta(lambda: Filled(Filled()))
+    model = wrap(bare, use_orig_params=True, param_init_fn=fill)
+    found = engine.full_parameters(model)
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "below.0.weight": [3.0] * 4,
+        "weight": [3.0] * 4,
+    }
+
+
+def test_a_function_may_give_values_to_what_is_ignored(wrap):
+    bare = on_meta(lambda: Filled(Bare()))
+    wrap(bare, ignored_modules=[bare.below[0]], param_init_fn=init_below)
+    assert not bare.below[0].weight.is_meta
+
+
 class Tied(nn.Module):
     """Two layers with one weight."""
 

@@ -34,6 +34,20 @@ def sub(wrap):
     return wrap(nn.Sequential(inner))
 
 
+def tied_without_values(wrap):
+    """As `tied`, of a weight that gets its values when it is wrapped."""
+    with torch.device("meta"):
+        bare = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    bare[1].weight = bare[0].weight
+    return wrap(bare[0]), wrap(bare[1])
+
+
+def again(wrap):
+    """Wrap what is in a unit already."""
+    inner = nn.Linear(4, 4)
+    return wrap(inner), wrap(inner)
+
+
 def chooses(answer):
     return lambda f: f.CustomPolicy(lambda module: answer)
 
@@ -85,7 +99,9 @@ OF_ARGUMENTS = {
     "dtensor": lambda w: w.wrap(OddParameter(distribute_tensor(torch.zeros(4), w.mesh, [Replicate()]))),
     "subclass": lambda w: w.wrap(OddParameter(torch.zeros(4).as_subclass(ForeignTensor))),
     "tied": lambda w: tied(w.wrap),
+    "tied_without_values": lambda w: tied_without_values(w.wrap),
     "in_a_unit": lambda w: sub(w.wrap),
+    "again": lambda w: again(w.wrap),
     "both_flags": lambda w: w.wrapper.summon_full_params(
         w.wrap(), writeback=True, rank0_only=True
     ).__enter__(),
@@ -130,7 +146,9 @@ NAMED = {
     "dtensor": "'odd' is a DTensor",
     "subclass": "'odd' is a ForeignTensor",
     "tied": "'weight' is tied to weight of .*Linear",
+    "tied_without_values": "'weight' is tied to weight of .*Linear",
     "in_a_unit": r"module '0' \(Linear\) is inside .*Linear",
+    "again": r"^(?!.*'').*: Linear is inside .*Linear",
     "lazy": "'weight' has no shape",
     "ignored_unit": r"\(Linear\)",
     "wrapped_by_hand": "a Linear in '0'",
@@ -154,10 +172,11 @@ def test_replicas_of_hosts_of_unknown_size_are_refused(at_hand, monkeypatch):
         at_hand.wrap(strategy="HYBRID_SHARD")
 
 
-def test_a_warning_says_that_a_model_ignores_itself(at_hand):
+def test_a_warning_says_that_a_model_ignores_itself(world, at_hand):
     bare = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="Linear.* is itself in ignored_modules"):
-        model = at_hand.wrap(bare, ignored_modules=[bare])
+    with pytest.warns(UserWarning, match="Linear.* is itself in ignored_modules") as caught:
+        model = at_hand.wrapper(bare, ignored_modules=[bare], device_id=world.device)
+    assert caught[0].filename == __file__  # the line that wraps
     assert [p.shape for p in model.parameters()] == [(4, 4), (4,)]
     assert model(torch.ones(2, 4)).shape == (2, 4)
 

@@ -1,5 +1,7 @@
 """Bad input of a gradient scaler is refused by an error, and what it scales may lie in any container."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,18 @@ def test_settings_that_cannot_scale_are_refused(trained, run_subtests):
             trained(KnownGradient(3), SETTINGS[what])
 
     run_subtests({"what": list(SETTINGS)}, claim)
+
+
+def test_a_rank_outside_of_the_group_is_named(world, trained):
+    with pytest.raises(ValueError, match=f"rank {world.rank} "):
+        trained(KnownGradient(3), SETTINGS["not_in_group"])
+
+
+def test_what_is_left_out_is_as_documented_by_torch(trained):
+    found = inspect.signature(type(trained(KnownGradient(3)).scaler)).parameters
+    expected = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    expected["enabled"] = True
+    assert {name: found[name].default for name in expected} == expected
 
 
 def test_what_would_ruin_the_scale_is_refused(world, trained, run_subtests):

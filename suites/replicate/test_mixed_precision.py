@@ -6,6 +6,7 @@ After PyTorch's test/distributed/_composable/test_replicate_mixed_precision.py, 
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -277,8 +278,9 @@ class TestReplicateMixedPrecisionCasts:
         assert model[2].bias.grad.full_tensor().tolist() == [8.0] * 8
         assert {p.grad.dtype for p in model.parameters()} == {F32}
 
-    @pytest.mark.filterwarnings("ignore:.*BatchNorm1d. on CPU it computes with:UserWarning")
     def test_batch_norm_1d_has_its_own_parameters_again_after_its_forward(self, world, engine):
+        """Also after one that raised. On CPU a warning says what it computes with in between."""
+
         class Scaled(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -286,17 +288,41 @@ class TestReplicateMixedPrecisionCasts:
 
             def forward(self, x):
                 before = [self.norm.weight, self.norm.bias]
-                x = self.norm(x)
-                seen.append(
-                    all(a is b for a, b in zip(before, (self.norm.weight, self.norm.bias), strict=True))
-                )
-                return x * self.norm.weight
+                for columns in (7, 8):
+                    with nullcontext() if columns == 8 else pytest.raises((RuntimeError, ValueError)):
+                        output = self.norm(x[:, :columns])
+                    own = self.norm.weight, self.norm.bias
+                    seen.append(all(a is b for a, b in zip(before, own, strict=True)))
+                return output * self.norm.weight
 
         seen = []
         model = Scaled().to(world.device)
         self.apply(engine, model, param_dtype=BF16)
-        assert model(fresh_input(world, 4, 8)).dtype == BF16
-        assert seen == [True]
+        on_cpu = world.device.type == "cpu"
+        with pytest.warns(UserWarning, match="BatchNorm1d: on CPU") if on_cpu else nullcontext():
+            assert model(fresh_input(world, 4, 8)).dtype == BF16
+        assert seen == [True, True]
+
+    @pytest.mark.parametrize("lacks", ["affine", "track_running_stats"])
+    def test_batch_norm_1d_may_lack_weights_or_statistics(self, world, engine, lacks):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **{lacks: False})).to(world.device)
+        reference = copy.deepcopy(model)
+        reference[0].to(BF16)
+        if lacks == "track_running_stats":
+            reference[1].to(BF16)
+        self.apply(engine, model, param_dtype=BF16)
+        x = fresh_input(world, 4, 8)
+        assert_named_close({"": model(x)}, {"": reference(x.to(BF16))}, EXACT)
+
+    def test_batch_norm_1d_computes_as_it_is_without_a_dtype_for_it(self, world, engine):
+        bare = nn.BatchNorm1d(8).to(world.device)
+        bare.weight.data, bare.bias.data = bare.weight.data.to(BF16), bare.bias.data.to(BF16)
+        x = fresh_input(world, 4, 8).to(BF16)
+        with pytest.raises(RuntimeError) if world.device.type == "cpu" else nullcontext():
+            copy.deepcopy(bare)(x)
+        self.apply(engine, bare, reduce_dtype=BF16)
+        with pytest.raises(RuntimeError) if world.device.type == "cpu" else nullcontext():
+            bare(x)
 
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
     def test_an_embedding_in_low_precision_among_layers_in_fp32(self, world, engine, dtype):

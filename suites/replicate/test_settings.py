@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.assertions import assert_named_close, assert_sharded_parity
 from lockstep.assertions.closeness import EXACT
@@ -86,6 +87,33 @@ def test_modules_without_parameters_may_be_copied(world, front):
     for module in (reference, model):
         module(x).square().sum().backward()
     assert_sharded_parity(model, reference)
+
+
+def test_a_copy_of_what_was_gathered_trains_apart(world, front, step):
+    """And gradients are left out."""
+    model = front.shard(NestedWrappedModule())
+    step(model)
+    for name in ("", *NestedWrappedModule.units):
+        model.get_submodule(name).unshard()
+    copied = copy.deepcopy(model)
+    assert all(isinstance(p, DTensor) for p in (*model.parameters(), *copied.parameters()))
+    assert {p.grad for p in copied.parameters()} == {None}
+    expected = front.full_gradients(model)
+    step(copied)
+    assert_named_close(front.full_gradients(copied), expected, EXACT)
+    step(copied)
+    assert_named_close(front.full_gradients(model), expected, EXACT)
+
+
+def test_a_copy_of_a_list_of_nested_modules_trains(world, front):
+    reference = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).to(world.device)
+    model = copy.deepcopy(reference)
+    front([model, model[2]])
+    copied = copy.deepcopy(model)
+    x = torch.arange(12.0, device=world.device).view(2, 6) / 12
+    for module in (reference, copied):
+        module(x).square().sum().backward()
+    assert_sharded_parity(copied, reference)
 
 
 def test_a_slice_of_a_sharded_model_is_a_plain_module(world, engine, front):

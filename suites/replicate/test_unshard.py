@@ -34,6 +34,7 @@ def test_unshard_shows_full_parameters_until_reshard(world, front, policy, async
     before = list(model.parameters())
     handle = model.module[1].unshard(async_op=async_op)
     if async_op:
+        assert all(kinds(model).values())
         handle.wait()
     else:
         assert handle is None

@@ -3,6 +3,7 @@
 from harness.conformance.deviations.deviation import Deviation
 
 _SETTINGS = "grad_scaler/test_refusals.py::test_settings_that_cannot_scale_are_refused*"
+_OUTSIDE = "grad_scaler/test_refusals.py::test_a_rank_outside_of_the_group_is_named*"
 _RUINS = "grad_scaler/test_refusals.py::test_what_would_ruin_the_scale_is_refused*"
 _NO_CHECK = "what a scale may be is not checked"
 _F2 = "replicate/test_refusals.py::"
@@ -13,6 +14,7 @@ def _cases(*names: str) -> tuple[str, ...]:
 
 
 FSDP1_SCALER: tuple[Deviation, ...] = (
+    Deviation(claims=(_OUTSIDE,), why="what process_group is is not checked"),
     Deviation(
         claims=(_SETTINGS,),
         cases=_cases("zero", "inf", "nan", "negative", "group", "not_in_group"),
@@ -25,6 +27,7 @@ FSDP1_SCALER: tuple[Deviation, ...] = (
 
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with; adapters drop a process group.
 AMP_SCALER: tuple[Deviation, ...] = (
+    Deviation(claims=(_OUTSIDE,), why="a scaler has no process group"),
     Deviation(claims=(_SETTINGS,), cases=_cases("zero", "inf", "nan", "negative"), why=_NO_CHECK),
     Deviation(
         claims=(_SETTINGS,),

@@ -157,6 +157,8 @@ REPLICATE: tuple[Deviation, ...] = (
             "replicate/test_hybrid.py::test_a_copy_keeps_the_wait_inside_a_replica",
             "replicate/test_reduction.py::test_a_copy_divides_as_its_original_and_leaves_that_alone*",
             "replicate/test_settings.py::test_modules_without_parameters_may_be_copied*",
+            "replicate/test_settings.py::test_a_copy_of_what_was_gathered_trains_apart*",
+            "replicate/test_settings.py::test_a_copy_of_a_list_of_nested_modules_trains*",
         ),
         why="sharded models cannot be copied with deepcopy",
         issue=149138,
@@ -208,7 +210,10 @@ REPLICATE: tuple[Deviation, ...] = (
         why=IN_LOW_PRECISION,
     ),
     Deviation(
-        claims=("replicate/test_mixed_precision.py::*::test_batch_norm_1d_*",),
+        claims=(
+            "replicate/test_mixed_precision.py::*::test_batch_norm_1d_computes_in_fp32_*",
+            "replicate/test_mixed_precision.py::*::test_batch_norm_1d_has_its_own_*",
+        ),
         why="the kernel of CPUs refuses parameters in low precision beside buffers in fp32",
     ),
     Deviation(
