@@ -67,7 +67,8 @@ class Arrivals:
             self.waiting[place] = (
                 value.to(shard.device) if before is None else before + value.to(shard.device)
             )
-        return torch.zeros_like(parameter)
+        # Autograd wants the layout that it gave.
+        return torch.zeros_like(gradient if gradient.is_sparse else parameter)
 
     def _refusal(self, index: int, gradient: Tensor) -> str:
         shard = self._shard

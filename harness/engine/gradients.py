@@ -372,7 +372,7 @@ class VisibleGradients(Gradients):
         reduced = reduced.to(self._shard.flat.device)
         for parameter, span in self._spans(full=False):
             fresh = reduced[span].view_as(parameter)
-            if parameter.grad is None:
+            if parameter.grad is None or parameter.grad.is_sparse:  # what `Arrivals` left of it
                 attach_gradient(parameter, fresh)
             else:
                 parameter.grad.add_(fresh)

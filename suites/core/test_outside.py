@@ -1,17 +1,21 @@
 """Weights that are read outside their unit, by its parent, a hook or the loss: as in DDP, or refused."""
 
 import copy
+import gc
+import io
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.assertions import assert_named_close, named_gradients
+from lockstep.assertions import assert_named_close, local_part, named_gradients
 from lockstep.conformance import Capability, Precision, require
+from lockstep.conformance.models import KnownGradient
 from lockstep.conformance.models.readers import (
     AFTER,
     BEFORE,
@@ -146,12 +150,12 @@ def test_a_weight_that_is_freed_is_refused_by_its_name(check_reads, run_subtests
     run_subtests({"front": FREED}, lambda front: is_refused(check_reads, front, read))
 
 
-class Trainer(torch.nn.Module):
+class Trainer(nn.Module):
     """A module whose method runs a model, which is one of its modules, or is not."""
 
     def __init__(self, model, registers):
         super().__init__()
-        self.models = torch.nn.ModuleList([model]) if registers else [model]
+        self.models = nn.ModuleList([model]) if registers else [model]
 
     def step(self, tokens):
         return self.models[0](tokens)
@@ -244,7 +248,7 @@ def test_a_weight_of_another_unit_is_a_whole_parameter_in_a_forward(world, front
 
         def read(model, tokens):
             like = model.wte.weight
-            seen.extend((isinstance(like, torch.nn.Parameter), like.requires_grad, like.shape, like.dtype))
+            seen.extend((isinstance(like, nn.Parameter), like.requires_grad, like.shape, like.dtype))
             return model.body(tokens)
 
         model = fronts[front].shard(Reader(read, frozen).to(world.device))
@@ -276,6 +280,73 @@ def test_a_whole_weight_that_the_loss_reads_trains_as_in_ddp(check_reads, run_su
     run_subtests(settings, check_reads, read=Reader.body, loss=loss)
 
 
+def without_its_unit(model, tokens):
+    return model.own(model.mlp(F.one_hot(tokens % 4, 4).float()))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_whole_weight_that_the_loss_alone_reads_trains_as_in_ddp(check_reads, run_subtests, loss):
+    settings = {"front": WHOLE, "no_sync": [False, True]}
+    run_subtests(settings, check_reads, read=without_its_unit, loss=loss)
+
+
+def lookup_in_the_loss(model, output):
+    rows = F.embedding(torch.tensor([0, 3], device=output.device), model.wte.weight, sparse=True)
+    return output.square().mean() + rows.square().sum()
+
+
+@pytest.mark.parametrize("read", [Reader.body, without_its_unit])
+def test_the_loss_may_have_a_sparse_gradient_of_a_whole_weight(check_reads, run_subtests, read):
+    settings = {"front": ["NO_SHARD-orig"], "no_sync": [False, True]}
+    run_subtests(settings, check_reads, read=read, loss=lookup_in_the_loss)
+
+
+def test_the_loss_trains_a_whole_weight_of_a_model_that_was_converted(check_reads, run_subtests):
+    run_subtests(
+        {"front": WHOLE}, check_reads, read=Reader.body, loss=head_in_the_loss, prepare=nn.Module.float
+    )
+
+
+def test_a_parameter_that_outlives_its_model_has_gradients_of_its_own(world, fronts, run_subtests):
+    def claim(front):
+        model = fronts[front].shard(Reader(Reader.body).to(world.device))
+        parameters = list(model.parameters())
+        del model
+        gc.collect()
+        for parameter in parameters:
+            (3 * parameter).sum().backward()
+            assert (local_part(parameter.grad) == 3).all()
+
+    run_subtests({"front": [*WHOLE, *FREED]}, claim)
+
+
+def test_a_parameter_that_is_saved_alone_belongs_to_no_model(world, fronts, run_subtests):
+    def claim(front):
+        model = fronts[front].shard(nn.Linear(4, 4, bias=False).to(world.device))
+        for parameter in model.parameters():
+            file = io.BytesIO()
+            torch.save(parameter, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+            assert torch.equal(local_part(loaded), local_part(parameter))
+            if not isinstance(loaded, DTensor):
+                other = KnownGradient(1)
+                other.weight = loaded
+                fronts[front].shard(other)
+
+    run_subtests({"front": [*WHOLE, *FREED]}, claim)
+
+
+def test_a_refused_gradient_of_a_flat_parameter_names_whose_it_is(world, engine, fronts):
+    require(engine, Capability.OUTSIDE_READS, Capability.WRAPPER)
+    model = fronts["FULL_SHARD-flat"].shard(nn.Linear(4, 4).to(world.device))
+    model(torch.ones(4, device=world.device))
+    (flat,) = model.parameters()
+    held = "bias" if world.rank else "weight"
+    with pytest.raises(RuntimeError, match=rf"parameter '{held}' of .*this rank's shard"):
+        flat[-2:].sum().backward()
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_gradient_that_comes_to_a_shard_is_refused(world, fronts, check_reads, run_subtests, loss):
@@ -285,7 +356,11 @@ def test_a_gradient_that_comes_to_a_shard_is_refused(world, fronts, check_reads,
         # A part of the weight does not fit the head. Of a DTensor, the loss reads the whole.
         model = fronts[front].shard(Reader(Reader.body).to(world.device))
         fits = loss is decay_in_the_loss or isinstance(next(model.parameters()), DTensor)
-        text = r"parameter 'weight' of .*Embedding" if fits else "mat1|size|shape|must match|dimension"
+        text = (
+            r"parameter 'weight' of .*Embedding.*this rank's shard"
+            if fits
+            else "mat1|size|shape|must match|dimension"
+        )
         with pytest.raises(RuntimeError, match=text):
             check_reads(front, Reader.body, loss)
 

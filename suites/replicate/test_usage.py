@@ -47,6 +47,22 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(world, front, policy):
     assert gradients(model) == {"first": 3.0, "second": None, "third": 3.0}
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_a_gradient_of_negative_zeros_is_that_of_a_parameter_that_was_used(world, front):
+    model = front.shard(Three())
+    model(torch.tensor(-0.0, device=world.device), "first", "third").backward()
+    assert gradients(model) == {"first": 0.0, "second": None, "third": 0.0}
+
+
+def test_a_parameter_that_no_rank_used_is_told_from_one_without_elements(world, front):
+    bare = Three()
+    bare.first = KnownGradient(0, 2)
+    model = front.shard(bare)
+    model(scaled(world, 3.0), "first", "third").backward()
+    assert model.second.weight.grad is None
+    assert model.third.weight.grad.full_tensor().unique().tolist() == [3.0]
+
+
 def test_decay_and_momentum_leave_a_parameter_alone_that_no_rank_used(world, front):
     model = front.shard(Three())
     with torch.no_grad():

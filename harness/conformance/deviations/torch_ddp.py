@@ -17,6 +17,11 @@ _REENTRANT = (
 
 OWN: tuple[Deviation, ...] = (
     Deviation(
+        claims=("core/test_outside.py::test_the_loss_may_have_a_sparse_gradient_*[without_its_unit]",),
+        cases=("*",),
+        why="a sparse gradient of a parameter whose module has dense ones is refused",
+    ),
+    Deviation(
         claims=(
             "core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice[NO_SHARD-*",
         ),

@@ -119,7 +119,10 @@ REPLICATE: tuple[Deviation, ...] = (
         why="a conversion leaves gradients, and what gathers have sent, in the dtype before",
     ),
     Deviation(
-        claims=expand("replicate/test_settings.py::test_a_{,replicated_}group_without_elements_trains*"),
+        claims=(
+            *expand("replicate/test_settings.py::test_a_{,replicated_}group_without_elements_trains*"),
+            "replicate/test_usage.py::test_a_parameter_that_no_rank_used_is_told_from_one_without_elements*",
+        ),
         why=_EMPTY,
     ),
     Deviation(
