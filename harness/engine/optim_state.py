@@ -118,8 +118,7 @@ class OptimParam:
                 original.slice_of(flat).copy_(part.values)
             return flat
         for original, other in others:
-            tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
-            if not (torch.equal(value, other) if tensors else type(value) is type(other) and value == other):
+            if not (type(value) is type(other) and value == other):  # tensors here are 0-dim
                 raise ValueError(
                     f"optim_state_dict_to_load: {name!r} is {value!r} for {first.name!r} and {other!r} for "
                     f"{original.name!r}, but {self.name!r} holds both and has one; pass use_orig_params=True."
@@ -243,7 +242,7 @@ def _members(view: OptimizerView, own: Sequence[OptimParam], keys: Sequence[Any]
 
     Names are those of optimizers such as torch's `_NamedOptimizer`, which sort them.
     """
-    if not all(isinstance(key, str) for key in keys):
+    if not any(isinstance(key, str) for key in keys):
         return dict(zip(keys, own, strict=True))
     by_name = {param.name: param for params in view.groups for param in params}
     if unknown := [key for key in keys if key not in by_name]:

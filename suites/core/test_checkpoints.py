@@ -15,6 +15,7 @@ from lockstep.assertions import assert_named_close, local_part
 from lockstep.assertions.closeness import EXACT
 from lockstep.conformance import Capability, Precision, ShardSpec, require
 from lockstep.conformance.models import UnevenShapes
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -83,7 +84,9 @@ def test_sharded_state_is_chunked_like_torch_chunk(world, engine, states, use_or
             chunks = full.chunk(world.size)
             chunk = chunks[world.rank] if world.rank < len(chunks) else full[:0]
             assert (tensor.placements, tensor.shape) == ((Shard(0),), full.shape)
-            assert torch.equal(tensor.to_local(), chunk)
+            local = tensor.to_local()
+            assert torch.equal(local, chunk)
+            assert local.untyped_storage().nbytes() == chunk.nbytes  # not that of the full tensor
         elif isinstance(tensor, DTensor):
             assert tensor.placements == (Replicate(),)
     assert {name for name, t in sharded["model"].items() if not isinstance(t, DTensor)} == {"offset", "count"}
@@ -101,8 +104,52 @@ def test_sharded_state_of_any_number_of_rows_is_chunked(world, engine, states, r
 
 
 def test_sharded_state_of_what_is_whole_is_replicated(world, engine, states):
-    state = states.model(Training(engine, world, 0, strategy="NO_SHARD").model, "SHARDED")
-    assert state["first.weight"].placements == (Replicate(),)
+    training = Training(engine, world, 1, strategy="NO_SHARD", use_orig_params=True)
+    state = states.all(*training.both, "SHARDED")
+    assert state["model"]["first.weight"].placements == (Replicate(),)
+    assert type(state["optimizer"]["state"]["scalar"]["step"]) is torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_sharded_state_lies_on_the_mesh_that_was_given(world, engine, states, run_subtests):
+    """Of all units, and of the optimizer, too."""
+
+    def claim(axes):
+        front = engine.wrapper
+        mesh = world.mesh(*axes, names=("replicate", "shard")[-len(axes) :])
+        strategy = front.ShardingStrategy["HYBRID_SHARD" if len(axes) > 1 else "FULL_SHARD"]
+        model = front.FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(world.device),
+            device_mesh=mesh,
+            sharding_strategy=strategy,
+            auto_wrap_policy=front.CustomPolicy(lambda module: module.in_features == 4),
+            device_id=world.device,
+        )
+        optimizer = engine.optimizer(model, adamw)
+        engine.backward(model, model(torch.ones(1, 4, device=world.device)).sum())
+        optimizer.step()
+        state = states.all(model, optimizer, "SHARDED")
+        tensors = [
+            *state["model"].values(),
+            *(one["exp_avg"] for one in state["optimizer"]["state"].values()),
+        ]
+        assert len(tensors) == 8
+        assert all(tensor.device_mesh is mesh for tensor in tensors)
+        assert {tensor.placements for tensor in tensors} == {(Replicate(),) * (len(axes) - 1) + (Shard(0),)}
+
+    run_subtests({"axes": [(2,), (1, 2), (2, 1)]}, claim)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "num"), [("FULL", 2), ("SHARDED", 2), ("LOCAL", 0)])
+def test_a_state_gathers_each_unit_once_and_sends_nothing_else(world, engine, states, kind, num):
+    require(engine, Capability.TRAFFIC)
+    bare = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    model = engine.shard(bare.to(world.device), ShardSpec(units=("0",), device=world.device))
+    with CollectivesLog() as log:
+        states.model(model, kind)
+    traffic = engine.traffic(log)
+    assert (len(traffic.gathers), traffic.reductions, traffic.others) == (num, (), ())
 
 
 @pytest.mark.parametrize(
@@ -175,11 +222,13 @@ def test_ranks_may_give_the_optimizer_parameters_in_other_orders(world, engine, 
 
 
 @pytest.mark.ranks(2)
-def test_optimizer_state_shares_no_memory_with_the_optimizer(world, engine, states):
-    training = Training(engine, world, 1, strategy="NO_SHARD", use_orig_params=True)
-    state = states.optimizer(*training.both)
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer_state_shares_no_memory_with_the_optimizer(world, engine, states, kind):
+    training = Training(engine, world, 1, strategy="NO_SHARD", use_orig_params=True, ignored=("first",))
+    state = states.optimizer(*training.both, kind)
+    training.step(1)
     before = copy.deepcopy(state["state"])
-    states.load_optimizer(*training.both, state)
+    states.load_optimizer(*training.both, state, kind)
     training.step(1)
     for name, one in state["state"].items():
         assert_named_close(one, before[name], EXACT)
@@ -208,6 +257,98 @@ def test_options_of_param_groups_follow_the_parameters(world, engine, states):
     assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.5, 0.01]
 
 
+def test_an_optimizer_keeps_names_of_its_own_and_a_group_without_parameters(world, engine, states):
+    def named(parameters):
+        return adamw([(f"number {number}", p) for number, p in enumerate(parameters)])
+
+    def empty(parameters):
+        return adamw([{"params": list(parameters)}, {"params": [], "lr": 0.5}])
+
+    loaded = []
+    for make in (named, empty):
+        training = Training(engine, world, 1, make=make)
+        state = states.optimizer(*training.both)
+        assert not any("param_names" in group for group in state["param_groups"])
+        with states.of_kind(training.model, "FULL"):
+            loaded.append(states.static.optim_state_dict_to_load(*training.both, state)["param_groups"])
+    assert loaded[0][0]["param_names"] == [f"number {number}" for number in range(3)]
+    assert [group["lr"] for group in loaded[1]] == [0.01, 0.5]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_may_be_given_by_names_or_without_options(world, engine, states, kind):
+    """As optimizers have it that know their parameters by name."""
+    training = Training(engine, world, 1, use_orig_params=True)
+    given, expected = training.optimizer.state_dict(), states.optimizer(*training.both, kind)
+    names = [name for name, _ in training.model.named_parameters()]
+    (group,) = given["param_groups"]
+    by_name = {
+        "state": {names[number]: one for number, one in given["state"].items()},
+        "param_groups": [group | {"params": sorted(names)}],
+    }
+
+    def values(state):
+        return {
+            f"{name} {key}": local_part(value)
+            for name, one in state["state"].items()
+            for key, value in one.items()
+        }
+
+    with states.of_kind(training.model, kind):
+        named = states.static.optim_state_dict(*training.both, by_name)
+        bare = states.static.optim_state_dict(*training.both, {"state": given["state"]})
+        loaded = states.static.optim_state_dict_to_load(*training.both, bare)
+    assert sorted(named["param_groups"][0]["params"]) == sorted(expected["param_groups"][0]["params"])
+    assert_named_close(values(named), values(expected), EXACT)
+    assert_named_close(values(bare), values(expected), EXACT)
+    assert ("param_groups" in bare, list(loaded)) == (False, ["state"])
+    assert_named_close(values(loaded), values(given), EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_parts_without_state_count_as_zeros(world, engine, states):
+    """Those of one rank, and those of a parameter that lacks what others in its unit have."""
+    saving = Training(engine, world, 1, use_orig_params=True)
+    if world.rank:
+        saving.optimizer.state.clear()
+    moment = states.optimizer(*saving.both)["state"]["first.weight"]["exp_avg"]
+    assert (moment.flatten()[0].item() != 0, moment.flatten()[-1].item()) == (True, 0.0)
+    flat = Training(engine, world, 1)
+    state = states.optimizer(*flat.both)
+    expected = copy.deepcopy(state["state"])
+    expected["first.bias"]["exp_avg"].zero_()
+    del state["state"]["first.bias"]["exp_avg"]
+    states.load_optimizer(*flat.both, state)
+    found = states.optimizer(*flat.both)["state"]
+    for name in ("first.weight", "first.bias"):
+        assert_named_close(found[name], expected[name], EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_state_of_a_rank_alone_may_be_that_of_a_group(world, engine, states):
+    """The group that is given: here each rank is the first of its own."""
+    own = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    training = Training(engine, world, 1)
+    with states.of_kind(training.model, "FULL", rank0=True):
+        state = states.static.optim_state_dict(*training.both, group=own)
+        assert state["state"]["first.weight"]["exp_avg"].shape == (5, 8)
+        state["param_groups"][0]["lr"] = float(world.rank)
+        loaded = states.static.optim_state_dict_to_load(*training.both, state, group=own)
+    assert loaded["param_groups"][0]["lr"] == world.rank
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.ranks(2)
+def test_state_of_rank_zero_is_sent_tensor_by_tensor(world, engine, states):
+    training = Training(engine, world, 1)
+    state = states.optimizer(*training.both, rank0=True)
+    with CollectivesLog() as log:
+        states.load_optimizer(*training.both, state, rank0=True)
+    sent = [entry.nbytes for entry in log if entry.op == "broadcast" and entry.dtype == torch.float32]
+    assert sent.count(5 * 8 * 4) == 2  # the two moments of the weight of the first layer
+
+
 class Strange(torch.optim.SGD):
     """Keeps nothing, a number, a 0-dim tensor and one of the parameter's shape."""
 
@@ -218,9 +359,10 @@ class Strange(torch.optim.SGD):
                 self.state[parameter] = values | {"like": parameter.grad.clone()}
 
 
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_state_of_any_type_is_kept(world, engine, states, use_orig_params, kind):
-    training = Training(engine, world, 1, make=Strange, use_orig_params=use_orig_params)
+@pytest.mark.parametrize(("kind", "rank0"), [("FULL", False), ("SHARDED", False), ("FULL", True)])
+def test_state_of_any_type_is_kept(world, engine, states, use_orig_params, kind, rank0):
+    spec = {"use_orig_params": use_orig_params, "ignored": ("last",)}
+    training = Training(engine, world, 1, make=Strange, **spec)
     state = states.optimizer(*training.both, kind)
     for name in ("first.weight", "scalar", "body.gate.weight"):
         one = state["state"][name]
@@ -228,7 +370,7 @@ def test_state_of_any_type_is_kept(world, engine, states, use_orig_params, kind)
         assert [one["nothing"], one["number"], one["single"].item()] == [None, 3, 2.5]
     before = copy.deepcopy(training.optimizer.state_dict()["state"])
     training.optimizer.state.clear()
-    states.load_optimizer(*training.both, state, kind)
+    states.load_optimizer(*training.both, {} if rank0 and world.rank else state, kind, rank0)
     for number, one in training.optimizer.state_dict()["state"].items():
         assert torch.equal(one.pop("like"), before[number].pop("like"))
         assert one == before[number]
@@ -307,6 +449,7 @@ def test_modules_of_activation_checkpointing_are_left_out_of_names(world, engine
 def test_cast_buffers_are_saved_in_their_dtype_under_every_name(world, engine, states, kind):
     bare, norm = UnevenShapes(), nn.BatchNorm1d(5)
     bare.norms = nn.ModuleList([norm, norm])
+    bare.register_buffer("table", torch.ones(5), persistent=False)
     half = Precision(param_dtype=torch.float16, buffer_dtype=torch.float16)
     model = engine.shard(bare.to(world.device), ShardSpec(precision=half, device=world.device))
     model(torch.ones(4, 8, device=world.device))
@@ -315,6 +458,7 @@ def test_cast_buffers_are_saved_in_their_dtype_under_every_name(world, engine, s
     assert set(dtypes.values()) == {torch.float32}
     assert state["count"].dtype == torch.int64
     assert {"offset", "norms.0.running_mean", "norms.1.running_mean"} <= set(dtypes)
+    assert "table" not in state
 
 
 @pytest.mark.ranks(2)
@@ -330,16 +474,113 @@ def test_parameters_missing_from_the_state_keep_their_values(world, engine, stat
     assert_named_close(states.model(model), expected, EXACT)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_leaves_nothing_of_what_was_there(world, engine, states, kind):
+    """Neither what a forward has kept for its backward, nor data that the user has put in."""
+    spec = {"use_orig_params": True, "strategy": "SHARD_GRAD_OP"}
+    saving, loading = (Training(engine, world, steps, **spec) for steps in (0, 1))
+    before = states.model(saving.model)
+    with torch.no_grad():
+        for model, change in ((saving.model, 1), (loading.model, 7)):
+            for parameter in model.parameters():
+                parameter.data = parameter.data + change
+    batch = torch.ones(4, 8, device=world.device)
+    stale = loading.model(batch)
+    states.load_model(loading.model, states.model(saving.model, kind), kind)
+    expected = {name: value if name in ("offset", "count") else value + 1 for name, value in before.items()}
+    assert_named_close(states.model(loading.model), expected, EXACT)
+    found = loading.model(batch)
+    assert torch.equal(found, saving.model(batch))
+    assert not torch.equal(found, stale)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_keep_no_state_see_no_parameters_for_it(world, engine, states):
+    bare, seen = nn.Linear(4, 4).to(world.device), []
+    bare.register_state_dict_pre_hook(lambda module, *_: seen.append(getattr(module, "weight", None)))
+    states.model(engine.shard(bare, ShardSpec(device=world.device)), rank0=True)
+    assert [weight is not None and tuple(weight.shape) for weight in seen] == [world.rank == 0 and (4, 4)]
+
+
+class Noted(nn.Linear):
+    """A layer with state of another kind."""
+
+    def get_extra_state(self):
+        return {"note": 1}
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.ranks(2)
+def test_state_of_another_kind_stays_as_it_is(world, engine, states):
+    model = engine.shard(Noted(2, 2).to(world.device), ShardSpec(device=world.device))
+    found = states.model(model, rank0=True).get("_extra_state")
+    assert found == (None if world.rank else {"note": 1})
+    states.load_model(model, states.model(model))
+    assert model.state == {"note": 1}
+
+
 def test_local_state_is_the_live_shard(world, engine, states, use_orig_params):
     require(engine, Capability.GROUPS)
     model = Training(engine, world, 0, use_orig_params=use_orig_params).model
     state = states.model(model, "LOCAL")
+    assert not any(value.requires_grad for value in state.values())
     sizes = {f"{group.name}.flat_param".strip("."): group.local_numel for group in engine.groups(model)}
+    # What torch.distributed.checkpoint is to keep apart is a DTensor.
+    assert {isinstance(state[name], DTensor) for name in sizes} == {world.size > 1}
+    with states.of_kind(model, "LOCAL"):
+        kept = model.state_dict(keep_vars=True)
+    assert all(isinstance(kept[name], nn.Parameter) and kept[name].requires_grad for name in sizes)
     assert {name: local_part(state[name]).numel() for name in sizes} == sizes
     with torch.no_grad():
         next(iter(model.parameters())).add_(1)
     after = states.model(model, "LOCAL")
     assert torch.equal(local_part(after["flat_param"]), local_part(state["flat_param"]))
+
+
+class Plain(nn.Module):
+    """A unit without parameters, with buffers alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("offset", torch.ones(2))
+
+    def forward(self, x):
+        return x + self.offset
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("root", ["plain", "full"])
+def test_units_without_parameters_have_state(world, engine, states, kind, root):
+    inner = nn.Sequential(Plain(), nn.Linear(2, 2) if root == "plain" else Plain())
+    bare = nn.Sequential(inner, *([] if root == "plain" else [nn.Linear(2, 2)])).to(world.device)
+    model = engine.shard(bare, ShardSpec(units=("0", "0.0", "0.1"), device=world.device))
+    optimizer = engine.optimizer(model, adamw)
+    engine.backward(model, model(torch.ones(1, 2, device=world.device)).sum())
+    optimizer.step()
+    state = copy.deepcopy(states.values(model, optimizer))
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.zero_()
+    assert not states.values(model, optimizer)["0.0.offset"].any()
+    saved = states.all(model, optimizer, kind)
+    assert states.load_model(model, saved["model"], kind).missing_keys == []
+    states.load_model(model, {n: v for n, v in state.items() if " " not in n})
+    states.load_optimizer(model, optimizer, saved["optimizer"], kind)
+    assert_named_close(states.values(model, optimizer), state, EXACT)
+    with pytest.raises(RuntimeError, match=r"0\.0\.offset"):
+        states.load_model(model, {n: v for n, v in saved["model"].items() if "offset" not in n}, kind)
+    of_first = states.all(model, optimizer, rank0=True)
+    assert [bool(part) for part in of_first.values()] == [world.rank == 0] * 2
+
+
+@pytest.mark.ranks(2)
+def test_state_of_a_model_without_parameters_is_that_of_rank_zero(world, engine, states):
+    model = engine.shard(Plain().to(world.device), ShardSpec(device=world.device))
+    assert list(states.model(model, rank0=True)) == ([] if world.rank else ["offset"])
 
 
 # Other world sizes, through files and through the hands of rank 0
@@ -425,3 +666,6 @@ def test_hybrid_training_resumes_from_each_type(world, engine, states, kind):
     )
     states.load_all(*loading.both, states.all(*saving.both, kind), kind)
     check_resumed(world, states, saving, loading)
+    if kind == "FULL":
+        of_first = states.all(*saving.both, rank0=True)
+        assert [bool(part) for part in of_first.values()] == [world.rank == 0] * 2

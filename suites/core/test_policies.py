@@ -1,6 +1,7 @@
 """The choice of modules that become units of the wrapper: by policies, by hand, and what is ignored."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -101,8 +102,23 @@ def test_what_a_unit_holds_already_counts_for_no_second_one(wrapper_front, wrap)
     """Of a layer at two places: by its size the layer becomes a unit, and neither of those around it."""
     layer = nn.Linear(8, 8)
     bare = nn.Sequential(*(nn.Sequential(layer, nn.Linear(8, 8)) for _ in range(2)))
-    policy = partial(wrapper_front.size_based_auto_wrap_policy, min_num_params=70)
+    policy = partial(wrapper_front.size_based_auto_wrap_policy, min_num_params=72)
     assert units(wrapper_front, wrap(bare, auto_wrap_policy=policy)) == ["Linear"] * 3
+
+
+def test_a_function_is_asked_of_each_module_that_may_be_a_unit(wrapper_front, wrap):
+    """Neither of the root, nor of what is ignored or cannot be called, nor again of what it has chosen."""
+    asked = []
+
+    def chooses(module, recurse, nonwrapped_numel):
+        if not recurse:
+            asked.append((type(module).__name__, nonwrapped_numel))
+        return recurse or isinstance(module, nn.LayerNorm)
+
+    norm, ignored = nn.LayerNorm(4), nn.Sequential(nn.Linear(2, 2))
+    bare = nn.Sequential(nn.Sequential(norm, nn.Linear(4, 4)), ignored, nn.ModuleList([norm]))
+    wrap(bare, auto_wrap_policy=chooses, ignored_modules=[ignored])
+    assert asked == [("LayerNorm", 8), ("Linear", 20), ("Sequential", 20)]
 
 
 def test_units_made_by_hand_stay_beside_those_of_a_policy(world, engine, wrapper_front, wrap):
@@ -113,6 +129,81 @@ def test_units_made_by_hand_stay_beside_those_of_a_policy(world, engine, wrapper
     assert units(wrapper_front, model) == ["Linear", "Sequential"]
     assert model.module[0] is by_hand
     torch.testing.assert_close(*outputs(engine, world, model, reference))
+
+
+def test_units_made_by_hand_stay_in_ignored_modules_and_count_for_none_around(wrapper_front, wrap):
+    bare = nn.Sequential(
+        nn.Sequential(wrap(nn.Sequential(nn.Linear(8, 8)))),
+        nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 4)),
+    )
+    policy = partial(wrapper_front.size_based_auto_wrap_policy, min_num_params=50)
+    model = wrap(bare, auto_wrap_policy=policy, ignored_modules=[bare[0]])
+    assert units(wrapper_front, model) == ["Linear", "Sequential"]
+
+
+def test_units_of_a_policy_cast_only_on_request(world, wrapper_front, wrap, run_subtests):
+    class Widening(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x.float())
+
+    def claim(cast):
+        half = wrapper_front.MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=cast)
+        policy = wrapper_front.ModuleWrapPolicy({nn.Linear})
+        model = wrap(Widening().to(world.device), auto_wrap_policy=policy, mixed_precision=half)
+        x = torch.ones(2, 8, device=world.device)
+        if cast:
+            assert model(x).dtype == torch.float16
+        else:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(x)
+
+    run_subtests({"cast": [False, True]}, claim)
+
+
+def test_batch_norm_becomes_a_unit_where_anything_is_cast(wrapper_front, wrap, run_subtests):
+    def claim(what):
+        half = wrapper_front.MixedPrecision(**{what: torch.bfloat16}) if what else None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = wrap(
+                nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+                auto_wrap_policy=wrapper_front.ModuleWrapPolicy({nn.Linear}),
+                mixed_precision=half,
+            )
+        assert units(wrapper_front, model) == ["BatchNorm1d"] * bool(what) + ["Linear"]
+        assert any("BatchNorm" in str(each.message) for each in caught) == bool(what)
+
+    run_subtests({"what": ["", "param_dtype", "reduce_dtype", "buffer_dtype"]}, claim)
+
+
+def test_a_warning_names_the_line_that_wraps_in_low_precision(wrapper_front, wrap):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrap(
+            nn.Sequential(nn.BatchNorm1d(8)),
+            auto_wrap_policy=wrapper_front.ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=wrapper_front.MixedPrecision(param_dtype=torch.bfloat16),
+        )
+    assert [each.filename for each in caught if "BatchNorm" in str(each.message)] == [__file__]
+
+
+def test_a_policy_may_give_ranks_in_the_other_way(world, engine, wrapper_front, wrap, run_subtests):
+    """A group below a mesh, or a mesh below a group."""
+
+    def claim(below):
+        mesh = world.mesh(2, names=("shard",))
+        ways = {"mesh": {"device_mesh": mesh}, "group": {"process_group": mesh.get_group()}}
+        around = ways["group" if below == "mesh" else "mesh"]
+        policy = wrapper_front.CustomPolicy(lambda m: ways[below] if isinstance(m, nn.Linear) else False)
+        model = wrap(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), auto_wrap_policy=policy, **around)
+        engine.backward(model, model(torch.ones(2, 4, device=world.device)).square().sum())
+        assert engine.full_gradients(model)["0.weight"].shape == (4, 4)
+
+    run_subtests({"below": ["mesh", "group"]}, claim)
 
 
 def test_units_below_have_the_settings_of_the_one_around(world, engine, wrapper_front, wrap):

@@ -152,6 +152,9 @@ NAMED = {
     "lazy": "'weight' has no shape",
     "ignored_unit": r"\(Linear\)",
     "wrapped_by_hand": "a Linear in '0'",
+    "policy": "auto_wrap_policy: .*'all'",
+    "policy_class": "auto_wrap_policy: .*ModuleWrapPolicy'",
+    "mark": "wrapper_cls",
     "ignored_kind": "number 0 is a Parameter",
     "classes": "Linear",
 }
@@ -193,6 +196,9 @@ def test_ranks_that_ignore_different_parameters_learn_which(world, at_hand):
 AT_A_TIME = {
     "state_dict": lambda w, model, state: model.state_dict(),
     "load_state_dict": lambda w, model, state: model.load_state_dict(state),
+    "load_around": lambda w, model, state: nn.ModuleDict({"all": model}).load_state_dict(
+        {f"all.{name}": value for name, value in state.items()}
+    ),
     "summon": lambda w, model, state: w.wrapper.summon_full_params(model).__enter__(),
     "apply": lambda w, model, state: model.apply(lambda module: None),
     "copy": lambda w, model, state: copy.deepcopy(model),
@@ -234,6 +240,7 @@ INSIDE = {
     "copy": AT_A_TIME["copy"],
     "convert": AT_A_TIME["convert"],
     "load_state_dict": AT_A_TIME["load_state_dict"],
+    "load_around": AT_A_TIME["load_around"],
 }
 
 
@@ -258,6 +265,7 @@ def test_what_cannot_be_trained_is_refused_by_the_step(engine, at_hand, run_subt
 
     def claim(what):
         bare = nn.Linear(4, 4)
+        bare.idle = nn.Parameter(torch.ones(4))
         early = sgd(list(bare.parameters()))
         model = at_hand.wrap(bare, use_orig_params=what == "unreduced")
         if what == "unreduced":
@@ -266,7 +274,7 @@ def test_what_cannot_be_trained_is_refused_by_the_step(engine, at_hand, run_subt
             early = engine.optimizer(model, sgd)
         else:
             engine.backward(model, model(torch.ones(2, 4)).sum())
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="no_sync" if what == "unreduced" else None):
             early.step()
 
     run_subtests({"what": ["made_before", "unreduced"]}, claim)
@@ -285,7 +293,7 @@ def test_second_derivatives_are_refused(engine, at_hand):
 def test_a_conversion_between_forward_and_backward_is_refused(engine, at_hand):
     model = at_hand.wrap()
     loss = model(torch.ones(2, 4)).sum()
-    model.double()
+    assert model.double() is model
     with pytest.raises(RuntimeError):
         engine.backward(model, loss)
     engine.backward(model, model(torch.ones(2, 4, dtype=torch.float64)).sum())
@@ -309,9 +317,9 @@ def test_parameters_that_were_changed_by_force_are_refused(engine, at_hand, run_
 
 
 def test_full_parameters_keep_their_shape(at_hand, run_subtests):
-    def claim(weight):
+    def claim(weight, with_grads):
         def change(model):
-            with at_hand.wrapper.summon_full_params(model):
+            with at_hand.wrapper.summon_full_params(model, with_grads=with_grads):
                 if weight is None:
                     model.module.weight = None
                 else:
@@ -322,4 +330,4 @@ def test_full_parameters_keep_their_shape(at_hand, run_subtests):
             change(model)
         assert model(torch.ones(2, 4)).shape == (2, 4)
 
-    run_subtests({"weight": [torch.zeros(1), None]}, claim)
+    run_subtests({"weight": [torch.zeros(1), None], "with_grads": [False, True]}, claim)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.assertions import local_part
 from lockstep.conformance import Capability, Precision, offers, require
@@ -413,6 +413,27 @@ def test_a_model_may_be_collected_while_an_optimizer_steps(world, shard, strateg
         for handle in handles:
             handle.remove()
     assert torch.equal(plain.weight, before - 0.5)
+
+
+def test_hooks_on_optimizers_are_there_once_and_go_with_the_last_model(shard):
+    def hooks():
+        gc.collect()
+        handles = [
+            hook(lambda *_: None)
+            for hook in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+        ]
+        found = [len(handle.hooks_dict_ref()) - 1 for handle in handles]
+        for handle in handles:
+            handle.remove()
+        return found
+
+    before = hooks()
+    models = [shard(nn.Linear(4, 4))]
+    one = hooks()
+    models.append(shard(nn.Linear(4, 4)))
+    assert hooks() == one
+    models.clear()
+    assert hooks() == before
 
 
 @pytest.mark.parametrize("what", ["shape", "units"])

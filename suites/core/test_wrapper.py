@@ -12,6 +12,7 @@ from lockstep.assertions import assert_named_close, local_part
 from lockstep.assertions.closeness import EXACT
 from lockstep.conformance import Capability, require
 from lockstep.conformance.models import NestedWrappedModule
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -40,6 +41,7 @@ def test_attributes_are_those_of_the_module(world, wrap):
     assert (model.note, hasattr(model.module, "note")) == ("own", False)
     assert model.training
     assert not model.eval().module.training
+    assert not model.training
     x = torch.ones(2, 8, device=world.device)
     torch.testing.assert_close(model(x), reference(x))
 
@@ -53,6 +55,15 @@ def test_an_attribute_that_is_set_is_computed_with(world, wrap):
     torch.testing.assert_close(model(x), 2 * before)
 
 
+def test_what_the_wrapper_has_itself_is_set_there(wrap):
+    """Methods, and names that are private."""
+    model = wrap(Scaled())
+    model.module._note = "inner"
+    model._note, model.extra_repr = "outer", lambda: "words"
+    assert (model._note, model.module._note) == ("outer", "inner")
+    assert "extra_repr" not in vars(model.module)
+
+
 def test_a_model_can_be_printed_at_any_time(world, engine, wrap):
     model = wrap(nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
     texts = [repr(model)]
@@ -61,6 +72,16 @@ def test_a_model_can_be_printed_at_any_time(world, engine, wrap):
     engine.backward(model, loss)
     for text in [*texts, repr(model)]:
         assert "Linear(in_features=8" in text
+
+
+def test_a_debugger_may_look_at_a_wrapper_that_is_half_built(wrapper_front):
+    """One whose `__init__` is under way, or has failed."""
+    wrapper = wrapper_front.FullyShardedDataParallel
+    model = wrapper.__new__(wrapper)
+    nn.Module.__init__(model)
+    assert "FullyShardedDataParallel" in repr(model)
+    with pytest.raises(AttributeError, match=r"FullyShardedDataParallel.*'nothing'"):
+        _ = model.nothing
 
 
 def test_a_printed_model_says_how_it_is_sharded(wrap):
@@ -80,18 +101,20 @@ def test_a_sharded_model_is_neither_pickled_nor_half_copied(wrap, way):
         way(model)
 
 
-def test_functions_are_applied_to_full_parameters(engine, wrapper_front, wrap, use_orig_params):
+def test_functions_are_applied_to_full_parameters(world, engine, wrapper_front, wrap, use_orig_params):
     def fill(module):
         if isinstance(module, nn.Linear):
             shapes.append(tuple(module.weight.shape))
+            gradients.append(module.weight.grad)
             nn.init.constant_(module.weight, float(len(shapes)))
 
-    shapes = []
+    shapes, gradients = [], []
     policy = wrapper_front.ModuleWrapPolicy({nn.Linear})
     bare = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
     model = wrap(bare, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    engine.backward(model, model(torch.ones(2, 8, device=world.device)).sum())
     assert model.apply(fill) is model
-    assert shapes == [(4, 8), (8, 4)]
+    assert (shapes, gradients) == ([(4, 8), (8, 4)], [None, None])
     found = engine.full_parameters(model)
     assert [found[f"{i}.weight"].unique().tolist() for i in range(2)] == [[1.0], [2.0]]
 
@@ -109,7 +132,7 @@ def test_units_are_listed_outer_before_inner(world, wrapper_front, wrap):
 
 def test_only_the_root_clips_and_accumulates(world, engine, wrap):
     inner = wrap(nn.Linear(8, 8))
-    model = wrap(nn.Sequential(inner, nn.Linear(8, 8)))
+    model = wrap(nn.Sequential(inner, nn.Linear(8, 8), wrap(nn.ReLU())))
     engine.backward(model, model(torch.ones(2, 8, device=world.device)).sum())
     with pytest.raises(RuntimeError):
         inner.clip_grad_norm_(1.0)
@@ -185,6 +208,34 @@ def test_full_parameters_are_shown_as_the_flags_say(
     run_subtests({"flags": flags}, claim)
 
 
+def test_of_a_module_around_units_nothing_is_shown_without_them(wrapper_front, wrap):
+    around = nn.Sequential(wrap(nn.Linear(8, 8)))
+    before = {name: p.shape for name, p in around.named_parameters()}
+    with wrapper_front.FullyShardedDataParallel.summon_full_params(around, recurse=False):
+        assert {name: p.shape for name, p in around.named_parameters()} == before
+
+
+def test_full_parameters_are_gathered_and_nothing_else_is_sent(engine, wrapper_front, nested):
+    require(engine, Capability.TRAFFIC)
+    model, _ = nested()
+    with CollectivesLog() as log, wrapper_front.FullyShardedDataParallel.summon_full_params(model):
+        pass
+    traffic = engine.traffic(log)
+    assert (len(traffic.gathers + traffic.others), traffic.reductions) == (3, ())
+
+
+def test_gradients_are_shown_on_the_cpu_as_well(world, engine, wrapper_front, wrap):
+    bare = nn.Linear(4, 2, bias=False)
+    bare.idle = nn.Parameter(torch.ones(3))
+    model = wrap(bare.to(world.device), use_orig_params=True)
+    engine.backward(model, model(torch.ones(1, 4, device=world.device)).sum())
+    model.module.idle.grad = None
+    settings = {"offload_to_cpu": True, "with_grads": True}
+    with wrapper_front.FullyShardedDataParallel.summon_full_params(model, **settings):
+        weight, idle = model.module.weight.grad, model.module.idle.grad
+        assert (weight.device.type, weight.tolist(), idle) == ("cpu", [[1.0] * 4] * 2, None)
+
+
 def test_changes_of_full_parameters_are_kept_unless_declined(engine, wrapper_front, nested, run_subtests):
     def claim(writeback):
         model, _ = nested(use_orig_params=True)
@@ -228,9 +279,10 @@ def test_a_copy_trains_as_its_original_and_apart_from_it(world, engine, shard, s
         optimizer.step()
 
     step(model, optimizer)
-    model.note = ["kept"]
+    model.note, model.around = ["kept"], [model]
     copied, copied_optimizer = copy.deepcopy((model, optimizer))
     assert (copied.note, copied.note is model.note) == (["kept"], False)
+    assert copied.around[0] is copied
     assert all(parameter.grad is None for parameter in copied.parameters())
     assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
     before = engine.full_parameters(model)
@@ -239,6 +291,14 @@ def test_a_copy_trains_as_its_original_and_apart_from_it(world, engine, shard, s
     step(model, optimizer)
     assert_named_close(engine.full_parameters(model), engine.full_parameters(copied), EXACT)
     assert any(not torch.equal(value, before[name]) for name, value in engine.full_parameters(model).items())
+
+
+def test_a_copy_trains_as_its_original_with_units_without_parameters(world, engine, wrap):
+    model = wrap(nn.Sequential(wrap(nn.ReLU()), nn.Linear(8, 8)))
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        engine.backward(each, each(torch.ones(2, 8, device=world.device)).sum())
+    assert_named_close(engine.full_gradients(copied), engine.full_gradients(model), EXACT)
 
 
 # where
@@ -342,6 +402,7 @@ def test_what_is_left_out_is_as_documented_by_torch(world, engine, wrapper_front
     assert defaults(wrapper.clip_grad_norm_) == {"norm_type": 2.0}
     assert not any(value.requires_grad for value in model.state_dict().values())
     assert defaults(wrapper_front.CPUOffload) == {"offload_params": False}
+    assert defaults(wrapper.load_state_dict) == {"strict": True, "assign": False}
     assert defaults(wrapper.state_dict) == {"destination": None, "prefix": "", "keep_vars": False}
     loads = {"is_named_optimizer": False, "load_directly": False, "group": None}
     assert defaults(wrapper.optim_state_dict_to_load) == loads
