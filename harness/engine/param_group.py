@@ -89,7 +89,7 @@ class ParamGroup:
     @property
     def unsharded_bytes(self) -> int:
         full = sum(full.nbytes for full in self.variants.values())
-        return full + (self._part[0].nbytes if self._part else 0)
+        return full + (self._part[0].untyped_storage().nbytes() if self._part else 0)
 
     @property
     def low_precision_bytes(self) -> int:

@@ -307,6 +307,27 @@ def test_gradient_reaches_the_input_through_a_wholly_frozen_unit(world, engine, 
         assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 
+def test_a_frozen_unit_may_be_called_on_its_own_output(world, engine, shard, strategy):
+    """The backward of one call does not free what that of the other reads."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.inner = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+            self.inner.requires_grad_(False)
+
+        def forward(self, x):
+            return self.inner(self.inner(self.before(x)))
+
+    bare = Twice().to(world.device)
+    model = shard(copy.deepcopy(bare), strategy, units=("inner",))
+    x = torch.ones(2, 8, device=world.device)
+    bare(x).sum().backward()
+    engine.backward(model, model(x).sum())
+    found, expected = engine.full_gradients(model), named_gradients(bare)
+    assert_named_close({"weight": found["before.weight"]}, {"weight": expected["before.weight"]})
+
+
 def test_recurrent_weights_follow_the_sharding(world, engine, shard, strategy, use_orig_params):
     bare = nn.LSTM(8, 4).to(world.device)
     model = shard(copy.deepcopy(bare), strategy, use_orig_params=use_orig_params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -378,6 +379,29 @@ def test_changes_of_full_gradients_are_kept_on_request(
         assert found["bias"].tolist() == [1.0 if writeback else 2.0] * 5
 
     run_subtests({"writeback": [True, False], "sync": [True, False]}, check)
+
+
+def test_what_was_changed_in_full_goes_back_to_the_shards_and_is_freed(world, engine, shard, strategy):
+    require(engine, Capability.SUMMON)
+    model = shard(nn.Linear(3, 4), strategy)
+    with engine.summon(model, writeback=True):
+        seen = [weakref.ref(parameter) for parameter in model.parameters()]
+        with torch.no_grad():
+            engine.unwrapped(model).weight.fill_(2.0)
+    gc.collect()
+    assert [parameter() for parameter in seen] == [None] * 2
+    assert engine.full_parameters(model)["weight"].tolist() == [[2.0] * 3] * 4
+
+
+@pytest.mark.inside
+def test_what_is_freed_is_nan_to_a_late_reader(world, engine, shard, batch):
+    """So that it does not read, by chance, what it should."""
+    bare, seen = NestedWrappedModule(), []
+    bare.module[1][0].register_forward_hook(lambda layer, *_: seen.append(layer.weight.detach()))
+    model = shard(bare)
+    with torch.no_grad():
+        model(batch())
+    assert seen[0].isnan().all()
 
 
 def test_zeros_that_were_looked_at_forget_nothing(world, engine, shard, use_orig_params):

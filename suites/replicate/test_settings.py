@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.assertions import assert_named_close, assert_sharded_parity
 from lockstep.assertions.closeness import EXACT
@@ -157,6 +158,7 @@ def test_gradients_are_converted_with_their_parameters(world, front, dtype):
     model(torch.tensor(2.0 + world.rank, device=world.device)).backward()
     model.to(dtype)
     assert (model.weight.dtype, model.weight.grad.dtype) == (dtype, dtype)
+    assert (model.weight.to_local().dtype, model.weight.grad.to_local().dtype) == (dtype, dtype)
     assert model.weight.grad.full_tensor().tolist() == [[2.5] * 2] * 4
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert model.weight.full_tensor().tolist() == [[-1.5] * 2] * 4
@@ -316,6 +318,33 @@ def test_modules_in_one_list_are_gathered_once_for_each_round(world, fully_shard
     assert sum(not entry.in_backward for entry in gathers) == 2, collectives
 
 
+class InOrder(Alternating):
+    """The two layers in the order that is given, recomputed in backward."""
+
+    def forward(self, x, *names):
+        def compute(x):
+            for name in names:
+                x = self.get_submodule(name)(x)
+            return x
+
+        return checkpoint(compute, x, use_reentrant=False)
+
+
+@pytest.mark.inside
+def test_modules_in_one_list_are_gathered_once_after_what_was_skipped_or_recomputed(
+    world, fully_shard, collectives
+):
+    model = InOrder().to(world.device)
+    fully_shard([model.first, model.second])
+    fully_shard(model)
+    x = torch.ones(2, 6, device=world.device)
+    for names in (("first", "second"), ("first",), ("second", "first")):
+        before = len(collectives)
+        model(x, *names).sum().backward()
+        gathers = fully_shard.engine.traffic(list(collectives)[before:]).gathers
+        assert sum(not entry.in_backward for entry in gathers) == 1, collectives
+
+
 def test_a_forward_may_skip_some_modules_of_a_list(world, fully_shard):
     """Their group is resharded all the same, when the forward ends."""
 
@@ -349,6 +378,27 @@ def test_few_ranks_may_hold_parameters_inside_of_a_transform(world, fully_shard)
         output, derivative = torch.func.jvp(module, (x,), (direction,))
         (output.sum() + derivative.sum() + torch.vmap(module)(x).square().sum()).backward()
     assert_sharded_parity(model, reference)
+    world.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:.*left behind.*process group")
+@pytest.mark.ranks(4)
+@pytest.mark.inside
+def test_few_ranks_hold_parameters_until_the_next_step(world, fully_shard):
+    """Half of them each of two ranks; a forward without a backward leaves nothing that is used later."""
+    reference = NestedWrappedModule().to(world.device)
+    model = fully_shard.shard(copy.deepcopy(reference), reshard_after_forward=2)
+    x = torch.ones(2, 8, device=world.device)
+    model(x)
+    for group in fully_shard.engine.groups(model):
+        assert group.gathered_bytes == group.full_numel * F32.itemsize // 2
+    with torch.no_grad():
+        for p in (*model.parameters(), *reference.parameters()):
+            p.add_(1.0)
+    for module in (reference, model):
+        module(x).sum().backward()
+    assert_sharded_parity(model, reference)
+    assert {group.gathered_bytes for group in fully_shard.engine.groups(model)} == {0}
     world.barrier()
 
 

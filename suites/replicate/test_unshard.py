@@ -65,6 +65,22 @@ def test_state_dicts_are_of_shards_while_parameters_are_unsharded(world, front):
     assert_named_close(front.full_parameters(model), expected, EXACT)
 
 
+def test_what_was_unsharded_by_hand_stays_so_where_a_forward_skips_it(world, front, step):
+    class Skipping(NestedWrappedModule):
+        def forward(self, x):
+            return self.module[3](self.module[0](x))
+
+    model = front.shard(Skipping())
+    model.module[1].unshard()
+    model.module[2].unshard(async_op=True)
+    with torch.no_grad():
+        model(torch.ones(2, 8, device=world.device))
+    model.module[2].unshard()
+    seen = kinds(model)
+    assert not any(seen[name] for name in ("module.1.1.weight", "module.2.weight"))
+    assert seen["module.1.0.weight"]
+
+
 def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, step, collectives):
     model, _ = nested(world, fully_shard)
     handles = [model.get_submodule(name).unshard(async_op=True) for name in ("", *NestedWrappedModule.units)]
@@ -101,10 +117,12 @@ def test_by_hand_a_step_between_is_seen(world, front):
     assert_named_close(own, {name: full[name] + 1 for name in own}, EXACT)
 
 
-def test_by_hand_a_step_is_seen_where_backward_has_kept_parameters(world, front, step):
+@pytest.mark.parametrize("names", ["", "weight"], ids=["all", "some"])
+def test_by_hand_a_step_is_seen_where_backward_has_kept_parameters(world, front, step, names):
     model, _ = nested(world, front)
     model.set_reshard_after_backward(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    stepped = [p for name, p in model.named_parameters() if name.endswith(names)]
+    optimizer = torch.optim.SGD(stepped, lr=0.5)
     step(model)
     optimizer.step()
     expected = front.full_parameters(model)

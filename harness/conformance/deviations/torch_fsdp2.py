@@ -132,6 +132,10 @@ REPLICATE: tuple[Deviation, ...] = (
         run=False,
     ),
     Deviation(
+        claims=("replicate/test_settings.py::test_few_ranks_hold_parameters_until_the_next_step*",),
+        why="what few ranks hold after forward is not shown as gathered",
+    ),
+    Deviation(
         claims=("replicate/test_settings.py::test_few_ranks_may_hold_parameters_inside_of_a_transform*",),
         why="it does not run inside a transform",
     ),
