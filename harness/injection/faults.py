@@ -26,6 +26,20 @@ ANY = "any"
 OF_OPERATION = ("corrupt", "drop")
 """Kinds of which the collective itself is the target; of the others it is the moment before or after it."""
 _COALESCED = "_coalesced"
+_RECORDED_AS = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "all_gather_object": "all_gather",
+    "gather_object": "gather",
+    "broadcast_object_list": "broadcast",
+    "scatter_object_list": "scatter",
+    "send_object_list": "send",
+    "recv_object_list": "recv",
+    "isend": "send",
+    "irecv": "recv",
+    "batch_isend_irecv": "send, or recv",
+}
+"""Functions of torch.distributed that run a collective of another name."""
 _WITHOUT_OUTPUT = ("barrier", "monitored_barrier", "send")
 _TYPES: tuple[tuple[str, Any, str], ...] = (
     ("seconds", int | float, "a number of seconds"),
@@ -87,7 +101,9 @@ class Fault:
             return f"write {' or '.join(f'{name}=' for name in allowed)} in the place of {wrong[0]}="
         if len(given) > 1:
             return "either before= or after="
-        if (op := self.operation) is not None and op not in OPS:
+        if (op := self.operation) in _RECORDED_AS:
+            return f"{op} is recorded as {_RECORDED_AS[op]}: write that"
+        if op is not None and op not in OPS:
             near = difflib.get_close_matches(op, sorted(OPS), 3, 0.5)
             known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(OPS))}"
             return f"torch.distributed has no collective {op!r}; {known}"

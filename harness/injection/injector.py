@@ -170,12 +170,13 @@ class Faults:
         Raises:
             ValueError: there is no text, or no time.
         """
-        is_text, is_time = isinstance(text, str) and text.strip(), isinstance(within, int | float)
-        if not is_text or not is_time or not within > 0:
+        if not isinstance(text, str) or not text.strip():
             raise ValueError(
-                f"faults.expect({text!r}, within={within!r}): a part of a report's words, such as "
-                '"rank 1 of 2 died: SIGKILL", and seconds above 0'
+                f"faults.expect({text!r}): the text is a part of a report's words, such as "
+                '"rank 1 of 2 died: SIGKILL" or "rank 0 of 2 failed: ValueError"'
             )
+        if not isinstance(within, int | float) or not within > 0:
+            raise ValueError(f"faults.expect(within={within!r}): within is a number of seconds above 0")
         return Expectation(self._rank, self, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:

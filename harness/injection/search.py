@@ -39,8 +39,13 @@ def schedules(
     Raises:
         ValueError: an argument makes no sense.
     """
-    if ranks < 1 or collectives < 1:
-        raise ValueError(f"schedules({ranks}, {collectives}): ranks and collectives are 1 or more")
+    if not all(isinstance(number, int) and number > 0 for number in (ranks, collectives)):
+        raise ValueError(f"schedules({ranks!r}, {collectives!r}): ranks and collectives are 1 or more")
+    if isinstance(kinds, str) or isinstance(milliseconds, int | float):
+        raise ValueError(
+            f"schedules(kinds={kinds!r}, milliseconds={milliseconds!r}): each is a list, such as "
+            'kinds=["delay"] and milliseconds=[2, 10]'
+        )
     if not kinds or (wrong := [kind for kind in kinds if kind not in _KINDS]):
         raise ValueError(f"schedules(kinds={kinds!r}): {_refusal(wrong[0] if kinds else '')}")
     if not milliseconds or min(milliseconds) <= 0:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 from _pytest import capture
 from _pytest._code.code import filter_traceback
+from _pytest.assertion.rewrite import assertstate_key
 from _pytest.config import create_terminal_writer
 from _pytest.debugging import PdbInvoke
 from _pytest.junitxml import bin_xml_escape, xml_key
@@ -199,13 +200,18 @@ def captured_sections(item: pytest.Item) -> list[tuple[str, str, str]]:
 def set_argument(session: pytest.Session, argument: Path) -> None:
     """Let files outside of the rootdir have the ids that they have where pytest was given this argument.
 
-    In the rootdir ids need no argument. There the file stays one, as it is collected whatever its name is.
+    In the rootdir ids need no argument. There the file stays one, as it is collected whatever its name is,
+    and its asserts are rewritten.
 
-    If it moves: what the constructor of `FSCollector` makes a node id of.
+    If it moves: what the constructor of `FSCollector` makes a node id of; and `pytest_collection` of pytest's
+    plugin for asserts, which is not called in ranks.
     """
     root = session.config.rootpath
     inside = {path for path in session._initialpaths if path.is_relative_to(root)}
     session._initialpaths = frozenset({argument, *inside})
+    state = session.config.stash.get(assertstate_key, None)
+    if state is not None and state.hook is not None:
+        state.hook.set_session(session)
 
 
 def waiting_conftests(session: pytest.Session) -> dict[Path, object]:

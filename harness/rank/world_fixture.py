@@ -56,6 +56,7 @@ class RankWorld:
         self._regroup = regroup
         self._shared_tmp_path = ""
         self._starts_with_group = spec.key.has_group
+        self._was_left = False
 
     def __repr__(self) -> str:
         # The same on every rank, so that equal tracebacks read the same; reports name the rank themselves.
@@ -64,6 +65,7 @@ class RankWorld:
     @property
     def group(self) -> dist.ProcessGroup:
         """The default process group. Read it when you need it: a repaired world has a new one."""
+        self._refuse_if_left()
         group = dist.group.WORLD
         if group is None and not self._starts_with_group:
             raise RuntimeError(
@@ -105,7 +107,9 @@ class RankWorld:
         Raises:
             ValueError: the shape does not have as many places as the world has ranks, or not every host has
                 equally many.
+            RuntimeError: the ranks have left this world by `rebuild`.
         """
+        self._refuse_if_left()
         if not shape and names is not None and len(names) == 2 and names[0] == "hosts":
             shape = (len(self.hosts), self.size // len(self.hosts))
             if self.local_size != shape[1] or self.size % shape[0]:
@@ -120,7 +124,8 @@ class RankWorld:
         """Leave the default process group, and meet the ranks that are left in a new one.
 
         All ranks that live call it, after others have died as `faults.expect` says. Groups and meshes of
-        before are gone. The fixture `world` stays what it was; no other test gets these ranks.
+        before are gone. The fixture `world` keeps its numbers, and refuses to communicate; no other test gets
+        these ranks.
 
         Returns:
             the new world, whose ranks are numbered from 0, in the order of before.
@@ -144,7 +149,15 @@ class RankWorld:
         world.old_ranks = self._regroup()
         world.rank, world.size = world.old_ranks.index(self._number), len(world.old_ranks)
         world.local_rank, world.local_size = world.rank, world.size
+        world._was_left, self._was_left = False, True
         return world
+
+    def _refuse_if_left(self) -> None:
+        if self._was_left:
+            raise RuntimeError(
+                "the ranks have left this world: use the one that rebuild() returned, "
+                "`world = world.rebuild()`"
+            )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

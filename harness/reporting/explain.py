@@ -58,7 +58,7 @@ def explain(
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
     head += _left_build_locks(ranks)
     head += _injected(context.outcome)
-    head += [f'expected by the test, and not seen: "{text}"' for text in context.outcome.missed]
+    head += [f"expected by the test, and not seen: {text}" for text in context.outcome.missed]
     longrepr = ExceptionChainRepr(
         [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, stage)]
     )

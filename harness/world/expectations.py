@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.protocol import Expects, Happened, Vote
-from harness.world.diagnosis import Diagnosis
+from harness.world.diagnosis import Diagnosis, named
 from harness.world.outcome import Died, RankOutcome
 
 SETTLES_WITHIN = 15.0
@@ -98,7 +98,7 @@ class Expectations:
         return culprits
 
     def missed(self) -> tuple[str, ...]:
-        """Return the texts of what was expected and has not happened."""
+        """Return what was expected and has not happened, with the ranks that it happened to outside."""
         still_open = [
             each.text
             for contexts in self._inside.values()
@@ -107,4 +107,8 @@ class Expectations:
                 each in self._inside[rank] and each.text in death.text for rank, death in self._deaths.items()
             )
         ]
-        return tuple(dict.fromkeys([*self._missed, *still_open]))
+        return tuple(self._describe(text) for text in dict.fromkeys([*self._missed, *still_open]))
+
+    def _describe(self, text: str) -> str:
+        outside = [death.rank for death in self._deaths.values() if text in death.text]
+        return f'"{text}"' + (f"; {named(outside)} died outside of the block" if outside else "")

@@ -33,6 +33,11 @@ def test_a_death_outside_of_it_fails(excused: Run, name: str) -> None:
     assert failure(excused, name).startswith(DEATHS[name])
 
 
+def test_a_rank_that_had_not_entered_is_named(excused: Run) -> None:
+    expected = 'expected by the test, and not seen: "rank 1 of 3 died"; rank 1 died outside of the block'
+    assert expected in failure(excused, "test_death_before_it")
+
+
 def test_a_death_in_teardown_fails(excused: Run) -> None:
     text = failure(excused, "test_death_in_teardown", "error")
     assert text.startswith("rank 2 of 3 died: SIGKILL")

@@ -109,6 +109,7 @@ def test_a_mark_that_would_do_nothing_is_refused(injected: Run, name: str) -> No
 
 WRONG = (
     "allreduce",
+    "other name",
     "nth",
     "rank",
     "both",

@@ -110,6 +110,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"ranks": 2, "collectives": 3, "kinds": ["delay", "kill"]},
         r"an example has to leave all ranks to the next one.*faults.kill\(rank=1, before=.any., nth=nth\)$",
     ),
+    "text": ({"ranks": "2", "collectives": 3}, r"schedules\('2', 3\): ranks and collectives are 1 or more"),
+    "kind": ({"ranks": 2, "collectives": 3, "kinds": "delay"}, "kinds='delay', .*: each is a list"),
+    "number": ({"ranks": 2, "collectives": 3, "milliseconds": 5}, "milliseconds=5.: each is a list"),
     "time": ({"ranks": 2, "collectives": 3, "milliseconds": [0, 5]}, "one or more, above 0"),
 }
 

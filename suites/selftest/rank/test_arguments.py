@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,11 @@ def test_tb_no_and_junit_logging_all_work_for_ranks(arguments: Run) -> None:
     assert "re-run" not in arguments.output
     assert arguments.case("test_calm").findtext("system-out", "").count("calm") == 2
     assert "said by 1" in arguments.case("test_leaves_something_behind").findtext("system-out", "")
+
+
+def test_asserts_are_rewritten_in_a_file_of_any_name(tmp_path: Path) -> None:
+    """Of one that the command line names, as pytest does."""
+    (tmp_path / "checks.py").write_text(
+        "import pytest\n\n@pytest.mark.ranks(2)\ndef test_sum(world):\n    assert [world.size] == [3]\n"
+    )
+    assert "assert [2] == [3]" in run_pytest(tmp_path, "checks.py").output

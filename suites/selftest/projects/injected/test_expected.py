@@ -152,6 +152,9 @@ def test_two_after_each_other(world, faults, backend):
     with faults.fail(rank=0, before="barrier"), faults.expect("failed: InjectedFault"):
         dist.barrier()
     new = world.rebuild()
+    for communicate in (world.barrier, world.mesh, lambda: world.gather(1), lambda: world.assert_same(1)):
+        with pytest.raises(RuntimeError, match=r"use the one that rebuild\(\) returned"):
+            communicate()
     faults.kill(rank=0, before="barrier")
     with faults.expect("rank 0 of 2 died: SIGKILL"):
         dist.barrier()
