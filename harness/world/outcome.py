@@ -150,7 +150,7 @@ class ItemOutcome:
     stage: str = ""
     """Name of the item's stage that ran; "" if the item itself did."""
     missed: tuple[str, ...] = ()
-    """The faults that the test expected, in quotes, and that the controller has not seen inside of its block."""
+    """The faults that the test expected, in quotes, and the controller has not seen in their blocks."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What to say of the first divergence, by case of `run_subtests`; "" stands for the test itself."""
 

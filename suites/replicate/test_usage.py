@@ -54,7 +54,7 @@ def test_a_gradient_of_negative_zeros_is_that_of_a_parameter_that_was_used(world
     assert gradients(model) == {"first": 0.0, "second": None, "third": 0.0}
 
 
-def test_a_parameter_that_no_rank_used_is_told_from_one_without_elements(world, front):
+def test_a_parameter_that_no_rank_used_differs_from_one_without_elements(world, front):
     bare = Three()
     bare.first = KnownGradient(0, 2)
     model = front.shard(bare)

@@ -121,7 +121,7 @@ REPLICATE: tuple[Deviation, ...] = (
     Deviation(
         claims=(
             *expand("replicate/test_settings.py::test_a_{,replicated_}group_without_elements_trains*"),
-            "replicate/test_usage.py::test_a_parameter_that_no_rank_used_is_told_from_one_without_elements*",
+            "replicate/test_usage.py::test_a_parameter_that_no_rank_used_differs_from_one_without_elements*",
         ),
         why=_EMPTY,
     ),
