@@ -47,6 +47,7 @@ class Composable:
     CPUOffloadPolicy: type[Any]
     FSDPModule: type[Any]
     register_fsdp_forward_method: Callable[[nn.Module, str], None]
+    share_comm_ctx: Callable[[list[Any]], None]
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,15 @@ def test_ranks_seeded_differently_start_from_rank_zero(world, shard, hybrid_fron
     assert_named_close(found, expected, EXACT)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("front", ["FULL_SHARD-orig", "fully_shard"], indirect=True)
+def test_unless_requested_each_rank_starts_from_its_own_part(world, front):
+    bare = KnownGradient(4)
+    with torch.no_grad():
+        bare.weight.fill_(world.rank)
+    assert front.full_parameters(front.shard(bare))["weight"].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("hybrid_front", "per_host"), [("HYBRID_SHARD", 2), ("_HYBRID_SHARD_ZERO2", 4)], indirect=["hybrid_front"]
 )

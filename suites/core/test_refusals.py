@@ -42,6 +42,14 @@ def tied_without_values(wrap):
     return wrap(bare[0]), wrap(bare[1])
 
 
+def tied_below_ignored(wrap):
+    """Wrap a layer that has the weight of a unit, which is below an ignored module."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    ignored = nn.Sequential(wrap(first, use_orig_params=True))
+    return wrap(nn.Sequential(ignored, second), use_orig_params=True, ignored_modules=[ignored])
+
+
 def again(wrap):
     """Wrap what is in a unit already."""
     inner = nn.Linear(4, 4)
@@ -100,6 +108,7 @@ OF_ARGUMENTS = {
     "subclass": lambda w: w.wrap(OddParameter(torch.zeros(4).as_subclass(ForeignTensor))),
     "tied": lambda w: tied(w.wrap),
     "tied_without_values": lambda w: tied_without_values(w.wrap),
+    "tied_below_ignored": lambda w: tied_below_ignored(w.wrap),
     "in_a_unit": lambda w: sub(w.wrap),
     "again": lambda w: again(w.wrap),
     "both_flags": lambda w: w.wrapper.summon_full_params(
@@ -147,6 +156,7 @@ NAMED = {
     "subclass": "'odd' is a ForeignTensor",
     "tied": "'weight' is tied to weight of .*Linear",
     "tied_without_values": "'weight' is tied to weight of .*Linear",
+    "tied_below_ignored": "'1.weight' is tied to weight of .*Linear",
     "in_a_unit": r"module '0' \(Linear\) is inside .*Linear",
     "again": r"^(?!.*'').*: Linear is inside .*Linear",
     "lazy": "'weight' has no shape",
@@ -166,6 +176,13 @@ def test_what_is_refused_is_named(at_hand, run_subtests):
             OF_ARGUMENTS[what](at_hand)
 
     run_subtests({"what": list(NAMED)}, claim)
+
+
+def test_what_was_refused_may_be_wrapped_after_the_remedy(at_hand):
+    bare = OddParameter(torch.zeros(4, dtype=torch.float64), True)
+    with pytest.raises(ValueError):
+        at_hand.wrap(bare)
+    assert at_hand.wrap(bare.float())(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_replicas_of_hosts_of_unknown_size_are_refused(at_hand, monkeypatch):

@@ -280,12 +280,15 @@ def test_a_copy_trains_as_its_original_and_apart_from_it(world, engine, shard, s
 
     step(model, optimizer)
     model.note, model.around = ["kept"], [model]
+    for parameter in model.parameters() if use_orig_params else ():
+        parameter.data = parameter.data + 1
     copied, copied_optimizer = copy.deepcopy((model, optimizer))
     assert (copied.note, copied.note is model.note) == (["kept"], False)
     assert copied.around[0] is copied
     assert all(parameter.grad is None for parameter in copied.parameters())
     assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
     before = engine.full_parameters(model)
+    assert_named_close(engine.full_parameters(copied), before, EXACT)
     step(copied, copied_optimizer)
     assert_named_close(engine.full_parameters(model), before, EXACT)
     step(model, optimizer)

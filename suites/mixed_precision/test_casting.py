@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lockstep.assertions import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
 from lockstep.conformance import Capability, Precision, offers, require
@@ -86,8 +88,23 @@ class Fixed:
 
 
 class Pair(NamedTuple):
-    first: object
+    """A tuple that is no PackedSequence, although it has one of its names."""
+
+    batch_sizes: object
     second: object = "second"
+
+
+@dataclasses.dataclass
+class Late:
+    value: object
+    more: object = dataclasses.field(init=False)
+
+
+class Single(Pair):
+    """A named tuple with a constructor of its own."""
+
+    def __new__(cls, first):
+        return super().__new__(cls, first, "second")
 
 
 class Row(tuple):
@@ -135,7 +152,12 @@ NESTED = {
     "dataclass": Request,
     "frozen dataclass": Fixed,
 }
-OF_ANOTHER_CLASS = {"row": lambda x: Row((x,)), "rows": lambda x: Rows([x]), "table": lambda x: Table(x=x)}
+OF_ANOTHER_CLASS = {
+    "row": lambda x: Row((x,)),
+    "rows": lambda x: Rows([x]),
+    "table": lambda x: Table(x=x),
+    "single": Single,
+}
 
 
 def check_nested(world, engine, shard, batch, outer, inner, units):
@@ -170,6 +192,37 @@ def test_floating_point_arguments_are_cast_in_containers_of_another_class(
 ):
     check = partial(check_nested, world, engine, shard, batch, OF_ANOTHER_CLASS[outer])
     run_subtests({"inner": list(NESTED), "units": UNITS}, check)
+
+
+class Picking(Passing):
+    """A layer whose input is an attribute of what it is given."""
+
+    def __init__(self, name):
+        super().__init__(nn.Linear(8, 8))
+        self.name = name
+
+    def forward(self, given):
+        self.given = given
+        return self.below(getattr(given, self.name))
+
+
+def test_a_packed_sequence_is_cast(shard, batch):
+    packed = pack_sequence([batch(), batch()[:2]])
+    bare = Picking("data")
+    model = shard(bare, precision=Precision(BF16, cast_root_forward_inputs=True))
+    assert model(packed).dtype == BF16
+    assert isinstance(bare.given, PackedSequence)
+    assert torch.equal(bare.given.data, packed.data.to(BF16))
+    assert bare.given.batch_sizes.tolist() == [2, 2, 1, 1]
+    assert packed.data.dtype == F32
+
+
+def test_a_field_that_is_not_set_stays_so(shard, batch):
+    bare, late = Picking("value"), Late(batch())
+    model = shard(bare, precision=Precision(BF16, cast_root_forward_inputs=True))
+    assert model(late).dtype == BF16
+    assert (type(bare.given), hasattr(bare.given, "more")) == (Late, False)
+    assert late.value.dtype == F32
 
 
 @pytest.mark.parametrize("units", [(), ("below",)], ids=["root", "below"])
@@ -334,8 +387,11 @@ def test_saved_state_has_original_dtypes_and_every_parameter_bit(
 
 def test_saved_buffers_are_what_was_computed_with(world, engine, shard, batch, strategy):
     """A cast cannot be undone: the dtype is the original one, the value the rounded one."""
-    model = shard(Layers(), strategy, precision=MIXED)
+    bare = Layers()
+    original = weakref.ref(bare[0].shift)
+    model = shard(bare, strategy, precision=MIXED)
     model(batch())
+    assert original() is None or original() is bare[0].shift  # nobody keeps both
     saved, third = engine.full_state(model), torch.full((8,), 1 / 3, dtype=F16, device=world.device)
     assert torch.equal(saved["0.shift"], third.float())
     assert torch.equal(saved["1.shift"], third.double())

@@ -184,6 +184,29 @@ def test_prefetch_gathers_in_the_dtype_of_the_mode(engine, batch, layers, backwa
     assert [entry.dtype for entry in engine.traffic(log).gathers] == [BF16] * 3 + [F32] * 3
 
 
+class Normed(nn.Module):
+    """A norm that looks whether it has its own parameters after its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.found = nn.BatchNorm1d(8), []
+
+    def forward(self, x):
+        before = self.norm.weight
+        x = self.norm(x)
+        self.found.append(self.norm.weight is before)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*BatchNorm1d:UserWarning")
+def test_a_norm_has_the_parameters_of_each_mode(shard, batch):
+    bare = Normed()
+    model = shard(bare, precision=Precision(BF16))
+    for train in (True, False):
+        model.train(train)(batch())
+    assert bare.found == [True, True]
+
+
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 def test_training_continues_with_the_same_values_after_eval(
     world, engine, batch, layers, strategy, forward_prefetch

@@ -52,6 +52,7 @@ OF_ARGUMENTS = {
     "kept": lambda w: w.front(linear()).set_reshard_after_forward(2),
     "forward_prefetch": lambda w: w.front(linear()).set_modules_to_forward_prefetch([linear()]),
     "backward_prefetch": lambda w: w.front(linear()).set_modules_to_backward_prefetch([linear()]),
+    "shared_streams": lambda w: w.engine.composable.share_comm_ctx([w.front(linear()), linear()]),
     "in_a_unit": lambda w: (
         w.front([inner := linear()]),
         setattr(inner, "__class__", nn.Linear),

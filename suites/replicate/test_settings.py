@@ -110,10 +110,15 @@ def test_a_copy_of_a_list_of_nested_modules_trains(world, front):
     reference = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).to(world.device)
     model = copy.deepcopy(reference)
     front([model, model[2]])
+    model.set_requires_gradient_sync(False)
     copied = copy.deepcopy(model)
     x = torch.arange(12.0, device=world.device).view(2, 6) / 12
-    for module in (reference, copied):
-        module(x).square().sum().backward()
+    for sync in (False, True):
+        for module in (reference, copied):
+            module(x).square().sum().backward()
+        if not sync:  # as its original
+            assert {p.grad for p in copied.parameters()} == {None}
+            copied.set_requires_gradient_sync(True)
     assert_sharded_parity(copied, reference)
 
 
@@ -131,6 +136,17 @@ def test_methods_of_plain_modules_stay_as_they_are(engine):
     engine.composable.register_fsdp_forward_method(plain, "forward")
     assert "forward" not in vars(plain)
     engine.composable.register_fsdp_forward_method(plain, "nothing")
+
+
+def test_models_that_share_streams_train_as_each_alone(world, engine, front):
+    x = torch.ones(2, 6, device=world.device)
+    references = [nn.Linear(6, 6).to(world.device) for _ in range(2)]
+    models = [front(copy.deepcopy(reference)) for reference in references]
+    engine.composable.share_comm_ctx(models)
+    for stages in (references, models):
+        stages[1](stages[0](x)).square().sum().backward()
+    for model, reference in zip(models, references, strict=True):
+        assert_sharded_parity(model, reference)
 
 
 class Event:

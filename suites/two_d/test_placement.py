@@ -181,6 +181,12 @@ def test_a_dim_that_a_parameter_does_not_have_is_refused(world, fully_shard):
         fully_shard(nn.Linear(4, 4).to(world.device), shard_placement_fn=lambda _: Shard(1))
 
 
+def test_ranks_that_choose_different_dims_learn_which(world, fully_shard):
+    bare = nn.Linear(4, 4, bias=False).to(world.device)
+    with pytest.raises(ValueError, match=rf"'weight'.*\((dim=)?{world.rank}\) here"):
+        fully_shard(bare, shard_placement_fn=lambda _: Shard(world.rank))
+
+
 def test_something_else_than_a_shard_is_refused(world, fully_shard):
     with pytest.raises((ValueError, TypeError), match="shard_placement_fn"):
         fully_shard(nn.Linear(4, 4).to(world.device), shard_placement_fn=lambda _: Replicate())

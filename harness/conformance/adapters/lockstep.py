@@ -29,6 +29,7 @@ class _BuiltIn:
             engine.CPUOffloadPolicy,
             engine.FSDPModule,
             engine.register_fsdp_forward_method,
+            engine.share_comm_ctx,
         )
 
     def groups(self, model: nn.Module) -> Sequence[engine.GroupInfo]:

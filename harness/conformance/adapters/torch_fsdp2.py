@@ -42,6 +42,7 @@ class TorchFsdp2(Composed):
             fsdp.CPUOffloadPolicy,
             fsdp.FSDPModule,
             fsdp.register_fsdp_forward_method,
+            fsdp.share_comm_ctx,
         )
 
     def groups(self, model: nn.Module) -> Sequence[GroupInfo]:

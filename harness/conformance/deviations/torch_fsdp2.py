@@ -25,11 +25,23 @@ _AFTER_FORWARD = "after a forward unsharded parameters are visible; an optimizer
 
 CORE: tuple[Deviation, ...] = (
     Deviation(
-        claims=(
-            "mixed_precision/test_casting.py::test_floating_point_arguments_are_cast_in_containers_of_another_class[table*",
+        claims=expand(
+            "mixed_precision/test_casting.py::test_floating_point_arguments_are_cast_in_containers_of_another_class[{table,single}*",
         ),
         cases=("*",),
         why=OTHER_CLASS,
+    ),
+    Deviation(
+        claims=("two_d/test_placement.py::test_ranks_that_choose_different_dims_learn_which",),
+        why="what ranks shard is not compared",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_casting.py::test_a_packed_sequence_is_cast",),
+        why="a packed sequence is not cast",
+    ),
+    Deviation(
+        claims=("mixed_precision/test_casting.py::test_a_field_that_is_not_set_stays_so",),
+        why="all fields of a dataclass are read",
     ),
     Deviation(
         claims=(

@@ -7,7 +7,8 @@ _P, _W, _R, _D = (f"core/test_{name}.py::" for name in ("policies", "wrapper", "
 _UNCHECKED = (
     *("strategy", "offload", "precision", "prefetch", "init", "no_module", "unit_again", "no_forward"),
     *("mark", "param_dtype", "reduce_dtype", "buffer_dtype", "device_name", "device_number", "device_type"),
-    *("group", "pair", "not_in_group", "axes", "lazy", "tied", "tied_without_values", "in_a_unit", "again"),
+    *("group", "pair", "not_in_group", "axes", "lazy", "in_a_unit", "again"),
+    *("tied", "tied_without_values", "tied_below_ignored"),
 )
 _CASES_CONVERTED = ("what=apply*", "what=convert*")
 
