@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.assertions import assert_named_close, local_part
 from lockstep.assertions.closeness import EXACT
-from lockstep.conformance import Capability, Precision, ShardSpec, require
+from lockstep.conformance import Capability, Precision, ShardSpec, offers, require
 from lockstep.conformance.models import UnevenShapes
 from lockstep.recorders import CollectivesLog
 
@@ -481,13 +481,14 @@ def test_a_load_leaves_nothing_of_what_was_there(world, engine, states, kind):
     spec = {"use_orig_params": True, "strategy": "SHARD_GRAD_OP"}
     saving, loading = (Training(engine, world, steps, **spec) for steps in (0, 1))
     before = states.model(saving.model)
-    with torch.no_grad():
-        for model, change in ((saving.model, 1), (loading.model, 7)):
-            for parameter in model.parameters():
-                parameter.data = parameter.data + change
     batch = torch.ones(4, 8, device=world.device)
     stale = loading.model(batch)
+    for model, change in ((saving.model, 1), (loading.model, 7)):
+        for parameter in model.parameters():
+            parameter.data = parameter.data + change
     states.load_model(loading.model, states.model(saving.model, kind), kind)
+    if offers(engine, Capability.GROUPS):
+        assert {group.state.name for group in engine.groups(loading.model)} == {"SHARDED"}
     expected = {name: value if name in ("offset", "count") else value + 1 for name, value in before.items()}
     assert_named_close(states.model(loading.model), expected, EXACT)
     found = loading.model(batch)

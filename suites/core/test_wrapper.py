@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.assertions import assert_named_close, local_part
 from lockstep.assertions.closeness import EXACT
-from lockstep.conformance import Capability, require
+from lockstep.conformance import Capability, offers, require
 from lockstep.conformance.models import NestedWrappedModule
 from lockstep.recorders import CollectivesLog
 
@@ -429,3 +429,7 @@ def test_what_is_left_out_is_as_documented_by_torch(world, engine, wrapper_front
     assert defaults(states.FullOptimStateDictConfig) == {"offload_to_cpu": True, "rank0_only": False}
     assert defaults(states.LocalOptimStateDictConfig) == {"offload_to_cpu": False}
     assert defaults(states.ShardedOptimStateDictConfig)["offload_to_cpu"] is True
+    if offers(engine, Capability.COMPOSABLE):
+        dtypes = dict.fromkeys(["param_dtype", "reduce_dtype", "output_dtype"])
+        assert defaults(engine.composable.MixedPrecisionPolicy) == dtypes | {"cast_forward_inputs": True}
+        assert defaults(engine.composable.CPUOffloadPolicy) == {"pin_memory": True}
