@@ -68,6 +68,10 @@ class Expectations:
         """Note that the ranks that are left are in new groups, in which none waits for one that has gone."""
         self._lost_at = float("-inf")
 
+    def has_lost(self) -> bool:
+        """Return whether a rank has gone, and the others have not met in a new world since."""
+        return self._lost_at > float("-inf")
+
     def is_settling(self) -> bool:
         """Return whether ranks may still wait for one that has gone, for no longer than they do in vain."""
         return time.monotonic() < self._lost_at + SETTLES_WITHIN

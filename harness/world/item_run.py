@@ -149,9 +149,11 @@ class ItemRun:
             self._outcomes[0].rank = fake.rank
         outcomes = tuple(self._outcomes)
         found, cases = self._diagnosis, self._diagnoses
-        missed = self._expectations.missed() if "_expectations" in vars(self) else ()
+        expected = self._expectations if "_expectations" in vars(self) else None
+        missed, is_lost = (expected.missed(), expected.has_lost()) if expected else ((), False)
+        stage = self.order.stage
         outcome = ItemOutcome(
-            outcomes, self._timeout, timed_out, seconds, found, cases, fake, self.order.stage, missed
+            outcomes, self._timeout, timed_out, seconds, found, cases, fake, stage, missed, is_lost
         )
         if self._next is not None and outcome.goes_on():
             self.following = self._next

@@ -151,6 +151,8 @@ class ItemOutcome:
     """Name of the item's stage that ran; "" if the item itself did."""
     missed: tuple[str, ...] = ()
     """The faults that the test expected, in quotes, and the controller has not seen in their blocks."""
+    needs_rebuild: bool = False
+    """Whether a rank was lost, as the test expected, and `world.rebuild()` was not called since."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What to say of the first divergence, by case of `run_subtests`; "" stands for the test itself."""
 

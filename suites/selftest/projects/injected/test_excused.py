@@ -166,3 +166,10 @@ def test_a_case_without_rebuild(world, lost, run_subtests):
 @on_3
 def test_skipped_by_those_left(lost):
     pytest.skip("no way to go on")
+
+
+@on_3
+def test_no_rebuild_after_a_failure(world, faults):
+    with faults.fail(rank=1, before="barrier"), faults.expect("failed: InjectedFault"):
+        dist.barrier()
+    dist.all_reduce(torch.ones(1))
