@@ -60,7 +60,7 @@ def explain(
     head += _injected(context.outcome)
     head += [f"expected by the test, and not seen: {text}" for text in context.outcome.missed]
     if context.outcome.needs_rebuild:
-        head.append("no world.rebuild() since the fault that the test expected: groups of before do not work")
+        head.append("no world.rebuild() since the expected fault: groups of before do not work")
     longrepr = ExceptionChainRepr(
         [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, stage)]
     )
