@@ -318,6 +318,16 @@ def test_a_buffer_may_be_given_up(world, engine, shard, batch, strategy):
     assert not any("shift" in name for name in engine.full_state(model))
 
 
+def test_a_cast_of_a_buffer_is_in_no_graph(engine, shard, batch):
+    """A second backward would find what the first one has freed."""
+    bare = Shifted()
+    bare.shift.requires_grad_()
+    model = shard(bare, precision=MIXED)
+    for _ in range(2):
+        engine.backward(model, model(batch()).sum())
+    assert (bare.shift.dtype, bare.shift.grad_fn) == (F16, None)
+
+
 def test_ignored_modules_keep_parameters_and_buffers_as_they_are(
     world, engine, shard, batch, run_subtests, strategy, use_orig_params
 ):
