@@ -226,8 +226,8 @@ def test_ranks_may_give_the_optimizer_parameters_in_other_orders(world, engine, 
 def test_optimizer_state_shares_no_memory_with_the_optimizer(world, engine, states, kind):
     training = Training(engine, world, 1, strategy="NO_SHARD", use_orig_params=True, ignored=("first",))
     state = states.optimizer(*training.both, kind)
-    training.step(1)
     before = copy.deepcopy(state["state"])
+    training.step(1)
     states.load_optimizer(*training.both, state, kind)
     training.step(1)
     for name, one in state["state"].items():
@@ -336,6 +336,8 @@ def test_state_of_a_rank_alone_may_be_that_of_a_group(world, engine, states):
         state["param_groups"][0]["lr"] = float(world.rank)
         loaded = states.static.optim_state_dict_to_load(*training.both, state, group=own)
     assert loaded["param_groups"][0]["lr"] == world.rank
+    alone = Training(engine, world, 1, group=own)
+    assert all(states.all(*alone.both, rank0=True).values())
     dist.destroy_process_group(own)
 
 

@@ -139,6 +139,10 @@ def test_units_made_by_hand_stay_in_ignored_modules_and_count_for_none_around(wr
     policy = partial(wrapper_front.size_based_auto_wrap_policy, min_num_params=50)
     model = wrap(bare, auto_wrap_policy=policy, ignored_modules=[bare[0]])
     assert units(wrapper_front, model) == ["Linear", "Sequential"]
+    ignored = nn.Sequential(wrap(nn.Sequential(nn.Linear(8, 8))))
+    policy = wrapper_front.ModuleWrapPolicy({nn.Linear})
+    model = wrap(nn.Sequential(ignored, nn.Linear(8, 8)), auto_wrap_policy=policy, ignored_modules=[ignored])
+    assert units(wrapper_front, model) == ["Linear", "Sequential"]
 
 
 def test_units_of_a_policy_cast_only_on_request(world, wrapper_front, wrap, run_subtests):
