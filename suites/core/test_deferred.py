@@ -1,11 +1,14 @@
 """Models made on the meta device, which get their values when they are wrapped."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from lockstep.assertions import assert_named_close
 from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import Capability, require
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -207,3 +210,32 @@ def test_what_cannot_be_initialised_is_refused_by_its_name(wrap, run_subtests):
             wrap(on_meta(make), **settings)
 
     run_subtests({"what": list(REFUSED)}, claim)
+
+
+def test_a_model_may_give_its_memory_up_and_get_it_back(world, engine, shard, use_orig_params):
+    """It is moved to the meta device, and later given memory and its values."""
+    require(engine, Capability.SUMMON)
+    model = shard(nn.Linear(3, 4), use_orig_params=use_orig_params)
+    before = engine.full_parameters(model)
+    engine.backward(model, model(torch.ones(2, 3, device=world.device)).sum())
+    model.zero_grad()
+    model.to("meta")
+    model.to_empty(device=world.device)
+    with engine.summon(model, writeback=True), torch.no_grad():
+        for name, parameter in engine.unwrapped(model).named_parameters():
+            parameter.copy_(before[name])
+    assert_named_close(engine.full_parameters(model), before, EXACT)
+
+
+@pytest.mark.inside
+def test_a_weight_outlives_its_model(world, engine, shard):
+    """That of a unit which keeps its own: a later backward of it does not miss the model."""
+    seen = []
+    bare = nn.Linear(3, 4, bias=False)
+    bare.register_forward_hook(lambda layer, *_: seen.append(layer.weight))
+    model = shard(bare, "NO_SHARD")
+    model(torch.ones(2, 3, device=world.device))
+    del model, bare
+    gc.collect()
+    seen[0].sum().backward()
+    assert seen[0].grad.tolist() == [[1.0] * 3] * 4

@@ -307,25 +307,31 @@ def test_gradient_reaches_the_input_through_a_wholly_frozen_unit(world, engine, 
         assert {group.gathered_bytes for group in engine.groups(model)} == {0}
 
 
-def test_a_frozen_unit_may_be_called_on_its_own_output(world, engine, shard, strategy):
-    """The backward of one call does not free what that of the other reads."""
+@pytest.mark.parametrize("partly", [False, True], ids=["wholly", "partly"])
+def test_a_frozen_layer_is_read_until_the_last_input_has_its_gradient(world, engine, shard, strategy, partly):
+    """Of a unit that is called on its own output, or that trains another layer after it."""
 
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.before, self.inner = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+            self.before = nn.Linear(8, 8)
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
             self.inner.requires_grad_(False)
+            self.inner[2].requires_grad_(partly)
 
         def forward(self, x):
-            return self.inner(self.inner(self.before(x)))
+            x = self.inner(self.before(x))
+            return x if partly else self.inner(x)
 
     bare = Twice().to(world.device)
-    model = shard(copy.deepcopy(bare), strategy, units=("inner",))
+    model = shard(copy.deepcopy(bare), strategy, units=("inner",), use_orig_params=True)
     x = torch.ones(2, 8, device=world.device)
-    bare(x).sum().backward()
-    engine.backward(model, model(x).sum())
-    found, expected = engine.full_gradients(model), named_gradients(bare)
-    assert_named_close({"weight": found["before.weight"]}, {"weight": expected["before.weight"]})
+    for _ in range(2):
+        bare(x).sum().backward()
+        engine.backward(model, model(x).sum())
+    found = engine.full_gradients(model)
+    expected = {name: p.grad for name, p in bare.named_parameters() if p.requires_grad}
+    assert_named_close({name: found[name] for name in expected}, expected)
 
 
 def test_recurrent_weights_follow_the_sharding(world, engine, shard, strategy, use_orig_params):
