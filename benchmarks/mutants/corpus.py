@@ -87,9 +87,8 @@ CORPUS = {
     ),
     "#73784: offload replaces the first gradient": Injection(
         "gradients.py",
-        "            if parameter.grad is None:\n                attach_gradient(parameter, fresh)",
-        "            if parameter.grad is None or self._shard.config.offload:\n"
-        "                attach_gradient(parameter, fresh)",
+        "            if parameter.grad is None or parameter.grad.is_sparse:",
+        "            if parameter.grad is None or self._shard.config.offload:",
     ),
     "#98494: unsynced gradients are lost with offload": Injection(
         "gradients.py",

@@ -314,7 +314,7 @@ def test_a_parameter_that_outlives_its_model_has_gradients_of_its_own(world, fro
         del model
         gc.collect()
         for parameter in parameters:
-            torch.autograd.backward((3 * parameter).sum())  # no engine knows of it any more
+            torch.autograd.backward((3 * parameter).sum())  # the model is gone: no engine has a part in it
             assert (local_part(parameter.grad) == 3).all()
 
     run_subtests({"front": [*WHOLE, *FREED]}, claim)

@@ -401,7 +401,7 @@ def test_saved_buffers_are_what_was_computed_with(world, engine, shard, batch, s
     original = weakref.ref(bare[0].shift)
     model = shard(bare, strategy, precision=MIXED)
     model(batch())
-    assert original() is None or original() is bare[0].shift  # nobody keeps both
+    assert original() is None or original() is bare[0].shift  # nothing keeps both
     saved, third = engine.full_state(model), torch.full((8,), 1 / 3, dtype=F16, device=world.device)
     assert torch.equal(saved["0.shift"], third.float())
     assert torch.equal(saved["1.shift"], third.double())
