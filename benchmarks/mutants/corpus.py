@@ -87,13 +87,14 @@ CORPUS = {
     ),
     "#73784: offload replaces the first gradient": Injection(
         "gradients.py",
-        "            if parameter.grad is None or parameter.grad.is_sparse:",
-        "            if parameter.grad is None or self._shard.config.offload:",
+        "            if (gradient := _dense_gradient(parameter)) is None:",
+        "            if (gradient := _dense_gradient(parameter)) is None or self._shard.config.offload:",
     ),
     "#98494: unsynced gradients are lost with offload": Injection(
         "gradients.py",
-        "            if parameter.grad is not None:\n                full[span] +=",
-        "            if parameter.grad is not None and not self._shard.config.offload:\n"
+        "            if (gradient := _dense_gradient(parameter)) is not None:\n                full[span] +=",
+        "            gradient = _dense_gradient(parameter)\n"
+        "            if gradient is not None and not self._shard.config.offload:\n"
         "                full[span] +=",
     ),
     "DeepSpeed#7985: microbatches leak into the next step": Injection(

@@ -330,8 +330,8 @@ class VisibleGradients(Gradients):
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
         flat = torch.zeros(numel, dtype=dtype, device=shard.device)
         for parameter, span in self._spans(full=self._unsynced):
-            if parameter.grad is not None:
-                flat[span] = parameter.grad.reshape(-1).to(flat.device)
+            if (gradient := _dense_gradient(parameter)) is not None:
+                flat[span] = gradient.reshape(-1).to(flat.device)
         full = flat if self._unsynced else shard.gather(flat)
         return [view if num else None for view, num in zip(shard.layout.views(full), presence, strict=True)]
 
@@ -372,10 +372,10 @@ class VisibleGradients(Gradients):
         reduced = reduced.to(self._shard.flat.device)
         for parameter, span in self._spans(full=False):
             fresh = reduced[span].view_as(parameter)
-            if parameter.grad is None or parameter.grad.is_sparse:  # what `Arrivals` left of it
+            if (gradient := _dense_gradient(parameter)) is None:
                 attach_gradient(parameter, fresh)
             else:
-                parameter.grad.add_(fresh)
+                gradient.add_(fresh)
             for hook in tuple((gradient_hooks(parameter) or {}).values()):
                 hook(parameter)
 
@@ -394,8 +394,8 @@ class VisibleGradients(Gradients):
         for parameter, span in self._spans(full=True):
             if self._was_zeroed(parameter.grad):
                 self._synced.pop(parameter, None)
-            if parameter.grad is not None:
-                full[span] += parameter.grad.reshape(-1).to(full.device)
+            if (gradient := _dense_gradient(parameter)) is not None:
+                full[span] += gradient.reshape(-1).to(full.device)
             attach_gradient(parameter, self._synced.get(parameter))
         self._unsynced, self._synced = False, {}
 
@@ -417,3 +417,9 @@ class VisibleGradients(Gradients):
                     yield param.parameter, span
         elif shard.flat.requires_grad:
             yield shard.flat, slice(0, layout.numel if full else layout.shard_numel)
+
+
+def _dense_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the visible gradient, unless it is the sparse zeros that `Arrivals` leaves of one it catches."""
+    gradient = parameter.grad
+    return None if gradient is None or gradient.is_sparse else gradient

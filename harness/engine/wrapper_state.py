@@ -209,7 +209,7 @@ class WrapperState(nn.Module):
         """Give `state` the names of the wrapped module, and its parameters memory to load into."""
         refuse_when_busy([self._unit], "load_state_dict")
         self._refuse_rank0_only(state)
-        for name in list(state):  # which torch has reduced to those below `prefix`
+        for name in [name for name in state if name.startswith(prefix)]:
             state[f"{prefix}{INNER}.{name[len(prefix) :]}"] = state.pop(name)
         group = self._unit.group
         if not self._is_local:

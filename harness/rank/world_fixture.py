@@ -65,7 +65,6 @@ class RankWorld:
     @property
     def group(self) -> dist.ProcessGroup:
         """The default process group. Read it when you need it: a repaired world has a new one."""
-        self._refuse_if_left()
         group = dist.group.WORLD
         if group is None and not self._starts_with_group:
             raise RuntimeError(
@@ -107,7 +106,7 @@ class RankWorld:
         Raises:
             ValueError: the shape does not have as many places as the world has ranks, or not every host has
                 equally many.
-            RuntimeError: the ranks have left this world by `rebuild`.
+            RuntimeError: ranks of this world have died, and the others have left it by `rebuild`.
         """
         self._refuse_if_left()
         if not shape and names is not None and len(names) == 2 and names[0] == "hosts":
@@ -124,8 +123,8 @@ class RankWorld:
         """Leave the default process group, and meet the ranks that are left in a new one.
 
         All ranks that live call it, after others have died as `faults.expect` says. Groups and meshes of
-        before are gone. The fixture `world` keeps its numbers, and refuses to communicate; no other test gets
-        these ranks.
+        before are gone. The fixture `world` keeps its numbers; where ranks have died, `gather`, `assert_same`
+        and `mesh` of it raise. No other test gets these ranks.
 
         Returns:
             the new world, whose ranks are numbered from 0, in the order of before.
@@ -149,14 +148,14 @@ class RankWorld:
         world.old_ranks = self._regroup()
         world.rank, world.size = world.old_ranks.index(self._number), len(world.old_ranks)
         world.local_rank, world.local_size = world.rank, world.size
-        world._was_left, self._was_left = False, True
+        world._was_left, self._was_left = False, world.size != self.size
         return world
 
     def _refuse_if_left(self) -> None:
         if self._was_left:
             raise RuntimeError(
-                "the ranks have left this world: use the one that rebuild() returned, "
-                "`world = world.rebuild()`"
+                f"{self.size} ranks were in this world, and the others have left it: use the world that "
+                "rebuild() returned, `new = world.rebuild()`"
             )
 
     def barrier(self) -> None:
@@ -167,7 +166,12 @@ class RankWorld:
             dist.barrier(self.group)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order, on every rank. A value must be picklable."""
+        """Return the values of all ranks, in rank order, on every rank. A value must be picklable.
+
+        Raises:
+            RuntimeError: ranks of this world have died, and the others have left it by `rebuild`.
+        """
+        self._refuse_if_left()
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, self.group)
         return values  # type: ignore[return-value]

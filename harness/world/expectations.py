@@ -29,6 +29,8 @@ class Expectations:
         self._inside: dict[int, list[Expects]] = defaultdict(list)
         """By rank, the contexts that it is inside of, or died in; the innermost last."""
         self._deaths: dict[int, Happened] = {}
+        self._outside: set[int] = set()
+        """The ranks that died outside of any context that expects it."""
         self._missed: list[str] = []
         self._causes: dict[int, str] = {}
         self._since = 0.0
@@ -84,6 +86,8 @@ class Expectations:
         at = outcome.struck[-1].at if outcome.struck else died.at
         self._deaths[rank] = Happened(rank, sentence, at)
         outcome.is_expected = any(each.text in sentence for each in self._inside[rank])
+        if not outcome.is_expected:
+            self._outside.add(rank)
 
     def culprits(self, found: Diagnosis, pending: set[int]) -> set[int]:
         """Return the ranks to end, so that others can go on, of a standstill that the test expects.
@@ -114,5 +118,5 @@ class Expectations:
         return tuple(self._describe(text) for text in dict.fromkeys([*self._missed, *still_open]))
 
     def _describe(self, text: str) -> str:
-        outside = [death.rank for death in self._deaths.values() if text in death.text]
+        outside = [rank for rank in self._outside if text in self._deaths[rank].text]
         return f'"{text}"' + (f"; {named(outside)} died outside of the block" if outside else "")

@@ -150,7 +150,8 @@ class ItemRun:
         outcomes = tuple(self._outcomes)
         found, cases = self._diagnosis, self._diagnoses
         expected = self._expectations if "_expectations" in vars(self) else None
-        missed, is_lost = (expected.missed(), expected.has_lost()) if expected else ((), False)
+        missed = expected.missed() if expected else ()
+        is_lost = expected is not None and not missed and expected.has_lost() and self._can_be_rebuilt()
         stage = self.order.stage
         outcome = ItemOutcome(
             outcomes, self._timeout, timed_out, seconds, found, cases, fake, stage, missed, is_lost
@@ -159,6 +160,10 @@ class ItemRun:
             self.following = self._next
             self.following._begun = now
         return outcome
+
+    def _can_be_rebuilt(self) -> bool:
+        first = self._handles[0]
+        return first.spec.key.has_group and all(handle.host == first.host for handle in self._handles)
 
     def _pending(self) -> set[int]:
         return {outcome.rank for outcome in self._outcomes if outcome.fate is None}

@@ -152,7 +152,7 @@ class ItemOutcome:
     missed: tuple[str, ...] = ()
     """The faults that the test expected, in quotes, and the controller has not seen in their blocks."""
     needs_rebuild: bool = False
-    """Whether a rank was lost, as the test expected, and `world.rebuild()` was not called since."""
+    """Whether a rank was lost, as the test expected, and `world.rebuild()` could follow and has not."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What to say of the first divergence, by case of `run_subtests`; "" stands for the test itself."""
 

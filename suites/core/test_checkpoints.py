@@ -122,7 +122,7 @@ def test_sharded_state_lies_on_the_mesh_that_was_given(world, engine, states, ru
             nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(world.device),
             device_mesh=mesh,
             sharding_strategy=strategy,
-            auto_wrap_policy=front.CustomPolicy(lambda module: module.in_features == 4),
+            auto_wrap_policy=front.CustomPolicy(lambda module: getattr(module, "in_features", 0) == 4),
             device_id=world.device,
         )
         optimizer = engine.optimizer(model, adamw)
@@ -341,14 +341,17 @@ def test_state_of_a_rank_alone_may_be_that_of_a_group(world, engine, states):
     dist.destroy_process_group(own)
 
 
+@pytest.mark.inside
 @pytest.mark.ranks(2)
 def test_state_of_rank_zero_is_sent_tensor_by_tensor(world, engine, states):
+    """No message is larger than the largest tensor: rank 0 does not make one of all of them."""
     training = Training(engine, world, 1)
     state = states.optimizer(*training.both, rank0=True)
     with CollectivesLog() as log:
         states.load_optimizer(*training.both, state, rank0=True)
-    sent = [entry.nbytes for entry in log if entry.op == "broadcast" and entry.dtype == torch.float32]
-    assert sent.count(5 * 8 * 4) == 2  # the two moments of the weight of the first layer
+    saved = [each["exp_avg"].nbytes for each in state["state"].values()] if world.rank == 0 else [0]
+    sent = max(entry.nbytes for entry in log if entry.dtype == torch.float32)
+    assert 0 < sent <= max(world.gather(max(saved)))
 
 
 class Strange(torch.optim.SGD):

@@ -67,3 +67,13 @@ def test_values_survive_every_way_to_resharding_and_back(world, make):
         lead_to(group, state)
         group.unshard()
         assert all(map(torch.equal, group.leaves, values)), state
+
+
+def test_what_is_freed_is_nan_to_a_late_reader(world, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_ENGINE_DEBUG", "1")
+    bare, seen = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 2))), []
+    bare[0].module.register_forward_hook(lambda layer, *_: seen.append(layer.weight.detach()))
+    model = FullyShardedDataParallel(bare)
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    assert seen[0].isnan().all()

@@ -318,11 +318,16 @@ class TestReplicateMixedPrecisionCasts:
         bare = nn.BatchNorm1d(8).to(world.device)
         bare.weight.data, bare.bias.data = bare.weight.data.to(BF16), bare.bias.data.to(BF16)
         x = fresh_input(world, 4, 8).to(BF16)
-        with pytest.raises(RuntimeError) if world.device.type == "cpu" else nullcontext():
-            copy.deepcopy(bare)(x)
+
+        def outcome(model):
+            try:
+                return str(model(x).dtype)
+            except RuntimeError as error:  # of torch's kernel for CPUs
+                return str(error)
+
+        expected = outcome(copy.deepcopy(bare))
         self.apply(engine, bare, reduce_dtype=BF16)
-        with pytest.raises(RuntimeError) if world.device.type == "cpu" else nullcontext():
-            bare(x)
+        assert outcome(bare) == expected
 
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
     def test_an_embedding_in_low_precision_among_layers_in_fp32(self, world, engine, dtype):

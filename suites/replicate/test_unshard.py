@@ -65,7 +65,7 @@ def test_state_dicts_are_of_shards_while_parameters_are_unsharded(world, front):
     assert_named_close(front.full_parameters(model), expected, EXACT)
 
 
-def test_what_was_unsharded_by_hand_stays_so_where_a_forward_skips_it(world, front, step):
+def test_what_was_unsharded_by_hand_stays_so_where_a_forward_skips_it(world, front):
     class Skipping(NestedWrappedModule):
         def forward(self, x):
             return self.module[3](self.module[0](x))

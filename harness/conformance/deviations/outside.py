@@ -232,6 +232,7 @@ FSDP1: tuple[Deviation, ...] = (
         cases=("*",),
         why=_SPARSE,
     ),
+    Deviation(claims=("core/test_outside.py::test_a_sparse_gradient_follows_*",), why=_SPARSE),
     Deviation(
         claims=("core/test_outside.py::test_a_parameter_that_is_saved_alone_*",),
         cases=("front=FULL_SHARD-flat",),
@@ -273,11 +274,6 @@ FSDP2: tuple[Deviation, ...] = (
         claims=("core/test_outside.py::test_a_whole_weight_that_the_loss_alone_reads_*[head_in_the_loss]",),
         cases=("*",),
         why=_NOT_REDUCED,
-    ),
-    Deviation(
-        claims=("core/test_outside.py::test_the_loss_may_have_a_sparse_gradient_*[without_its_unit]",),
-        cases=("*",),
-        why=_MIXED,
     ),
     Deviation(
         claims=(

@@ -40,11 +40,6 @@ AMP_SCALER: tuple[Deviation, ...] = (
 # FSDP1 and FSDP2
 FSDPS: tuple[Deviation, ...] = (
     Deviation(
-        claims=("core/test_states.py::test_what_is_freed_is_nan_to_a_late_reader*",),
-        why="to read memory that was freed ends the process",
-        run=False,
-    ),
-    Deviation(
         claims=("core/test_states.py::test_ranks_that_shard_different_models_are_refused*",),
         why="what ranks shard is not compared",
     ),

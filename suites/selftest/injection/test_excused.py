@@ -35,7 +35,16 @@ def test_a_death_outside_of_it_fails(excused: Run, name: str) -> None:
 
 def test_a_rank_that_had_not_entered_is_named(excused: Run) -> None:
     expected = 'expected by the test, and not seen: "rank 1 of 3 died"; rank 1 died outside of the block'
-    assert expected in failure(excused, "test_death_before_it")
+    text = failure(excused, "test_death_before_it")
+    assert expected in text
+    assert "no world.rebuild()" not in text
+
+
+@pytest.mark.parametrize("name", ["test_nothing_in_the_second", "test_an_error_in_the_second"])
+def test_a_death_that_an_earlier_block_expected_is_not_outside_of_one(excused: Run, name: str) -> None:
+    text = failure(excused, name)
+    assert "outside of the block" not in text
+    assert "no world.rebuild()" not in text
 
 
 def test_a_death_in_teardown_fails(excused: Run) -> None:
