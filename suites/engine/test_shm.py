@@ -136,11 +136,12 @@ def test_a_group_of_gloo_offers_no_memory(world, gloo):
 
 
 def test_memory_of_a_step_is_used_again_in_the_next(world):
+    """How many buffers are used at a time depends on how far ranks are apart; a leak grows by the step."""
     model = wrapped(dist.group.WORLD, torch.bfloat16, ShardingStrategy.FULL_SHARD)
     group, sizes = dist.group.WORLD, []
-    for _ in range(6):
+    for _ in range(10):
         trained(model, world, torch.bfloat16)
         gc.collect()
         dist.barrier()
         sizes.append(group._channel.arena.nbytes)
-    assert sizes[2] == sizes[-1]
+    assert len(set(sizes)) <= 4
