@@ -320,6 +320,9 @@ class ItemRun:
                 self._answers[rank] = self._handles[rank].describe_silent()
                 self._note_place(rank, self._answers[rank])
         self._let_look(pending)
+        for rank in pending & self._answers.keys():
+            if self._answers[rank].state == "idle":
+                del self._answers[rank]  # it has not begun this item: it would have sent the end of it before
         found = None
         if pending & self._answers.keys() and not self._has_lost():
             found = diagnose(self._answers, self._size(), self._timeout)

@@ -7,16 +7,19 @@ import multiprocessing
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 from harness.launch.processes import RankProcess
 from harness.protocol import (
+    DEFAULT_GROUP,
     AbortGroup,
     Collecting,
     Finished,
     FlightRecord,
+    Issued,
     Probe,
     RankStatus,
     Reported,
@@ -222,3 +225,29 @@ def test_a_rank_that_is_slow_to_answer_after_a_failure_reports_its_own() -> None
     outcome = run.finish()
     assert outcome.ranks[1].fate == Finished(False, 0, 0)
     assert slow.sent == [Probe(full=True)] * 2
+
+
+class AnsweringRank(LateRank):
+    """A rank that answers each probe with the next of its answers, and then ends the test."""
+
+    answers: Iterator[RankStatus]
+
+    def send(self, message: Any) -> None:
+        super(LateRank, self).send(message)
+        self.own.send((next(self.answers, Finished(True, 0, 0)),))
+
+
+def test_a_rank_that_has_not_begun_does_not_count_as_one_that_has_ended(monkeypatch: Any) -> None:
+    """It may be busy with the end of the test before, or with the import of the file."""
+    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.05)
+    begun = Issued(DEFAULT_GROUP, (), 1, "all_gather", ("float",), ((3,),), in_flight=True)
+    waits, idle = RankStatus("", "", state="runs", issued=(begun,)), RankStatus("", "", state="idle")
+    ranks = [AnsweringRank(*multiprocessing.Pipe()) for _ in range(2)]
+    for rank, answer in zip(ranks, (waits, idle), strict=True):
+        rank.answers = iter([answer] * 5)
+    ranks[1].rank = 1
+    run = ItemRun(ORDER, 30)
+    run.begin(ranks)
+    outcome = run.finish()
+    assert outcome.diagnosis is None
+    assert [rank.fate for rank in outcome.ranks] == [Finished(True, 0, 0)] * 2
