@@ -136,7 +136,7 @@ def test_a_group_of_gloo_offers_no_memory(world, gloo):
 
 
 def test_memory_of_a_step_is_used_again_in_the_next(world):
-    """How many buffers are used at a time depends on how far ranks are apart; a leak grows by the step."""
+    """A leak grows with each step; how many buffers are used at a time depends on how far ranks are apart."""
     model = wrapped(dist.group.WORLD, torch.bfloat16, ShardingStrategy.FULL_SHARD)
     group, sizes = dist.group.WORLD, []
     for _ in range(10):
