@@ -219,7 +219,8 @@ class ParamGroup:
         with outside_transforms():
             if self._pinned is None or self._pinned != self.shard.versions:
                 self.reshard()
-            self.gradients.drop_started()
+            if self.gradients.started:
+                self.gradients.drop_started()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
