@@ -92,8 +92,7 @@ CORPUS = {
     ),
     "#98494: unsynced gradients are lost with offload": Injection(
         "gradients.py",
-        "            if (gradient := _dense_gradient(parameter)) is not None:\n                full[span] +=",
-        "            gradient = _dense_gradient(parameter)\n"
+        "            if gradient is not None:\n                full[span] +=",
         "            if gradient is not None and not self._shard.config.offload:\n"
         "                full[span] +=",
     ),

@@ -392,9 +392,10 @@ class VisibleGradients(Gradients):
         if not self._unsynced:
             return
         for parameter, span in self._spans(full=True):
-            if self._was_zeroed(parameter.grad):
+            gradient = _dense_gradient(parameter)
+            if self._was_zeroed(gradient):
                 self._synced.pop(parameter, None)
-            if (gradient := _dense_gradient(parameter)) is not None:
+            if gradient is not None:
                 full[span] += gradient.reshape(-1).to(full.device)
             attach_gradient(parameter, self._synced.get(parameter))
         self._unsynced, self._synced = False, {}

@@ -208,7 +208,7 @@ class WrapperState(nn.Module):
     def _before_load(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: Any) -> None:
         """Give `state` the names of the wrapped module, and its parameters memory to load into."""
         refuse_when_busy([self._unit], "load_state_dict")
-        self._refuse_rank0_only(state)
+        self._refuse_rank0_only(state, prefix)
         for name in [name for name in state if name.startswith(prefix)]:
             state[f"{prefix}{INNER}.{name[len(prefix) :]}"] = state.pop(name)
         group = self._unit.group
@@ -282,12 +282,12 @@ class WrapperState(nn.Module):
             views = [view.cpu() for view in views]
         return replaced_parameters(group.shard, views)
 
-    def _refuse_rank0_only(self, state: dict[str, Any]) -> None:
+    def _refuse_rank0_only(self, state: dict[str, Any], prefix: str) -> None:
         """Raise RuntimeError on all ranks if some of them, but not all, have nothing to load."""
         group = self._unit.group
         if not self._state_settings.rank0_only or not group:
             return
-        lacking = not state
+        lacking = not any(name.startswith(prefix) for name in state)
         mesh = group.config.mesh
         count = collectives.total(torch.tensor(float(lacking), device=group.shard.device), mesh.groups)
         if 0 < count < mesh.size:
@@ -302,7 +302,7 @@ class WrapperState(nn.Module):
         modules = self.module.named_modules(remove_duplicate=False)
         below = tuple(f"{name}." for name, module in modules if INNER in module._modules)
         for name, value in state.items():
-            own = not name.removeprefix(prefix).startswith(below)
+            own = name.startswith(prefix) and not name.removeprefix(prefix).startswith(below)
             if own and isinstance(value, DTensor):
                 state[name] = full_tensor(value, name.replace(f"{INNER}.", ""))
 
