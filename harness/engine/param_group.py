@@ -186,12 +186,11 @@ class ParamGroup:
         The ranks of `axis`, which are neighbours on the shard axis, have all of them.
         """
         if (after := self._after("reshard_to")) and self.full:
-            with outside_transforms():
-                shards = torch.empty_like(self.full.buffer)
-                copy_in(self.shard.layout.views(self.full.buffer), shards, self.shard.layout)
-                part = shards.view(axis.size, -1)[axis.rank].clone()
-                self.reshard()
-                self._part = (part, axis)
+            shards = torch.empty_like(self.full.buffer)
+            copy_in(self.shard.layout.views(self.full.buffer), shards, self.shard.layout)
+            part = shards.view(axis.size, -1)[axis.rank].clone()
+            self.reshard()
+            self._part = (part, axis)
             self.state = after
 
     def pin(self) -> None:

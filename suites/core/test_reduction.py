@@ -1,5 +1,6 @@
 """Reduction of gradients: the exact mean over ranks, in the configured dtype."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -126,3 +127,34 @@ def test_a_function_may_withhold_a_gradient(world, front):
         found = front.full_gradients(model)
         assert found["bias"].tolist() == [2.0 * number] * 4
         assert found["weight"] is None or not found["weight"].any()
+
+
+def test_a_backward_holds_the_buffers_of_one_reduction(monkeypatch, world, engine, shard):
+    """As a gradient arrives at the first layer, however many layers there are: their own gradients apart."""
+    # It would fill the memory with NaN and hold it.
+    monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
+    full = 64 * 64 * F32.itemsize
+
+    def held():
+        """Return the bytes of all tensors that Python knows of."""
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+        storages = [each.untyped_storage() for each in tensors if each.device == world.device]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def buffers(depth):
+        bare = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
+        bare.units = tuple(map(str, range(depth)))
+        model, found = shard(bare.to(world.device)), []
+        for _ in range(2):  # the second step has what the first one may have left
+            x = torch.ones(1, 64, device=world.device, requires_grad=True)
+            before = held()
+            x.register_hook(lambda _: found.append(held()))
+            engine.backward(model, model(x).sum())
+            model.zero_grad()
+        return found[-1] - before - depth * full // world.size
+
+    few, many = buffers(4), buffers(8)
+    slack = full // 16  # of activations
+    assert many - few < slack
+    # The sum of gloo is made of the pieces of all ranks, which are received first.
+    assert few < (2 if "gloo" in world.backend else 1.5) * full + slack

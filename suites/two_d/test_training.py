@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.assertions import assert_named_close, assert_sharded_parity
 from lockstep.conformance.models import TensorParallelModel
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -73,6 +74,23 @@ def test_replicas_train_as_the_unsharded_model(world, grid, replicate, shape, pl
     reference, axes = bare(world), grid(*shape)
     model = copy.deepcopy(reference).parallelize(axes.tensor, plan)
     train(axes, reference, replicate.shard(model, mesh=axes.data))
+
+
+@PLANS
+@pytest.mark.ranks(2)
+def test_a_forward_sends_no_more_over_the_tensor_axis_than_unsharded(world, grid, fully_shard, plan):
+    """The data axis has one rank, so all that two ranks send is of tensor parallelism."""
+    axes = grid(1, 2)
+    batch = TensorParallelModel.batch(torch.Generator().manual_seed(0)).to(world.device)
+    sent = []
+    for sharded in (False, True):
+        model = bare(world).parallelize(axes.tensor, plan)
+        if sharded:
+            fully_shard.shard(model, mesh=axes.data)
+        with CollectivesLog() as log:
+            model(batch)
+        sent.append([(each.op, each.nbytes) for each in log if each.group_size == 2])
+    assert sent[1] == sent[0] != []
 
 
 @pytest.mark.parametrize("reshard", [False, True])
