@@ -191,8 +191,6 @@ def start_mean(
 def start_inside(full: Tensor, mesh: MeshInfo, pool: BufferPool, sum_: Sum) -> Finish:
     """Do the half of `start_mean` that is inside the shard axis; the result has the dtype of `full`."""
     assert mesh.shard is not None
-    if not full.numel():
-        return lambda: full
     with _labelled(REDUCE):
         usage = sum_.usage and sum_.usage.sent_on()
         return _start_reduce_scatter(full, mesh.shard, Sum(sum_.over(mesh), usage=usage), full.dtype, pool)

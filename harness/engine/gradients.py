@@ -48,11 +48,8 @@ class Gradients(ABC):
         return list(self._shown().values())
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        """Remove the visible gradients from their parameters and return them converted."""
-        converted = {parameter: fn(gradient) for parameter, gradient in self._shown().items()}
-        for parameter in converted:
-            parameter.grad = None
-        return converted
+        """Return the visible gradients converted, for `restore` to put in the place of those."""
+        return {parameter: fn(gradient) for parameter, gradient in self._shown().items()}
 
     @abstractmethod
     def accumulate(self, full: UnshardedParams) -> None:

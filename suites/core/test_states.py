@@ -230,6 +230,16 @@ def test_full_parameters_give_their_memory_back(
 
 
 @pytest.mark.inside
+def test_what_is_kept_of_full_parameters_is_empty_or_nan(world, engine, shard, batch):
+    """Once they are resharded: NaN of an engine that holds the memory, to show who reads it."""
+    bare = NestedWrappedModule().to(world.device)
+    model, kept = shard(bare), []
+    bare.module[0].register_forward_pre_hook(lambda layer, _: kept.append(layer.weight.detach()))
+    model(batch())
+    assert kept[0].untyped_storage().nbytes() == 0 or kept[0].isnan().all()
+
+
+@pytest.mark.inside
 def test_visible_parameters_are_sharded_outside_forward(
     world, engine, batch, watch, strategy, use_orig_params
 ):

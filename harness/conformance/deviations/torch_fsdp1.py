@@ -178,6 +178,7 @@ CORE: tuple[Deviation, ...] = (
             "core/test_states.py::test_forward_gathers_a_group_for_its_own_modules_only[FULL_SHARD-*",
             "core/test_states.py::test_groups_show_dtypes_and_bytes_at_every_moment[FULL_SHARD-no_offload-*",
             "core/test_states.py::test_full_parameters_give_their_memory_back[*-FULL_SHARD-0]",
+            "core/test_states.py::test_what_is_kept_of_full_parameters_is_empty_or_nan",
             "core/test_states.py::test_a_unit_frees_after_forward_whatever_its_output*[FULL_SHARD-*",
         ),
         why=_ROOT,
