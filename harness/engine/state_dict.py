@@ -173,7 +173,7 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
 
 def _write_gradients_back(group: ParamGroup) -> None:
     shown = (param.refs[0].read() for param in group.shard.params)
-    _visible(group).write_back([value.grad if isinstance(value, Tensor) else None for value in shown])
+    _visible(group).write_back([getattr(value, "grad", None) for value in shown])
 
 
 def _presence(groups: Iterable[ParamGroup]) -> dict[ParamGroup, list[float]]:

@@ -218,6 +218,29 @@ def test_ranks_may_give_the_optimizer_parameters_in_other_orders(world, engine, 
     assert_named_close(states.values(*resumed.both), expected, EXACT)
 
 
+@pytest.mark.inside
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_what_an_optimizer_does_not_have_is_passed_by(world, engine, states, kind):
+    """Where no param groups say whose it is."""
+
+    def some(parameters):
+        return adamw(list(parameters)[:3])
+
+    spec = {"use_orig_params": True}
+    trained, part = (Training(engine, world, 1, make=make, **spec) for make in (adamw, some))
+    with states.of_kind(trained.model, kind):
+        given = {"state": trained.optimizer.state_dict()["state"]}
+        saved = states.static.optim_state_dict(*trained.both, given)
+    with states.of_kind(part.model, kind), CollectivesLog() as log:
+        loaded = states.static.optim_state_dict_to_load(*part.both, saved)
+    own = part.optimizer.state_dict()["state"]
+    for number, one in loaded["state"].items():
+        assert_named_close(one, own[number], EXACT)
+    assert len(saved["state"]) > len(loaded["state"]) == len(own)
+    assert len(log) <= (2 * 3 if kind == "SHARDED" else 0)
+
+
 # What an optimizer keeps, and where
 
 
@@ -355,12 +378,12 @@ def test_state_of_rank_zero_is_sent_tensor_by_tensor(world, engine, states):
 
 
 class Strange(torch.optim.SGD):
-    """Keeps nothing, a number, a 0-dim tensor and one of the parameter's shape."""
+    """Keeps nothing, a number, a 0-dim part of a tensor and a tensor of the parameter's shape."""
 
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                values = {"nothing": None, "number": 3, "single": torch.tensor(2.5)}
+                values = {"nothing": None, "number": 3, "single": torch.full((9,), 2.5)[0]}
                 self.state[parameter] = values | {"like": parameter.grad.clone()}
 
 
@@ -373,6 +396,7 @@ def test_state_of_any_type_is_kept(world, engine, states, use_orig_params, kind,
         one = state["state"][name]
         assert list(one) == ["nothing", "number", "single", "like"]
         assert [one["nothing"], one["number"], one["single"].item()] == [None, 3, 2.5]
+        assert one["single"].untyped_storage().nbytes() == 4  # not that of what it is a part of
     before = copy.deepcopy(training.optimizer.state_dict()["state"])
     training.optimizer.state.clear()
     states.load_optimizer(*training.both, {} if rank0 and world.rank else state, kind, rank0)
@@ -510,7 +534,22 @@ def test_ranks_that_keep_no_state_see_no_parameters_for_it(world, engine, states
 
 
 class Noted(nn.Linear):
-    """A layer with state of another kind."""
+    """A layer with state of another kind, and with a buffer that is saved as a number."""
+
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.register_buffer("count", torch.ones(()))
+        self.register_state_dict_post_hook(self.save_count)
+        self.register_load_state_dict_pre_hook(self.load_count)
+
+    @staticmethod
+    def save_count(module, state, prefix, _):
+        if f"{prefix}count" in state:
+            state[f"{prefix}count"] = state[f"{prefix}count"].item()
+
+    @staticmethod
+    def load_count(module, state, prefix, *_):
+        state[f"{prefix}count"] = torch.tensor(state[f"{prefix}count"])
 
     def get_extra_state(self):
         return {"note": 1}
@@ -524,8 +563,10 @@ def test_state_of_another_kind_stays_as_it_is(world, engine, states):
     model = engine.shard(Noted(2, 2).to(world.device), ShardSpec(device=world.device))
     found = states.model(model, rank0=True).get("_extra_state")
     assert found == (None if world.rank else {"note": 1})
-    states.load_model(model, states.model(model))
-    assert model.state == {"note": 1}
+    saved = states.model(model)
+    assert saved["count"] == 1
+    states.load_model(model, saved | {"count": 2})
+    assert (model.state, model.count.item()) == ({"note": 1}, 2.0)
 
 
 def test_local_state_is_the_live_shard(world, engine, states, use_orig_params):

@@ -266,6 +266,9 @@ def test_full_parameters_are_left_alone_while_they_are_shown(engine, at_hand, ru
         model = at_hand.wrap()
         before, state = engine.full_parameters(model), copy.deepcopy(model.state_dict())
         with at_hand.wrapper.summon_full_params(model):
+            with torch.no_grad():
+                model.module.bias.add_(1)
+            before["bias"] += 1
             with pytest.raises((RuntimeError, AssertionError)):
                 INSIDE[what](at_hand, model, state)
             # Full state consists of what is shown.

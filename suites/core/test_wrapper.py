@@ -224,6 +224,17 @@ def test_full_parameters_are_gathered_and_nothing_else_is_sent(engine, wrapper_f
     assert (len(traffic.gathers + traffic.others), traffic.reductions) == (3, ())
 
 
+def test_a_conversion_reaches_all_that_a_unit_contains(world, engine, wrapper_front, wrap):
+    bare = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).to(world.device)
+    policy = wrapper_front.CustomPolicy(lambda module: module is bare[0])
+    model = wrap(bare, auto_wrap_policy=policy, ignored_modules=[bare[2]]).double()
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float64}
+    loss = model(torch.ones(3, 4, dtype=torch.float64, device=world.device)).sum()
+    engine.backward(model, loss)
+    assert {gradient.dtype for gradient in engine.full_gradients(model).values()} == {torch.float64}
+
+
 def test_gradients_are_shown_on_the_cpu_as_well(world, engine, wrapper_front, wrap):
     bare = nn.Linear(4, 2, bias=False)
     bare.idle = nn.Parameter(torch.ones(3))
