@@ -54,6 +54,15 @@ def test_a_gradient_of_negative_zeros_is_that_of_a_parameter_that_was_used(world
     assert gradients(model) == {"first": 0.0, "second": None, "third": 0.0}
 
 
+def test_negative_zeros_of_one_of_two_microbatches_are_a_gradient(world, front):
+    model, zero = front.shard(Three()), torch.tensor(-0.0, device=world.device)
+    model.set_requires_gradient_sync(False)
+    model(zero, "first").backward()
+    model.set_requires_gradient_sync(True)
+    model(zero, "third").backward()
+    assert gradients(model) == {"first": 0.0, "second": None, "third": 0.0}
+
+
 def test_a_parameter_that_no_rank_used_differs_from_one_without_elements(world, front):
     bare = Three()
     bare.first = KnownGradient(0, 2)
