@@ -130,7 +130,6 @@ class FSDPModule(nn.Module):
         for unit in self._composed_unit.root_state.units:
             if unit.group:
                 unit.group.reshard()
-                unit.group.reset()
                 unit.group.gradients.drop_accumulated()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
