@@ -252,8 +252,8 @@ class WrapperState(nn.Module):
         if group := self._unit.group:
             if group.state is GroupState.SUMMONED:
                 group.end_summon(writeback=False)
-            elif self._is_local:
-                ParamRef(self, FLAT).clear()
+            else:
+                ParamRef(self, FLAT).clear()  # put there to load a local state
                 group.shard.show()
 
     def _is_destination(self) -> bool:

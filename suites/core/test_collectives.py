@@ -311,3 +311,64 @@ def test_the_next_group_is_gathered_before_or_after_gradients(
     engine.backward(model, model(batch()).sum())
     assert bare.counts == counts, collectives
     assert bare.count() == 2
+
+
+class Layers(nn.Sequential):
+    """Linear layers, of which `order` lists those that run; each counts gathers as it begins."""
+
+    units = ("0", "1", "2", "3")
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(8, 8) for _ in range(4)))
+        self.order, self.count, self.counts = range(4), None, []
+        for layer in self:
+            layer.register_forward_pre_hook(lambda *_: self.counts.append(self.count()))
+
+    def forward(self, x):
+        for index in self.order:
+            x = self[index](x)
+        return x
+
+
+@pytest.fixture
+def ahead(engine, shard, batch, collectives):
+    """Return the gathers by the beginning of each layer, for each of some orders: `ahead(*orders)`."""
+
+    def ahead(*orders):
+        bare, found = Layers(), []
+        model = shard(bare, forward_prefetch=True)
+        bare.count = lambda: len(gathers(engine, collectives, in_backward=False))
+        for bare.order in orders:
+            before, bare.counts = bare.count(), []
+            engine.backward(model, model(batch()).sum())
+            found.append([count - before for count in (*bare.counts, bare.count())])
+        return found
+
+    return ahead
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.inside
+def test_one_group_is_gathered_ahead_in_forward_once_the_order_is_known(ahead):
+    assert ahead(range(4), range(4), range(4)) == [[1, 2, 3, 4, 4], *[[2, 3, 4, 4, 4]] * 2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.inside
+def test_what_is_gathered_ahead_follows_the_order_of_the_forward_before(ahead):
+    orders = [range(4), (3, 0, 2), (3, 0, 2), (1, 2)]
+    assert ahead(*orders) == [[1, 2, 3, 4, 4], [1, 2, 3, 3], [2, 3, 3, 3], [1, 2, 2]]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.inside
+@OF_ALL
+def test_a_conversion_leaves_no_hooks_behind(front, batch):
+    def hooks():
+        front.backward(model, model(batch()).sum())
+        return [len(parameter._backward_hooks or ()) for parameter in model.parameters()]
+
+    model = front.shard(nn.Linear(8, 8))
+    before = hooks()
+    model.double().float()
+    assert hooks() == before

@@ -368,6 +368,16 @@ def test_a_mesh_of_two_axes_replicates_along_the_first(world, engine, wrapper_fr
     assert engine.full_gradients(model)["0.weight"].tolist() == [[5.0] * 4] * 2
 
 
+def test_without_a_device_arguments_stay_where_they_are(world, wrapper_front):
+    class Like(nn.Linear):
+        def forward(self, x, like):
+            return super().forward(x).expand_as(like), like
+
+    model = wrapper_front.FullyShardedDataParallel(Like(2, 2).to(world.device))
+    found, like = model(torch.ones(1, 2, device=world.device), torch.empty(3, 2, device="meta"))
+    assert (found.shape, like.is_meta) == ((3, 2), True)
+
+
 def test_a_device_is_given_by_name_or_as_it_is(world, wrapper_front, run_subtests):
     def claim(kind):
         model = wrapper_front.FullyShardedDataParallel(nn.Linear(4, 4), device_id=kind(world.device))

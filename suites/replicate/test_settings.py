@@ -1,7 +1,9 @@
 """Settings of modules that are sharded in place: defaults, how far they reach, and what they leave alone."""
 
 import copy
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -466,3 +468,14 @@ def test_a_model_without_values_may_be_given_all_of_them(world, front):
         module(x).square().sum().backward()
     assert_sharded_parity(model, reference)
     assert_named_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_a_module_without_parameters_that_is_deleted_gives_its_memory_back(world, front):
+    model = front.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)))
+    x = torch.ones(3, 2, device=world.device)
+    model(x).sum().backward()
+    statistics = weakref.ref(model[1].running_mean)
+    del model[1]
+    gc.collect()
+    assert statistics() is None
+    model(x).sum().backward()

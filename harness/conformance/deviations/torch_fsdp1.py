@@ -44,6 +44,10 @@ CORE: tuple[Deviation, ...] = (
         why="one flat parameter takes the place of all",
     ),
     Deviation(
+        claims=("core/test_collectives.py::test_what_is_gathered_ahead_follows_the_order_*",),
+        why="the order of the first forward is expected in all others",
+    ),
+    Deviation(
         claims=("core/test_reduction.py::test_a_hook_on_a_parameter_sees_its_reduced_gradient*",),
         cases=("*",),
         why="hooks of parameters are not called, or with a gradient that is not reduced",
