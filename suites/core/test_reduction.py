@@ -1,6 +1,7 @@
 """Reduction of gradients: the exact mean over ranks, in the configured dtype."""
 
 import gc
+import time
 from functools import partial
 
 import pytest
@@ -129,32 +130,65 @@ def test_a_function_may_withhold_a_gradient(world, front):
         assert found["weight"] is None or not found["weight"].any()
 
 
-def test_a_backward_holds_the_buffers_of_one_reduction(monkeypatch, world, engine, shard):
-    """As a gradient arrives at the first layer, however many layers there are: their own gradients apart."""
+@pytest.fixture
+def held(monkeypatch, world):
+    """Return the bytes of all tensors on the device that Python knows of."""
     # It would fill the memory with NaN and hold it.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
-    full = 64 * 64 * F32.itemsize
 
     def held():
-        """Return the bytes of all tensors that Python knows of."""
         tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
         storages = [each.untyped_storage() for each in tensors if each.device == world.device]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    return held
+
+
+def layers(depth):
+    bare = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
+    bare.units = tuple(map(str, range(depth)))
+    return bare
+
+
+FULL_LAYER = 64 * 64 * F32.itemsize
+SLACK = FULL_LAYER // 16
+"""What activations take at most."""
+
+
+def test_a_backward_holds_the_buffers_of_one_reduction(held, world, engine, shard):
+    """As a gradient arrives at the first layer, however many layers there are: their own gradients apart."""
+
     def buffers(depth):
-        bare = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
-        bare.units = tuple(map(str, range(depth)))
-        model, found = shard(bare.to(world.device)), []
+        model, found = shard(layers(depth)), []
         for _ in range(2):  # the second step has what the first one may have left
             x = torch.ones(1, 64, device=world.device, requires_grad=True)
             before = held()
             x.register_hook(lambda _: found.append(held()))
             engine.backward(model, model(x).sum())
             model.zero_grad()
-        return found[-1] - before - depth * full // world.size
+        return found[-1] - before - depth * FULL_LAYER // world.size
 
     few, many = buffers(4), buffers(8)
-    slack = full // 16  # of activations
-    assert many - few < slack
+    assert many - few < SLACK
     # The sum of gloo is made of the pieces of all ranks, which are received first.
-    assert few < (2 if "gloo" in world.backend else 1.5) * full + slack
+    assert few < (2 if "gloo" in world.backend else 1.5) * FULL_LAYER + SLACK
+
+
+def test_a_step_leaves_no_memory_but_its_gradients(held, world, engine, shard):
+    model = shard(layers(4))
+    x = torch.ones(1, 64, device=world.device)
+    before = held()
+
+    def left(gradients):
+        # A thread of the backend may hold for some time what it has sent.
+        for _ in range(200):
+            if (found := held() - before - gradients) < SLACK:
+                break
+            time.sleep(0.01)
+        return found
+
+    for _ in range(2):
+        engine.backward(model, model(x).sum())
+        assert left(gradients=4 * FULL_LAYER // world.size) < SLACK
+        model.zero_grad()
+        assert left(gradients=0) < SLACK
