@@ -97,6 +97,29 @@ def test_a_partly_checkpointed_unit_is_gathered_once_more(
 
 
 @BOTH_KINDS
+@pytest.mark.inside
+def test_a_unit_is_gathered_once_for_segments_that_share_its_weight(
+    world, engine, shard, collectives, use_reentrant
+):
+    """Each of them is a backward of its own, of the reentrant kind; the second needs what the first read."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=use_reentrant)
+            return x
+
+    model = shard(Twice().to(world.device), "FULL_SHARD")
+    engine.backward(model, model(torch.ones(2, 8, device=world.device, requires_grad=True)).sum())
+    size = 8 * 8 * 4 // world.size
+    assert gathered_bytes(engine, collectives, in_backward=True) == [size]
+
+
+@BOTH_KINDS
 @pytest.mark.parametrize("make", [Around, Within])
 def test_every_original_parameter_gets_its_piece_of_the_gradient(
     world, engine, shard, strategy, make, use_reentrant
