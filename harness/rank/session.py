@@ -29,7 +29,7 @@ from harness.rank.plugins import LeftOut, worker_input
 from harness.rank.pytest_internals import make_stage, set_argument, set_location, waiting_conftests
 from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from harness.rank.state import RankState
-from harness.rank.torch_internals import count_collectives, count_groups
+from harness.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
 
 if TYPE_CHECKING:
     from harness.injection.item import SkewedItems
@@ -131,6 +131,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._left_out.guard(session.config, "pytest_sessionstart")
+        show_freed_tensors()
         show_live(self.rank, session.config, self._has_log_file)
 
     @pytest.hookimpl(tryfirst=True)

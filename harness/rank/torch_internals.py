@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import json
 import os
@@ -357,3 +358,28 @@ class DTensorResults:
             with contextlib.suppress(AttributeError):
                 tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
             getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+def show_freed_tensors() -> None:
+    """Let the repr of a tensor whose memory was given back say so.
+
+    torch's reads it and ends the process, and pytest shows the arguments of each frame of a failure: FSDP
+    frees unsharded parameters with `resize_(0)`. If it moves: what `repr(torch.empty(2))` calls.
+    """
+    plain: Any = torch.Tensor.__repr__
+
+    @functools.wraps(plain)
+    def show(tensor: torch.Tensor, **kwargs: Any) -> str:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_freed(tensor):
+            return f"tensor(<freed>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+        return str(plain(tensor, **kwargs))
+
+    torch.Tensor.__repr__ = show  # type: ignore[assignment]
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    with contextlib.suppress(RuntimeError):  # of one inside of a transform, which has no memory of its own
+        return tensor.untyped_storage().nbytes() == 0
+    return False

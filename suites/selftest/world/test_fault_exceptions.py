@@ -67,6 +67,13 @@ def test_a_local_without_a_repr_is_shown_as_pytest_shows_it(session: FaultSessio
     assert "<[RuntimeError('no words') raised in repr()] Mute object at 0x" in verdict.message
 
 
+def test_an_argument_that_was_freed_is_shown_as_that(session: FaultSession) -> None:
+    """torch would read its memory, and end the process."""
+    verdict = session["test_argument_that_was_freed"]
+    assert verdict.head() == ["rank 1 of 2 failed", "rank 0: passed"]
+    assert "weight = tensor(<freed>, size=(4,), dtype=torch.float32)" in verdict.text
+
+
 @pytest.mark.parametrize(
     ("name", "phase", "what"),
     [

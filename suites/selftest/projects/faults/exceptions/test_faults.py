@@ -10,6 +10,7 @@ import pytest
 from healthy import test_healthy as test_healthy
 
 if "RANK" in os.environ:
+    import torch
     import torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2)
@@ -59,6 +60,16 @@ def test_repr_that_exits(world):
 def test_local_without_repr(world):
     local = Mute()
     assert world.rank == 0 or local == 5
+
+
+def show(world, weight):
+    assert world.rank == 0
+
+
+def test_argument_that_was_freed(world):
+    weight = torch.ones(4)
+    weight.untyped_storage().resize_(0)
+    show(world, weight)
 
 
 def test_huge(world):
