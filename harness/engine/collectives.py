@@ -43,12 +43,11 @@ class BufferPool:
             return axis.in_place.allocate(numel, dtype)
         if numel == 0:  # it would have no address to be known by
             return torch.empty(0, dtype=dtype, device=device)
-        fitting = [b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel]
-        if fitting:
-            whole = min(fitting, key=Tensor.numel)
-            self._free = [buffer for buffer in self._free if buffer is not whole]
-        else:
+        # Which of several makes no difference: a reduction takes none that is larger than its first.
+        fitting = (b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel)
+        if (whole := next(fitting, None)) is None:
             whole = torch.empty(numel, dtype=dtype, device=device)
+        self._free = [buffer for buffer in self._free if buffer is not whole]
         self._lent[whole.data_ptr()] = whole
         return whole[:numel]
 
