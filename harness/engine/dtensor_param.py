@@ -108,8 +108,8 @@ class DTensorParam(Param):
         return replace(self, parameter=found) if fits else None
 
     def copy(self) -> DTensorParam:
-        """Return a `Param` for the same modules with a parameter of its own, over the same mesh."""
-        return self.showing(self.piece.clone())
+        """Return a `Param` for the same modules with a parameter of its own; shares the memory."""
+        return self.showing(self.piece)
 
 
 def place(params: Sequence[Param], wanted: Sequence[object], config: UnitConfig) -> list[DTensorParam]:

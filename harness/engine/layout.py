@@ -36,10 +36,6 @@ class Layout(ABC):
     shapes: tuple[Sequence[int], ...]
     num_shards: int
 
-    def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ValueError(f"{type(self).__name__}: num_shards must be at least 1, got {self.num_shards}")
-
     @cached_property
     def numels(self) -> tuple[int, ...]:
         """Elements of each parameter; a 0-dim parameter has one."""

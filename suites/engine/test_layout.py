@@ -98,12 +98,6 @@ def test_unsharded_parameters_do_not_overlap(kind, shapes, num_shards):
     assert layout.padding == layout.shard_numel * num_shards - sum(map(math.prod, shapes))
 
 
-@EITHER
-def test_zero_shards_are_refused(kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__}: num_shards must be at least 1, got 0"):
-        kind(((1,),), num_shards=0)
-
-
 # flat
 
 

@@ -100,6 +100,26 @@ def test_parameters_without_dimensions_cannot_be_sharded(world, fully_shard):
         fully_shard(model)
 
 
+class Scaled(nn.Linear):
+    """A layer with a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def test_parameters_without_dimensions_may_be_replicated(world, replicate):
+    reference = Scaled().to(world.device)
+    model = replicate.shard(copy.deepcopy(reference))
+    for module in (reference, model):
+        module(torch.ones(1, 2, device=world.device)).sum().backward()
+    assert (model.scale.shape, model.scale.grad.shape) == ((), ())
+    assert_sharded_parity(model, reference)
+
+
 def test_ignored_parameters_are_left_alone(world, front, step, collectives):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(world.device)
     ignored = set(model[0].parameters())

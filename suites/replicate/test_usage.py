@@ -30,6 +30,7 @@ def gradients(model):
     found = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
+        assert gradient is None or not gradient.requires_grad
         found[name.split(".")[0]] = None if gradient is None else gradient.full_tensor().unique().item()
     return found
 

@@ -36,6 +36,10 @@ CORE: tuple[Deviation, ...] = (
         why="what ranks shard is not compared",
     ),
     Deviation(
+        claims=("replicate/test_shapes.py::test_parameters_without_dimensions_may_be_replicated",),
+        why="what has no dimensions is refused, sharded or not",
+    ),
+    Deviation(
         claims=("mixed_precision/test_casting.py::test_a_packed_sequence_is_cast",),
         why="a packed sequence is not cast",
     ),
