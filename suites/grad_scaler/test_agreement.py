@@ -180,6 +180,17 @@ def test_ranks_send_one_number_for_each_optimizer(engine, trained, collectives, 
     assert [(entry.op, entry.nbytes) for entry in others] == [("all_reduce", 4)]
 
 
+@pytest.mark.inside
+def test_ranks_send_one_number_for_the_dtensors_of_a_mesh(world, engine, fully_shard, collectives):
+    model = fully_shard.shard(KnownGradient(2 * world.size))
+    scaler = engine.grad_scaler(model)
+    scaler.scale(model(torch.ones((), device=world.device))).backward()
+    before = len(collectives)
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    assert [(entry.op, entry.nbytes) for entry in collectives.entries[before:]] == [("all_reduce", 4)]
+    assert fully_shard.full_gradients(model)["weight"].tolist() == [1.0] * 2 * world.size
+
+
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_a_fused_optimizer_gets_what_all_ranks_found(world, trained, use_orig_params, unscale_first):
     """A fused one takes the flag off its count of steps: it must be 1, however many ranks found an inf."""

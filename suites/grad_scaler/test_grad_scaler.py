@@ -197,3 +197,11 @@ def scaled_loss(world, number, model, scaler):
 
 def copied(named):
     return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def test_without_ranks_to_agree_with_the_argument_that_names_some_is_asked_for(engine):
+    scaler = engine.grad_scaler(nn.Linear(1, 1))
+    weight = nn.Parameter(torch.ones(1))
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(RuntimeError, match="process_group"):
+        scaler.unscale_(torch.optim.SGD([weight]))

@@ -92,3 +92,17 @@ def test_a_disabled_scaler_gives_back_what_it_gets(trained):
     assert run.scaler.state_dict() == {}
     run.step(2.0)
     assert run.weights() == [[-2.0] * 3]
+
+
+def test_a_scale_in_the_place_of_the_device_is_refused(trained):
+    kind = type(trained(KnownGradient(3)).scaler)
+    with pytest.raises(TypeError, match="init_scale"):
+        kind(2.0**16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_scaler_for_a_device_that_is_not_there_says_so_and_is_off(trained):
+    kind = type(trained(KnownGradient(3)).scaler)
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = kind("cuda")
+    assert not scaler.is_enabled()

@@ -5,6 +5,11 @@ from harness.conformance.deviations.deviation import Deviation
 _SETTINGS = "grad_scaler/test_refusals.py::test_settings_that_cannot_scale_are_refused*"
 _OUTSIDE = "grad_scaler/test_refusals.py::test_a_rank_outside_of_the_group_is_named*"
 _RUINS = "grad_scaler/test_refusals.py::test_what_would_ruin_the_scale_is_refused*"
+_ALONE = "grad_scaler/test_grad_scaler.py::test_without_ranks_to_agree_with_*"
+_PLACE = Deviation(
+    claims=("grad_scaler/test_refusals.py::test_a_scale_in_the_place_of_the_device_*",),
+    why="what a scaler is given as its device is not checked",
+)
 _NO_CHECK = "what a scale may be is not checked"
 _F2 = "replicate/test_refusals.py::"
 
@@ -14,6 +19,8 @@ def _cases(*names: str) -> tuple[str, ...]:
 
 
 FSDP1_SCALER: tuple[Deviation, ...] = (
+    _PLACE,
+    Deviation(claims=(_ALONE,), why="the error is that of a collective, and does not name the argument"),
     Deviation(claims=(_OUTSIDE,), why="what process_group is is not checked"),
     Deviation(
         claims=(_SETTINGS,),
@@ -27,7 +34,8 @@ FSDP1_SCALER: tuple[Deviation, ...] = (
 
 # `torch.amp.GradScaler`, which FSDP2 and DDP are used with; adapters drop a process group.
 AMP_SCALER: tuple[Deviation, ...] = (
-    Deviation(claims=(_OUTSIDE,), why="a scaler has no process group"),
+    _PLACE,
+    Deviation(claims=(_OUTSIDE, _ALONE), why="a scaler has no process group"),
     Deviation(claims=(_SETTINGS,), cases=_cases("zero", "inf", "nan", "negative"), why=_NO_CHECK),
     Deviation(
         claims=(_SETTINGS,),
