@@ -246,13 +246,18 @@ def test_parameters_that_were_changed_by_force_are_refused(world, front, run_sub
             distribute_tensor(torch.zeros(6, 4), model.weight.device_mesh, [Replicate()])
         )
 
+    def elsewhere(model):
+        place = Replicate() if front.shards else Shard(1)
+        mesh = model.weight.device_mesh
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [place]))
+
     def claim(change):
         model = front.shard(linear())
-        {"exchange": exchange, "wider": wider}[change](model)
+        {"exchange": exchange, "wider": wider, "elsewhere": elsewhere}[change](model)
         with pytest.raises((RuntimeError, ValueError), match="weight"):
             model(torch.ones(2, 4, device=world.device))
 
-    run_subtests({"change": ["exchange", "wider"]}, claim)
+    run_subtests({"change": ["exchange", "wider", "elsewhere"]}, claim)
 
 
 def test_a_forward_without_values_is_refused(world, front):
