@@ -74,7 +74,7 @@ class Claim:
     seconds: float
     lines: Mapping[str, frozenset[int]]
     words: frozenset[str] = frozenset()
-    """Those of its test."""
+    """Those of its test, and of what that uses of its file."""
 
     @property
     def file(self) -> str:
@@ -164,19 +164,31 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def words_of_tests(base: Copy, files: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return the words of each test function of the files, by its node id."""
+    """Return the words of each test function of the files, by its node id, and of what it uses there."""
     found = {}
     for file in files:
         source = (base.folder / file).read_text()
-        for node in ast.parse(source).body:
+        body = ast.parse(source).body
+        used = {
+            each.name: words_of(ast.get_source_segment(source, each) or "")
+            for each in body
+            if isinstance(each, ast.FunctionDef | ast.ClassDef)
+        }
+        for node in body:
             inside = (
                 [(node.name, each) for each in node.body] if isinstance(node, ast.ClassDef) else [("", node)]
             )
             for owner, each in inside:
                 if isinstance(each, ast.FunctionDef):
                     name = "::".join(filter(None, (file, owner, each.name)))
-                    found[name] = words_of(ast.get_source_segment(source, each) or "")
+                    found[name] = with_used(words_of(ast.get_source_segment(source, each) or ""), used)
     return found
+
+
+def with_used(words: frozenset[str], used: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Return the words, and those of each name in `used` that is among them."""
+    more = words.union(*(used[name] for name in used if name in words))
+    return words if more == words else with_used(more, used)
 
 
 def spread(names: Iterable[str], number: int) -> list[str]:
