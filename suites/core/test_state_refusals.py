@@ -296,6 +296,13 @@ def with_other_names(training, states, kind):
     return lambda: saved(training, states, kind, given)
 
 
+def with_names_and_numbers(training, states, kind):
+    given = training.optimizer.state_dict()
+    group = given["param_groups"][0]
+    given["param_groups"] = [group | {"params": ["nothing", *group["params"][1:]]}]
+    return lambda: saved(training, states, kind, given)
+
+
 def saved(training, states, kind, given):
     with states.of_kind(training.model, kind):
         return states.static.optim_state_dict(*training.both, given)
@@ -306,6 +313,7 @@ OF_OPTIMIZERS = {
     "with_fewer_parameters": with_fewer_parameters,
     "without_parameters": without_parameters,
     "with_other_names": with_other_names,
+    "with_names_and_numbers": with_names_and_numbers,
     "of_other_parameters": of_other_parameters,
     "without_state": without_state,
     "without_a_parameter": without_a_parameter,

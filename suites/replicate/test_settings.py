@@ -183,6 +183,15 @@ def test_gradients_are_converted_with_their_parameters(world, front, dtype):
     assert model(torch.ones((), dtype=dtype, device=world.device)).dtype == dtype
 
 
+def test_a_conversion_reaches_all_that_a_module_contains(world, front):
+    bare = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).to(world.device)
+    model = front.shard(bare, ("0",), ignored_params=set(bare[2].parameters())).double()
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {F64}
+    model(torch.ones(3, 4, dtype=F64, device=world.device)).sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {F64}
+
+
 class Three(nn.Module):
     """Three parameters in one group, all used."""
 
