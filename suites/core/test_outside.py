@@ -386,6 +386,17 @@ def test_a_gradient_that_comes_to_a_shard_is_refused(world, fronts, check_reads,
     run_subtests({"front": SHARDED}, claim)
 
 
+def test_a_gradient_that_comes_to_a_shard_before_any_forward_is_refused(world, engine, fronts, run_subtests):
+    require(engine, Capability.OUTSIDE_READS)
+
+    def claim(front):
+        model = fronts[front].shard(nn.Linear(4, 4).to(world.device))
+        with pytest.raises(RuntimeError, match="this rank's shard"):
+            fronts[front].backward(model, sum(p.square().sum() for p in model.parameters()))
+
+    run_subtests({"front": SHARDED}, claim)
+
+
 # how the model is sharded
 
 

@@ -81,6 +81,21 @@ def test_what_was_unsharded_by_hand_stays_so_where_a_forward_skips_it(world, fro
     assert seen["module.1.0.weight"]
 
 
+def test_what_was_unsharded_by_hand_trains_where_the_loss_alone_reads_it(world, front):
+    class Skipping(NestedWrappedModule):
+        def forward(self, x):
+            return self.module[3](self.module[0](x))
+
+    reference = Skipping().to(world.device)
+    model = front.shard(copy.deepcopy(reference))
+    model.module[1].unshard()
+    x = torch.ones(2, 8, device=world.device)
+    for module in (reference, model):
+        output = module(x).sum()
+        (output + module.get_parameter("module.1.1.weight").square().sum()).backward()
+    assert_sharded_parity(model, reference)
+
+
 def test_what_was_gathered_by_hand_is_not_gathered_again(world, fully_shard, step, collectives):
     model, _ = nested(world, fully_shard)
     handles = [model.get_submodule(name).unshard(async_op=True) for name in ("", *NestedWrappedModule.units)]
