@@ -141,15 +141,19 @@ def test_sharded_state_lies_on_the_mesh_that_was_given(world, engine, states, ru
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("kind", "num"), [("FULL", 2), ("SHARDED", 2), ("LOCAL", 0)])
-def test_a_state_gathers_each_unit_once_and_sends_nothing_else(world, engine, states, kind, num):
+@pytest.mark.parametrize(("kind", "num", "num_loading"), [("FULL", 2, 0), ("SHARDED", 2, 4), ("LOCAL", 0, 0)])
+def test_a_state_gathers_each_unit_once_and_sends_nothing_else(world, engine, states, kind, num, num_loading):
+    """To load it gathers each sharded parameter."""
     require(engine, Capability.TRAFFIC)
     bare = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     model = engine.shard(bare.to(world.device), ShardSpec(units=("0",), device=world.device))
     with CollectivesLog() as log:
-        states.model(model, kind)
+        state = states.model(model, kind)
     traffic = engine.traffic(log)
     assert (len(traffic.gathers), traffic.reductions, traffic.others) == (num, (), ())
+    with CollectivesLog() as log:
+        states.load_model(model, state, kind)
+    assert len(log) == num_loading
 
 
 @pytest.mark.parametrize(
