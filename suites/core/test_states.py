@@ -374,7 +374,9 @@ def test_changes_of_full_gradients_are_kept_on_request(
     require(engine, Capability.SUMMON)
 
     def check(writeback, sync):
-        model = shard(nn.Linear(3, 5), strategy, use_orig_params=use_orig_params)
+        bare = nn.Linear(3, 5)
+        bare.weight = bare._parameters.pop("weight")  # after the bias, which is dropped
+        model = shard(bare, strategy, use_orig_params=use_orig_params)
         x = torch.full((1, 3), world.rank + 1.0, device=world.device)
         with nullcontext() if sync else engine.no_sync(model):
             engine.backward(model, model(x).sum())
