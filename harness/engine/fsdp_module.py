@@ -118,7 +118,7 @@ class FSDPModule(nn.Module):
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: expected a positive number, got {factor!r}")
-        if ((gradients := _gradients(self._composed_unit)), True)[1]:
+        if gradients := _gradients(self._composed_unit):
             gradients.divisor = float(factor)
 
     def reset_iter_state(self) -> None:
