@@ -96,6 +96,19 @@ def test_a_hook_on_a_parameter_sees_its_reduced_gradient(world, engine, shard, r
     run_subtests({"strategy": ["FULL_SHARD", "NO_SHARD"], "use_orig_params": [False, True]}, claim)
 
 
+def test_what_was_frozen_as_it_was_sharded_may_be_trained_later(world, engine, shard, run_subtests):
+    require(engine, Capability.WRAPPER)
+
+    def claim(**spec):
+        model = shard(KnownGradient(4).requires_grad_(False), **spec)
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        engine.backward(model, model(torch.tensor(1.0 + world.rank, device=world.device)))
+        assert engine.full_gradients(model)["weight"].tolist() == [1.5] * 4
+
+    run_subtests({"strategy": ["FULL_SHARD", "NO_SHARD"], "use_orig_params": [False, True]}, claim)
+
+
 class Withhold(torch.autograd.Function):
     """A product with a weight, which gets no gradient of it."""
 
