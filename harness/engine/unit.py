@@ -105,6 +105,8 @@ class Unit:
         if group := self.group:
             group.reset()
             if group.begin_forward(keeps=not self._reshards) and group.full:
+                if torch.is_grad_enabled():
+                    group.full.watch(_weakly(self._on_gradient, group.full))
                 self.root_state.kept.append((group, group.full))
         self.prepare_buffers()
 

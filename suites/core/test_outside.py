@@ -507,3 +507,27 @@ def test_a_whole_weight_may_be_read_early_if_only_gradients_are_cast(
     check_in_low_precision, run_subtests, read
 ):
     run_subtests({"front": WHOLE}, check_in_low_precision, read=read, precision=LOW["reduced_in_bf16"])
+
+
+class Hidden(nn.Module):
+    """Keeps what it computes with the weight of a unit whose forward it does not call."""
+
+    units = ("inner",)
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.own = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        self.loss = self.inner.weight.square().sum()
+
+
+def test_a_loss_that_forward_does_not_return_may_read_a_weight_that_is_kept(world, engine, shard):
+    bare = Hidden().to(world.device)
+    reference = copy.deepcopy(bare)
+    model = shard(bare, "NO_SHARD")
+    for module in (model, reference):
+        module(torch.ones(1, 4, device=world.device))
+    engine.backward(model, bare.loss)
+    reference.loss.backward()
+    assert_named_close(engine.full_gradients(model), named_gradients(reference))
