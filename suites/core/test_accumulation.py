@@ -197,7 +197,8 @@ def test_unsynced_gradients_survive_a_conversion_of_the_model(
     engine, shard, backward, strategy, use_orig_params
 ):
     model = shard(Switched(), strategy, units=("1",), use_orig_params=use_orig_params)
+    backward(engine, model, 1.0, (0, 1))
     backward(engine, model, 2.0, (0, 1), sync=False)
     model.double()
     backward(engine, model, 4.0, (0,))
-    assert gradients_of(engine, model) == {"0.weight": 6.0, "1.weight": 2.0}
+    assert gradients_of(engine, model) == {"0.weight": 7.0, "1.weight": 3.0}

@@ -167,6 +167,7 @@ NAMED = {
     "mark": "wrapper_cls",
     "ignored_kind": "number 0 is a Parameter",
     "classes": "Linear",
+    "not_in_group": r"rank \d is not in it",
 }
 
 

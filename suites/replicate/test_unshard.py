@@ -81,6 +81,16 @@ def test_what_was_unsharded_by_hand_stays_so_where_a_forward_skips_it(world, fro
     assert seen["module.1.0.weight"]
 
 
+def test_a_step_leaves_what_was_unsharded_by_hand(world, front):
+    model, _ = nested(world, front)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.module[2].unshard()
+    optimizer.step()
+    assert kinds(model.module[2]) == {"weight": False, "bias": False}
+
+
 def test_what_was_unsharded_by_hand_trains_where_the_loss_alone_reads_it(world, front):
     class Skipping(NestedWrappedModule):
         def forward(self, x):
