@@ -184,9 +184,10 @@ def test_ranks_send_one_number_for_each_optimizer(engine, trained, collectives, 
 def test_ranks_send_one_number_for_the_dtensors_of_a_mesh(world, engine, fully_shard, collectives):
     model = fully_shard.shard(KnownGradient(2 * world.size))
     scaler = engine.grad_scaler(model)
-    scaler.scale(model(torch.ones((), device=world.device))).backward()
+    engine.backward(model, scaler.scale(model(torch.ones((), device=world.device))))
+    optimizer = engine.optimizer(model, partial(torch.optim.SGD, lr=1.0))
     before = len(collectives)
-    scaler.unscale_(torch.optim.SGD(model.parameters()))
+    scaler.unscale_(optimizer)
     assert [(entry.op, entry.nbytes) for entry in collectives.entries[before:]] == [("all_reduce", 4)]
     assert fully_shard.full_gradients(model)["weight"].tolist() == [1.0] * 2 * world.size
 

@@ -200,8 +200,8 @@ def copied(named):
 
 
 def test_without_ranks_to_agree_with_the_argument_that_names_some_is_asked_for(engine):
-    scaler = engine.grad_scaler(nn.Linear(1, 1))
-    weight = nn.Parameter(torch.ones(1))
-    scaler.scale(weight.sum()).backward()
+    bare = nn.Linear(1, 1)
+    scaler = engine.grad_scaler(bare)
+    engine.backward(bare, scaler.scale(bare.weight.sum()))
     with pytest.raises(RuntimeError, match="process_group"):
-        scaler.unscale_(torch.optim.SGD([weight]))
+        scaler.unscale_(torch.optim.SGD([bare.weight]))
