@@ -44,9 +44,8 @@ class BufferPool:
         if numel == 0:  # it would have no address to be known by
             return torch.empty(0, dtype=dtype, device=device)
         # Which of several makes no difference: a reduction takes none that is larger than its first.
-        fitting = (b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel)
-        if (whole := next(fitting, None)) is None:
-            whole = torch.empty(numel, dtype=dtype, device=device)
+        fitting = [b for b in self._free if (b.dtype, b.device) == (dtype, device) and b.numel() >= numel]
+        whole = fitting[0] if fitting else torch.empty(numel, dtype=dtype, device=device)
         self._free = [buffer for buffer in self._free if buffer is not whole]
         self._lent[whole.data_ptr()] = whole
         return whole[:numel]
