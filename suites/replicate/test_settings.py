@@ -488,3 +488,10 @@ def test_a_module_without_parameters_that_is_deleted_gives_its_memory_back(world
     gc.collect()
     assert statistics() is None
     model(x).sum().backward()
+
+
+def test_parameters_keep_their_order_beside_one_that_is_ignored(world, front, step):
+    bare = nn.Linear(8, 8).to(world.device)
+    model = front.shard(bare, ignored_params={bare.bias})
+    step(model)
+    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
