@@ -38,12 +38,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 layers = [nn.Linear(8, 8) for _ in range(3)]
 if sys.argv[1] == "wrapper":
-    from harness.engine import FullyShardedDataParallel
+    from lockstep.engine import FullyShardedDataParallel
     model = FullyShardedDataParallel(nn.Sequential(*map(FullyShardedDataParallel, layers)))
-    import harness.engine as package
+    import lockstep.engine as package
 else:
     if sys.argv[1] == "fully_shard":
-        import harness.engine as package
+        import lockstep.engine as package
     else:
         import torch.distributed.fsdp._fully_shard as package
     fully_shard = package.fully_shard
@@ -101,9 +101,9 @@ def test_all_reduce(world, i):
 
 CONFTEST = """
 import json, os, sys
-import harness
+import lockstep
 
-FOLDER = harness.__path__[0]
+FOLDER = lockstep.__path__[0]
 files = set()
 
 def note(frame, event, _):

@@ -4,7 +4,7 @@
 
 The two hosts are network namespaces of this machine with a cable between them, where root may make them, else
 two addresses of the loopback. Warm and fresh worlds of four ranks, two on each host, are measured in one
-session, in turns with worlds of the same size on one host. From start to verdict `python -m harness hosts` is
+session, in turns with worlds of the same size on one host. From start to verdict `lockstep hosts` is
 compared with `torchrun --nnodes 2 --nproc-per-node 2 -m pytest`: four processes, four whole pytest sessions.
 """
 

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 # Beside this file lies a harness.py, which must not hide the package of that name.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != _HERE]
-ours = import_module("harness.engine")
+ours = import_module("lockstep.engine")
 
 NUM_UNITS = 100
 SIZES = (8, 64, 1024)

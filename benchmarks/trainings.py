@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import engine as ours
+from lockstep import engine as ours
 
 LEARNING_RATE = 0.5
 DTYPES = ("fp32", "bf16")
@@ -135,7 +135,7 @@ def fsdp2(model: nn.Sequential, setup: Setup) -> nn.Module:
 
 
 def ours_(model: nn.Sequential, setup: Setup) -> nn.Module:
-    """Return the model under harness.engine."""
+    """Return the model under lockstep.engine."""
     return ours.FullyShardedDataParallel(
         model,
         process_group=setup.mesh.get_group(),
@@ -150,7 +150,7 @@ def ours_(model: nn.Sequential, setup: Setup) -> nn.Module:
 
 
 def ours_composable(model: nn.Sequential, setup: Setup) -> nn.Module:
-    """Return the model under harness.engine's fully_shard; it prefetches in forward by default."""
+    """Return the model under lockstep.engine's fully_shard; it prefetches in forward by default."""
     policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.low else None)
     for one in (*model, model):
         ours.fully_shard(one, mesh=setup.mesh, reshard_after_forward=True, mp_policy=policy)
@@ -158,7 +158,7 @@ def ours_composable(model: nn.Sequential, setup: Setup) -> nn.Module:
 
 
 def ours_replicate(model: nn.Sequential, setup: Setup) -> nn.Module:
-    """Return the model under harness.engine's replicate."""
+    """Return the model under lockstep.engine's replicate."""
     policy = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.low else None)
     for one in (*model, model):
         ours.replicate(one, mesh=setup.mesh, mp_policy=policy)

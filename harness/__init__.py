@@ -10,26 +10,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.names import lazy_exports, share
+from lockstep._alias import resolve_harness
+from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from harness.exceptions import InjectedFault, PeerFailed, RankLeakWarning, RankStateWarning
-    from harness.injection.faults import Fault
-    from harness.injection.search import schedules
-    from harness.rank.world_fixture import RankWorld
-    from harness.recorders import CollectivesLog, ForwardDtypes
-    from harness.stages import stage
-    from harness.subtests import RunSubtests
+    from lockstep.exceptions import InjectedFault, PeerFailed, RankLeakWarning, RankStateWarning
+    from lockstep.injection.faults import Fault
+    from lockstep.injection.search import schedules
+    from lockstep.rank.world_fixture import RankWorld
+    from lockstep.recorders import CollectivesLog, ForwardDtypes
+    from lockstep.stages import stage
+    from lockstep.subtests import RunSubtests
 
 _NAMES = {
-    "harness.exceptions": ("InjectedFault", "PeerFailed", "RankLeakWarning", "RankStateWarning"),
-    "harness.injection.faults": ("Fault",),
-    "harness.injection.search": ("schedules",),
-    "harness.rank.world_fixture": ("RankWorld",),
-    "harness.recorders": ("CollectivesLog", "ForwardDtypes"),
-    "harness.stages": ("stage",),
-    "harness.subtests": ("RunSubtests",),
+    "lockstep.exceptions": ("InjectedFault", "PeerFailed", "RankLeakWarning", "RankStateWarning"),
+    "lockstep.injection.faults": ("Fault",),
+    "lockstep.injection.search": ("schedules",),
+    "lockstep.rank.world_fixture": ("RankWorld",),
+    "lockstep.recorders": ("CollectivesLog", "ForwardDtypes"),
+    "lockstep.stages": ("stage",),
+    "lockstep.subtests": ("RunSubtests",),
 }
+
+pytest_plugins = ["lockstep.plugin"]  # of `-p lockstep` where its entry point is not installed
 
 __all__ = [
     "CollectivesLog",
@@ -47,5 +50,5 @@ __all__ = [
 
 __getattr__ = lazy_exports(__name__, _NAMES)
 
-if __name__ == "harness":  # not by the name `lockstep`
-    share()
+if __name__ == "harness":
+    resolve_harness()

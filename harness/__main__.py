@@ -1,8 +1,8 @@
-"""`python -m harness`: the commands besides running pytest. Must not import torch."""
+"""`python -m lockstep`: the commands besides running pytest. Must not import torch."""
 
 import sys
 
-from harness.commands import main
+from lockstep.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.names import package
-
 NEEDS = {"values": "that a rank receives what the others have sent"}
 """What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
 
@@ -31,7 +29,7 @@ class Backend:
 BACKENDS = {
     "gloo": Backend(("cpu", "cuda")),
     "nccl": Backend(("cuda",)),
-    "shm": Backend(("cpu",), module=f"{package()}.shm"),
+    "shm": Backend(("cpu",), module="lockstep.shm"),
     "fake": Backend(
         ("cpu", "cuda"), module="torch.testing._internal.distributed.fake_pg", lacks=frozenset({"values"})
     ),

@@ -1,21 +1,20 @@
-"""The commands besides running pytest: `python -m harness`. Must not import torch."""
+"""The commands besides running pytest: `python -m lockstep`. Must not import torch."""
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
 
-from harness.doctor import command as doctor
-from lockstep.names import package
+from lockstep.doctor import command as doctor
 
 
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name; return the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {package()}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m lockstep", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_to(commands)
     if arguments[:1] != ["doctor"]:  # which runs where something is missing that the others import
         for name in ("conformance", "hosts", "port"):
-            import_module(f"{package()}.{name}.command").add_to(commands)
+            import_module(f"lockstep.{name}.command").add_to(commands)
     options, others = parser.parse_known_args(arguments)
     return int(options.run(options, others))

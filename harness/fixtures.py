@@ -3,7 +3,7 @@
 A project that has fixtures of these names keeps them: a fixture of a conftest or a test file comes before one
 of a plugin. It reaches ours under other names by importing them in its conftest:
 
-    from harness.fixtures import world as rank_world
+    from lockstep.fixtures import world as rank_world
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.hookspecs import RANK_PLUGIN
+from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from harness.goldens.golden import Goldens
-    from harness.injection.injector import Faults
-    from harness.rank.session import RankSession
-    from harness.rank.world_fixture import RankWorld
-    from harness.recorders import CollectivesLog
-    from harness.subtests import RunSubtests
+    from lockstep.goldens.golden import Goldens
+    from lockstep.injection.injector import Faults
+    from lockstep.rank.session import RankSession
+    from lockstep.rank.world_fixture import RankWorld
+    from lockstep.recorders import CollectivesLog
+    from lockstep.subtests import RunSubtests
 
 __all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
 
@@ -47,7 +47,7 @@ def world(request: pytest.FixtureRequest) -> RankWorld:
 @pytest.fixture
 def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
     """Run a claim for each case of a product of settings, on all ranks together."""
-    from harness.subtests import RunSubtests, parse_selection
+    from lockstep.subtests import RunSubtests, parse_selection
 
     selection = parse_selection(request.config.getoption("subtest"))
     expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
@@ -57,7 +57,7 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Goldens:
     """Hold a training run to a text file beside the test, which `--update-goldens` writes."""
-    from harness.goldens.golden import Goldens
+    from lockstep.goldens.golden import Goldens
 
     return Goldens(request, session_of(request).world)
 
@@ -65,7 +65,7 @@ def golden(request: pytest.FixtureRequest) -> Goldens:
 @pytest.fixture
 def collectives() -> Iterator[CollectivesLog]:
     """A log of every collective that this rank issues during the test, forward and backward."""
-    from harness.recorders import CollectivesLog
+    from lockstep.recorders import CollectivesLog
 
     with CollectivesLog() as log:
         yield log
@@ -74,6 +74,6 @@ def collectives() -> Iterator[CollectivesLog]:
 @pytest.fixture(scope="session")  # Hypothesis refuses those of functions; `ItemGuards` ends what tests inject
 def faults(request: pytest.FixtureRequest) -> Faults:
     """Faults at a rank's collectives: delay, fail, kill, stop, hang, corrupt, drop; and expecting them."""
-    from harness.injection.injector import faults_of
+    from lockstep.injection.injector import faults_of
 
     return faults_of(session_of(request))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.backends import NEEDS, check_backend
+from lockstep.backends import NEEDS, check_backend
 
 
 class MarkError(ValueError):
@@ -86,7 +86,7 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
     if options.get("as_rank") is not None or options.get("made_up_values"):
-        from harness.fake_ranks import check_options
+        from lockstep.fake_ranks import check_options
 
         try:
             options = check_options(options, sizes)

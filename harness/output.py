@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from harness.exceptions import WorldError
+from lockstep.exceptions import WorldError
 
 if TYPE_CHECKING:
     import pytest

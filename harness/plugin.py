@@ -12,11 +12,11 @@ from collections.abc import Generator
 
 import pytest
 
-from harness import hookspecs
-from harness.fixtures import collectives, faults, golden, run_subtests, world
-from harness.hookspecs import RANK_PLUGIN
-from harness.marker import MarkError, read_mark
-from harness.options import add_options, add_short_options, adopted_kinds, default_backend
+from lockstep import hookspecs
+from lockstep.fixtures import collectives, faults, golden, run_subtests, world
+from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.marker import MarkError, read_mark
+from lockstep.options import add_options, add_short_options, adopted_kinds, default_backend
 
 __all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
 
@@ -43,7 +43,7 @@ def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, obje
 
 
 def _add_short_options(parser: pytest.Parser) -> None:
-    from harness.controller.pytest_internals import option_names
+    from lockstep.controller.pytest_internals import option_names
 
     add_short_options(parser, option_names(parser))
 
@@ -59,15 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
     if adopted_kinds(config):
-        from harness.adopt.plugin import register
+        from lockstep.adopt.plugin import register
 
         register(config)
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
-    from harness.controller.plugin import Controller
-    from harness.controller.requests import check_options
-    from harness.reporting.annotations import Annotations, wanted
-    from harness.reporting.summary import Summary
+    from lockstep.controller.plugin import Controller
+    from lockstep.controller.requests import check_options
+    from lockstep.reporting.annotations import Annotations, wanted
+    from lockstep.reporting.summary import Summary
 
     check_options(config)  # also under `pytest -n`, where each worker would only crash on a wrong one
     is_worker = hasattr(config, "workerinput")
@@ -76,11 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_worker and wanted(config, os.environ):
         config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
     if getattr(config.option, "xmlpath", None):
-        from harness.reporting.xml_cases import XmlCases
+        from lockstep.reporting.xml_cases import XmlCases
 
         config.pluginmanager.register(XmlCases(config), "harness-xml-cases")
     if config.option.timeline or config.option.rank_output_dir:
-        from harness.timeline.files import register as register_timelines
+        from lockstep.timeline.files import register as register_timelines
 
         register_timelines(config)
     if is_worker or getattr(config.option, "dist", "no") == "no":  # the main process of -n runs no tests
@@ -96,7 +96,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except MarkError as error:
         wrong = str(error)
     if mark is None and not wrong:
-        from harness.controller.pytest_internals import name_of_world
+        from lockstep.controller.pytest_internals import name_of_world
 
         if name := name_of_world(metafunc):
             wrong = (
@@ -106,7 +106,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
     if mark is not None and (mark.backend or default_backend(metafunc.config)) == "fake":
-        from harness.fake_ranks import PLACE, places
+        from lockstep.fake_ranks import PLACE, places
 
         if len(each := places(mark.sizes, mark.as_rank)) > 1:
             metafunc.fixturenames.append(PLACE)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from harness.fake_ranks import FakeRank
+    from lockstep.fake_ranks import FakeRank
 
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
@@ -33,7 +33,7 @@ VICTIM_OF_A_CASE = "this case failed on another rank: "
 BROKEN_CONNECTION = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
     r"|NCCL.*(aborted|remote process exited|socket)"
-    r"|\b(?:GroupAborted|PeerLost): (?:.*? (gone|left|aborted|failed)\b)?",  # errors of harness.shm
+    r"|\b(?:GroupAborted|PeerLost): (?:.*? (gone|left|aborted|failed)\b)?",  # errors of lockstep.shm
     re.DOTALL | re.IGNORECASE,
 )
 """Matches what a collective raises on a rank when another rank has closed its connection, or has ended."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from harness.fixtures import session_of
+from lockstep.fixtures import session_of
 
 __all__ = ["stage"]
 
@@ -33,7 +33,7 @@ class Stage:
 def stage(ranks: int, scope: Scope = "function") -> Callable[[Callable[..., object]], Any]:
     """Make a fixture of a function that runs on `ranks` ranks before a test that requests it.
 
-        @harness.stage(ranks=4)
+        @lockstep.stage(ranks=4)
         def saved(world):
             torch.save(..., world.shared_tmp_path / f"{world.rank}.pt")
 
@@ -54,7 +54,7 @@ def stage(ranks: int, scope: Scope = "function") -> Callable[[Callable[..., obje
         ValueError: there is no world of that size, or no such scope.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int):
-        raise TypeError(f"stage(ranks={ranks!r}): ranks is a whole number: write @harness.stage(ranks=4)")
+        raise TypeError(f"stage(ranks={ranks!r}): ranks is a whole number: write @lockstep.stage(ranks=4)")
     if ranks < 1:
         raise ValueError(f"stage(ranks={ranks}): a world has at least 1 rank")
     if scope not in get_args(Scope):
@@ -69,7 +69,7 @@ def stage(ranks: int, scope: Scope = "function") -> Callable[[Callable[..., obje
 
 def _check(function: Callable[..., object]) -> None:
     if not inspect.isfunction(function):
-        raise TypeError(f"stage: {function!r} is no function: put @harness.stage(ranks=4) above a function")
+        raise TypeError(f"stage: {function!r} is no function: put @lockstep.stage(ranks=4) above a function")
     name = function.__qualname__
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
@@ -81,7 +81,7 @@ def _check(function: Callable[..., object]) -> None:
     if getattr(function, "pytestmark", None):
         raise TypeError(
             f"stage `{name}` has a mark: it runs with those of the test, on a world of the size that "
-            "@harness.stage(ranks=4) names"
+            "@lockstep.stage(ranks=4) names"
         )
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.protocol import Finished
-from harness.specification import RankSpec
+from lockstep.protocol import Finished
+from lockstep.specification import RankSpec
 
 # A rank's part, a cache line of 64-bit words: how its last item of an even number ended, how that of an odd
 # number did, phases of the current item that are over, size of the log when that item began.
@@ -132,7 +132,7 @@ class Standing:
 def _make_futex(memory: mmap.mmap) -> tuple[Callable[[int, int], object], Callable[[int], object]]:
     """Return functions that wait for a word of the memory to change from a value, and that wake who waits.
 
-    Not those of harness.shm.futex: to import that package registers its backend with torch.distributed.
+    Not those of lockstep.shm.futex: to import that package registers its backend with torch.distributed.
     """
     if _SYS_FUTEX is None:
         return lambda index, value: time.sleep(LOOK_EVERY_WITHOUT_FUTEX), lambda index: None

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from harness.exceptions import PeerFailed
-from harness.protocol import VICTIM_OF_A_CASE, Vote
+from lockstep.exceptions import PeerFailed
+from lockstep.protocol import VICTIM_OF_A_CASE, Vote
 
 
 class VotingRank(Protocol):

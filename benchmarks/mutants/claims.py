@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-import harness
+import lockstep
 
-ENGINE = Path(harness.__file__).parent / "engine"
+ENGINE = Path(lockstep.__file__).parent / "engine"
 RECORD, ORDER, SECONDS = (f"LOCKSTEP_CLAIMS_{name}" for name in ("RECORD", "ORDER", "SECONDS"))
 
 

@@ -19,8 +19,8 @@ from unittest import mock
 
 import pytest
 
-from harness.adopt import torch_internals
-from harness.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
+from lockstep.adopt import torch_internals
+from lockstep.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
 
 __tracebackhide__ = True
 

@@ -21,10 +21,10 @@ from unittest import mock
 
 import pytest
 
-from harness.adopt import pytest_internals
-from harness.adopt.kinds import Demand, LeftAlone, Place
-from harness.adopt.modules import restored
-from harness.hookspecs import RANK_PLUGIN
+from lockstep.adopt import pytest_internals
+from lockstep.adopt.kinds import Demand, LeftAlone, Place
+from lockstep.adopt.modules import restored
+from lockstep.hookspecs import RANK_PLUGIN
 
 __tracebackhide__ = True
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from harness.rank.process_group import DefaultGroup
-from harness.rank.torch_internals import TakenGroups, is_default_timeout, replace_group_maker, take_groups
-from harness.rank.world_fixture import RankWorld
+from lockstep.rank.process_group import DefaultGroup
+from lockstep.rank.torch_internals import TakenGroups, is_default_timeout, replace_group_maker, take_groups
+from lockstep.rank.world_fixture import RankWorld
 
 MAX_KEPT = 4
 """Owners whose groups are kept for their next item. Usually items of a class follow each other."""

@@ -93,9 +93,9 @@ class Kind(Protocol):
 
 def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
-    from harness.adopt.continuous import Continuous
-    from harness.adopt.distributed_test import DistributedTest
-    from harness.adopt.multi_process import MultiProcess, MultiThreaded
+    from lockstep.adopt.continuous import Continuous
+    from lockstep.adopt.distributed_test import DistributedTest
+    from lockstep.adopt.multi_process import MultiProcess, MultiThreaded
 
     kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
     return tuple(kind for kind in kinds if kind.family in families)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from harness.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, NotOnRanks, Place, kinds_of
-from harness.backends import uses
-from harness.hookspecs import RANK_PLUGIN
-from harness.options import adopted_kinds
-from harness.protocol import SKIPS_ALL, Vote
+from lockstep.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, NotOnRanks, Place, kinds_of
+from lockstep.backends import uses
+from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.options import adopted_kinds
+from lockstep.protocol import SKIPS_ALL, Vote
 
 if TYPE_CHECKING:
-    from harness.rank.session import RankSession
+    from lockstep.rank.session import RankSession
 
 __tracebackhide__ = True
 
@@ -50,7 +50,7 @@ def register(config: pytest.Config) -> None:
     for kind in kinds:
         config.pluginmanager.register(kind)
     if config.getoption("ranks_adopt_cpu"):
-        from harness.adopt.cpu import CpuDevices
+        from lockstep.adopt.cpu import CpuDevices
 
         cpu_devices = CpuDevices(runs_here=lambda item: _kind_key in item.stash)
         config.pluginmanager.register(cpu_devices, "harness-adopt-cpu")
@@ -129,7 +129,7 @@ class RankAdoption:
     """Runs adopted items, in a rank."""
 
     def __init__(self, config: pytest.Config, session: RankSession, kinds: tuple[Kind, ...]) -> None:
-        from harness.adopt.groups import ForeignGroups
+        from lockstep.adopt.groups import ForeignGroups
 
         self._session = session
         self._kinds = kinds

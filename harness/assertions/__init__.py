@@ -5,11 +5,11 @@ for all of them: a check that finds nothing to compare fails, and where ranks co
 or none.
 """
 
-from harness.assertions.agreement import assert_same_across_ranks, fail_together
-from harness.assertions.closeness import TOLERANCES, Tolerance, assert_named_close
-from harness.assertions.dtypes import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
-from harness.assertions.equality import assert_equal
-from harness.assertions.parity import (
+from lockstep.assertions.agreement import assert_same_across_ranks, fail_together
+from lockstep.assertions.closeness import TOLERANCES, Tolerance, assert_named_close
+from lockstep.assertions.dtypes import assert_buffer_dtypes, assert_gradient_dtypes, assert_parameter_dtypes
+from lockstep.assertions.equality import assert_equal
+from lockstep.assertions.parity import (
     Run,
     Trainee,
     Training,
@@ -20,8 +20,8 @@ from harness.assertions.parity import (
     per_rank_batches,
     train,
 )
-from harness.assertions.reference import unsharded_with_casts
-from harness.recorders.tensors import local_part
+from lockstep.assertions.reference import unsharded_with_casts
+from lockstep.recorders.tensors import local_part
 
 __all__ = [
     "TOLERANCES",

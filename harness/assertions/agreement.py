@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.assertions import divergence
-from harness.assertions.closeness import EXACT, differences
-from harness.exceptions import Diverged
-from harness.recorders import ExecutionLog, active_log
-from harness.recorders.tensors import local_part
+from lockstep.assertions import divergence
+from lockstep.assertions.closeness import EXACT, differences
+from lockstep.exceptions import Diverged
+from lockstep.recorders import ExecutionLog, active_log
+from lockstep.recorders.tensors import local_part
 
 _SHOWN = 5  # names in one message; a model that was never synchronised differs in hundreds
 

@@ -1,6 +1,6 @@
 """The first place where two recorded runs part, or two ranks of one, in words. Inside a rank.
 
-Only the second run of a failed test is recorded (`harness.recorders.ExecutionLog`).
+Only the second run of a failed test is recorded (`lockstep.recorders.ExecutionLog`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from harness.assertions.closeness import EXACT, Named, Tolerance, differences
-from harness.recorders import Event, ExecutionLog
+from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences
+from lockstep.recorders import Event, ExecutionLog
 
 _OF_BACKWARD = ("gradient of output", "local gradient")
 _AFTER_BACKWARD = ("reduced gradient", "parameter after the step", "gradient", "updated parameter")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.assertions.closeness import EXACT, TOLERANCES, Tolerance
+from lockstep.assertions.closeness import EXACT, TOLERANCES, Tolerance
 
 _SEQUENCES = (Sequence, nn.Sequential, nn.ModuleList, nn.ParameterList)
 _MAPPINGS = (Mapping, nn.ModuleDict, nn.ParameterDict)

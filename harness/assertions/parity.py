@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import divergence
-from harness.assertions.agreement import fail_together, gathered
-from harness.assertions.closeness import EXACT, Named, Tolerance, differences
-from harness.exceptions import Diverged
-from harness.recorders import active_log
-from harness.recorders.tensors import local_part
+from lockstep.assertions import divergence
+from lockstep.assertions.agreement import fail_together, gathered
+from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences
+from lockstep.exceptions import Diverged
+from lockstep.recorders import active_log
+from lockstep.recorders.tensors import local_part
 
 Batch = TypeVar("Batch")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

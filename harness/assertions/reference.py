@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from harness.assertions.parity import Trainee, named_gradients, named_parameters
+from lockstep.assertions.parity import Trainee, named_gradients, named_parameters
 
 
 def unsharded_with_casts(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.names import lazy_exports
+from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from harness.conformance.adapters.adapter import Adapter
-    from harness.conformance.adapters.replicated import Replicated
-    from harness.conformance.capabilities import Capability, NotOffered, offers, require
-    from harness.conformance.interface import (
+    from lockstep.conformance.adapters.adapter import Adapter
+    from lockstep.conformance.adapters.replicated import Replicated
+    from lockstep.conformance.capabilities import Capability, NotOffered, offers, require
+    from lockstep.conformance.interface import (
         Composable,
         Engine,
         Snapshot,
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
         Wrapper,
         trainee,
     )
-    from harness.conformance.registry import EngineError, find, known_names
-    from harness.conformance.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
+    from lockstep.conformance.registry import EngineError, find, known_names
+    from lockstep.conformance.spec import Precision, ProcessGroups, ShardSpec, chosen_modules
 
 _NAMES = {
-    "harness.conformance.adapters.adapter": ("Adapter",),
-    "harness.conformance.adapters.replicated": ("Replicated",),
-    "harness.conformance.capabilities": ("Capability", "NotOffered", "offers", "require"),
-    "harness.conformance.interface": (
+    "lockstep.conformance.adapters.adapter": ("Adapter",),
+    "lockstep.conformance.adapters.replicated": ("Replicated",),
+    "lockstep.conformance.capabilities": ("Capability", "NotOffered", "offers", "require"),
+    "lockstep.conformance.interface": (
         "Composable",
         "Engine",
         "Snapshot",
@@ -38,8 +38,8 @@ _NAMES = {
         "Wrapper",
         "trainee",
     ),
-    "harness.conformance.registry": ("EngineError", "find", "known_names"),
-    "harness.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec", "chosen_modules"),
+    "lockstep.conformance.registry": ("EngineError", "find", "known_names"),
+    "lockstep.conformance.spec": ("Precision", "ProcessGroups", "ShardSpec", "chosen_modules"),
 }
 
 __all__ = [

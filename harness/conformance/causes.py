@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.conformance.registry import DEFAULT, INSTALLED_SUITES
-from harness.conformance.table import Case, Claim, Outcome, Table
-from harness.reporting.causes import Ran, cause_of, narrow
-from lockstep.names import package
+from lockstep.conformance.registry import DEFAULT, suites_are_installed
+from lockstep.conformance.table import Case, Claim, Outcome, Table
+from lockstep.reporting.causes import Ran, cause_of, narrow
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def _narrowed(cause: Cause, ran: list[Ran]) -> Cause:
 def _command(arguments: Sequence[str], engine: str) -> str:
     name = engine.split(" ")[0]  # without the version of torch
     of_suites = bool(arguments) and arguments[0].split("/")[0] == "suites"
-    if of_suites and INSTALLED_SUITES.is_dir():  # pytest has no such path there
-        return shlex.join(["python", "-m", package(), "conformance", "--engine", name, *arguments])
+    if of_suites and suites_are_installed():  # pytest has no such path there
+        return shlex.join(["python", "-m", "lockstep", "conformance", "--engine", name, *arguments])
     chosen = [] if name == DEFAULT else ["--engine", name]
-    return shlex.join(["pytest", *arguments, "-p", f"{package()}.conformance.plugin", *chosen])
+    return shlex.join(["pytest", *arguments, "-p", "lockstep.conformance.plugin", *chosen])

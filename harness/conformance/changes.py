@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.conformance.table import Claim, Outcome, Table
-from harness.reporting.causes import brief
+from lockstep.conformance.table import Claim, Outcome, Table
+from lockstep.reporting.causes import brief
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from harness.conformance.registry import claim_of, engine_of, engines_of
-from harness.conformance.stored import write
-from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
-from lockstep.names import package
+from lockstep.conformance.registry import claim_of, engine_of, engines_of
+from lockstep.conformance.stored import write
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Table
 
 _ATTRIBUTE = "lockstep_collected"
 """The attribute of a report under which what a worker collected travels."""
@@ -83,7 +82,7 @@ class ItemRecorder:
                 if str(item.nodeid) in self.collected.items:  # by `--pyargs package.a package.b`
                     raise pytest.UsageError(
                         f"--conformance: two tests have the id {item.nodeid}: name a folder above both, or "
-                        f"run `python -m {package()} conformance`"
+                        f"run `python -m lockstep conformance`"
                     )
                 self.collected.items[str(item.nodeid)] = (claim_of(item), engine, _title(item))
 

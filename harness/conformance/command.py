@@ -1,4 +1,4 @@
-"""`python -m harness conformance`: the suites against every engine, as a table."""
+"""`python -m lockstep conformance`: the suites against every engine, as a table."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.conformance.changes import has_worsened
-from harness.conformance.collecting import summary
-from harness.conformance.registry import INSTALLED_SUITES, built_in_names
-from harness.conformance.render import to_changes
-from harness.conformance.stored import NoTable, load, merge, write
-from harness.conformance.table import Table
-from lockstep.names import OURS, package
+from lockstep.conformance.changes import has_worsened
+from lockstep.conformance.collecting import summary
+from lockstep.conformance.registry import INSTALLED_SUITES, built_in_names, suites_are_installed
+from lockstep.conformance.render import to_changes
+from lockstep.conformance.stored import NoTable, load, merge, write
+from lockstep.conformance.table import Table
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m harness`."""
+    """Add the command to those of `python -m lockstep`."""
     parser = commands.add_parser(
         "conformance",
         help="hold engines to the claims of the suites, and write a table",
@@ -78,7 +77,7 @@ def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
     engines = list(dict.fromkeys(options.engine or built_in_names()))
     words = [item for word in words for item in _items(word, engines)]
     chosen = [f"--engine={name}" for name in engines]
-    plugin = ("-p", f"{package()}.conformance.plugin")
+    plugin = ("-p", "lockstep.conformance.plugin")
     return int(pytest.main([*plugin, *chosen, f"--conformance={options.output}", *words]))
 
 
@@ -87,8 +86,8 @@ def _words_of_suites(others: Sequence[str]) -> list[str]:
 
     With those that are installed neither an ini file nor a conftest of the user's has to do.
     """
-    is_installed = INSTALLED_SUITES.is_dir()
-    suites = INSTALLED_SUITES if is_installed else OURS.with_name("suites")
+    is_installed = suites_are_installed()
+    suites = INSTALLED_SUITES if is_installed else INSTALLED_SUITES.resolve()
     words = [
         f"{suites}{word.removeprefix('suites')}" if word.split("/")[0] == "suites" else word
         for word in others
@@ -125,5 +124,5 @@ def _diff(old: Table, new: Table, directory: Path) -> int:
 
 
 def _refuse(why: str) -> int:
-    sys.stderr.write(f"python -m {package()} conformance: {why}\n")
+    sys.stderr.write(f"python -m lockstep conformance: {why}\n")
     return int(pytest.ExitCode.USAGE_ERROR)

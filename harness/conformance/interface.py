@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.assertions.parity import MakeOptimizer, Trainee
-from harness.conformance.capabilities import Capability, NotOffered
-from harness.conformance.spec import ProcessGroups, ShardSpec
-from harness.engine import GroupInfo
-from harness.recorders import Collective
+from lockstep.assertions.parity import MakeOptimizer, Trainee
+from lockstep.conformance.capabilities import Capability, NotOffered
+from lockstep.conformance.spec import ProcessGroups, ShardSpec
+from lockstep.engine import GroupInfo
+from lockstep.recorders import Collective
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The pytest plugin of engines under test: `--engine`, `--conformance`, the fixture `engine`, deviations.
 
 Not loaded unless a project names it in `pytest_plugins` of its root conftest, or a command line
-`-p harness.conformance.plugin`. Loaded in the controller and in every rank; must not import torch.
+`-p lockstep.conformance.plugin`. Loaded in the controller and in every rank; must not import torch.
 
 PYTEST_DONT_REWRITE: where the server of ranks has imported it, pytest comes too late to rewrite its asserts.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.conformance.deviations import Deviation, known_deviations
-from harness.conformance.registry import (
+from lockstep.conformance.deviations import Deviation, known_deviations
+from lockstep.conformance.registry import (
     DEFAULT,
     FIXTURE,
     INSTALLED_SUITES,
@@ -27,13 +27,12 @@ from harness.conformance.registry import (
     engines_of,
     find,
 )
-from harness.hookspecs import RANK_PLUGIN
-from lockstep.pytest_plugin import PLUGIN, why_not_loaded
+from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from harness.conformance.interface import Engine
+    from lockstep.conformance.interface import Engine
 
-pytest_plugins = ["lockstep"]  # whose hooks it implements, also where no entry point is loaded
+pytest_plugins = ["lockstep.plugin"]  # defines the hooks, also where no entry point is loaded
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,15 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse, before anything is collected, a name behind which there is no engine.
 
     Raises:
-        pytest.UsageError: Lockstep's own plugin is not loaded, the name is not known, or the directory of
+        pytest.UsageError: Lockstep's own plugin is blocked, the name is not known, or the directory of
             `--conformance` cannot be written.
     """
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
-    if not config.pluginmanager.hasplugin(PLUGIN):
+    if config.pluginmanager.is_blocked("lockstep"):
         raise pytest.UsageError(
-            f"{why_not_loaded(config)}\nEngines are tested on its ranks. Where `harness` is another package: "
-            "python -m lockstep conformance, or pytest -p lockstep.conformance.plugin"
+            "engines are tested on ranks, and `-p no:lockstep` blocks the plugin that runs them: remove it"
         )
     here = str(config.invocation_params.dir)
     if here not in sys.path and any(":" in name for name in engines_of(config)):
@@ -77,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not set(engines_of(config)) <= set(built_in_names()):
         config.pluginmanager.register(StopsWithoutEngine(), "harness-engines")
     if config.getoption("conformance"):
-        from harness.conformance.collecting import register
+        from lockstep.conformance.collecting import register
 
         register(config)
 

@@ -9,22 +9,21 @@ import importlib
 import inspect
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.names import OURS, package
-
 if TYPE_CHECKING:
-    from harness.conformance.interface import Engine
+    from lockstep.conformance.interface import Engine
 
 _HOMES = {
-    "lockstep": "harness.conformance.adapters.lockstep:Lockstep",
-    "lockstep-composable": "harness.conformance.adapters.lockstep:LockstepComposable",
-    "torch-fsdp2": "harness.conformance.adapters.torch_fsdp2:TorchFsdp2",
-    "torch-fsdp1": "harness.conformance.adapters.torch_fsdp1:TorchFsdp1",
-    "torch-ddp": "harness.conformance.adapters.torch_ddp:TorchDdp",
-    "torch-zero1": "harness.conformance.adapters.torch_zero1:TorchZero1",
+    "lockstep": "lockstep.conformance.adapters.lockstep:Lockstep",
+    "lockstep-composable": "lockstep.conformance.adapters.lockstep:LockstepComposable",
+    "torch-fsdp2": "lockstep.conformance.adapters.torch_fsdp2:TorchFsdp2",
+    "torch-fsdp1": "lockstep.conformance.adapters.torch_fsdp1:TorchFsdp1",
+    "torch-ddp": "lockstep.conformance.adapters.torch_ddp:TorchDdp",
+    "torch-zero1": "lockstep.conformance.adapters.torch_zero1:TorchZero1",
 }
 
 ENTRY_POINTS = "lockstep.engines"
@@ -38,8 +37,13 @@ A fixture `engine` of a project's own that does not use it has nothing to do wit
 """
 
 
-INSTALLED_SUITES = OURS.with_name("lockstep_suites")
-"""The folder of the suites where they are installed; they are `suites` in a checkout."""
+INSTALLED_SUITES = Path(__file__).parents[2] / "lockstep_suites"
+"""The folder of the suites where they are installed; in a checkout a link to `suites`."""
+
+
+def suites_are_installed() -> bool:
+    """Return whether the suites came with a wheel, in place of a checkout."""
+    return INSTALLED_SUITES.is_dir() and not INSTALLED_SUITES.is_symlink()
 
 
 class EngineError(ValueError):
@@ -83,7 +87,7 @@ def find(name: str) -> Engine:
 
 
 def _home_of(name: str) -> tuple[str, str]:
-    home = _HOMES.get(name, "").replace("harness.", f"{package()}.", 1) or next(
+    home = _HOMES.get(name) or next(
         (point.value for point in entry_points(group=ENTRY_POINTS, name=name)), name
     )
     module, _, attribute = (part.strip() for part in home.partition(":"))
@@ -155,7 +159,7 @@ def _made(name: str, cls: type) -> Any:
 
 
 def _check_interface(name: str, found: object) -> None:
-    from harness.conformance.interface import Engine
+    from lockstep.conformance.interface import Engine
 
     members = [member for member in vars(Engine) if not member.startswith("_")]
     # Statically: a property may refuse what the engine does not offer.
@@ -163,7 +167,7 @@ def _check_interface(name: str, found: object) -> None:
     if missing:
         raise EngineError(
             name,
-            f"it lacks {', '.join(missing)} of harness.conformance.Engine; see docs/how_to/your_engine.md",
+            f"it lacks {', '.join(missing)} of lockstep.conformance.Engine; see docs/how_to/your_engine.md",
         )
 
 

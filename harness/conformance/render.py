@@ -16,9 +16,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.conformance.causes import Cause, causes
-from harness.conformance.changes import changes, only_in
-from harness.conformance.table import Claim, Outcome, Run, Table
+from lockstep.conformance.causes import Cause, causes
+from lockstep.conformance.changes import changes, only_in
+from lockstep.conformance.table import Claim, Outcome, Run, Table
 
 MARKS = {
     Outcome.BROKEN: "✗",

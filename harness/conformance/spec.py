@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from harness.conformance.capabilities import Capability
+from lockstep.conformance.capabilities import Capability
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 """One group, or for hybrid sharding the pair (shard, replicate)."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.conformance.render import to_markdown, to_page
-from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+from lockstep.conformance.render import to_markdown, to_page
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Table
 
 FORMAT = 1
 

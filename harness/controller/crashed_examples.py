@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from harness.properties.messages import CRASHED
-from harness.protocol import CrashedExample, Finished, RunItem
-from harness.world.diagnosis import place_of
-from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
+from lockstep.properties.messages import CRASHED
+from lockstep.protocol import CrashedExample, Finished, RunItem
+from lockstep.world.diagnosis import place_of
+from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 SEARCH_WITHIN = 30.0
 """Seconds, from the first crash on, in which smaller examples are looked for."""

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from harness.controller.pytest_internals import uncaptured_streams
-from harness.launch.terminal import Terminal
-from harness.specification import WorldKey
-from harness.world.world import World
+from lockstep.controller.pytest_internals import uncaptured_streams
+from lockstep.launch.terminal import Terminal
+from lockstep.specification import WorldKey
+from lockstep.world.world import World
 
 
 class Debugging:

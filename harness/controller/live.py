@@ -9,10 +9,10 @@ import os
 
 import pytest
 
-from harness.controller.progress import Progress
-from harness.controller.pytest_internals import write_to_log_file
-from harness.protocol import Shown
-from harness.world.glance import Glance
+from lockstep.controller.progress import Progress
+from lockstep.controller.pytest_internals import write_to_log_file
+from lockstep.protocol import Shown
+from lockstep.world.glance import Glance
 
 
 class LiveOutput:

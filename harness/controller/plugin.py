@@ -20,46 +20,45 @@ from pathlib import Path
 
 import pytest
 
-from harness.backends import BACKENDS, backends_of
-from harness.controller.crashed_examples import CrashSearch
-from harness.controller.debugging import Debugging, check_debuggers, debugged_rank
-from harness.controller.live import LiveOutput
-from harness.controller.pytest_internals import (
+from lockstep.backends import BACKENDS, backends_of
+from lockstep.controller.crashed_examples import CrashSearch
+from lockstep.controller.debugging import Debugging, check_debuggers, debugged_rank
+from lockstep.controller.live import LiveOutput
+from lockstep.controller.pytest_internals import (
     add_failed_tear_down,
     basetemp_of,
     has_to_tear_down,
     make_report,
     tear_down,
 )
-from harness.controller.recorded_run import diverged_case, recorded_order, with_explanation
-from harness.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
-from harness.controller.rerun import rerun_line
-from harness.controller.rerunfailures_internals import run_again_on_failure
-from harness.controller.stages import Paths, StageRun, Stages, Stopped
-from harness.controller.termination import Termination
-from harness.controller.unsupported import note_on_snapshots
-from harness.controller.world_starter import WorldStarter, measures
-from harness.exceptions import WorldError
-from harness.hosts.launchers import refuse_launcher
-from harness.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
-from harness.options import adopted_kinds
-from harness.output import shows_live
-from harness.protocol import RunItem, Search
-from harness.reporting.differences import pass_on_warnings
-from harness.reporting.merge import merge
-from harness.specification import HOSTS, WorldKey
-from harness.timeline import TIMELINES
-from harness.world.item_run import ItemRun
-from harness.world.outcome import ItemOutcome
-from harness.world.pool import Interrupted, WorldPool
-from harness.world.world import World
-from lockstep.names import package
+from lockstep.controller.recorded_run import diverged_case, recorded_order, with_explanation
+from lockstep.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
+from lockstep.controller.rerun import rerun_line
+from lockstep.controller.rerunfailures_internals import run_again_on_failure
+from lockstep.controller.stages import Paths, StageRun, Stages, Stopped
+from lockstep.controller.termination import Termination
+from lockstep.controller.unsupported import note_on_snapshots
+from lockstep.controller.world_starter import WorldStarter, measures
+from lockstep.exceptions import WorldError
+from lockstep.hosts.launchers import refuse_launcher
+from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
+from lockstep.options import adopted_kinds
+from lockstep.output import shows_live
+from lockstep.protocol import RunItem, Search
+from lockstep.reporting.differences import pass_on_warnings
+from lockstep.reporting.merge import merge
+from lockstep.specification import HOSTS, WorldKey
+from lockstep.timeline import TIMELINES
+from lockstep.world.item_run import ItemRun
+from lockstep.world.outcome import ItemOutcome
+from lockstep.world.pool import Interrupted, WorldPool
+from lockstep.world.world import World
 
 TEAR_DOWN_WITHIN = 5.0
 """Seconds that ranks get to tear down when the run is interrupted; what still runs then is ended."""
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
-RANK = f"{package()}.rank:Rank"
-RANK_IMPORTS = tuple(f"{package()}.{name}" for name in ("plugin", "subtests", "recorders"))
+RANK = "lockstep.rank:Rank"
+RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
 # What files of adopted tests import, 0.6 s in all; the last two add nothing to the first.
 ADOPTED_IMPORTS = (
     "torch.testing._internal.common_distributed",
@@ -146,7 +145,7 @@ class Controller:
             terminal = self._debugging.terminal if self._debugging is not None else None
             self._launcher = ProcessLauncher(method, program, terminal)
             if HOSTS in os.environ:
-                from harness.hosts.remote import on_hosts_of_run
+                from lockstep.hosts.remote import on_hosts_of_run
 
                 self._launcher = on_hosts_of_run(self._launcher, method, program)
             self._termination.handle()

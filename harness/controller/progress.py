@@ -16,10 +16,10 @@ from typing import Literal, TextIO
 
 import pytest
 
-from harness.controller.debugging import debugged_rank
-from harness.controller.pytest_internals import terminal_stream
-from harness.output import shows_live
-from harness.world.glance import Glance
+from lockstep.controller.debugging import debugged_rank
+from lockstep.controller.pytest_internals import terminal_stream
+from lockstep.output import shows_live
+from lockstep.world.glance import Glance
 
 SHOW_AFTER = 1.0
 """Seconds after which a test gets its status line."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-
-from lockstep.names import loaded, package
 
 
 def fixture_function(metafunc: pytest.Metafunc, name: str) -> Callable[..., object] | None:
@@ -159,12 +158,12 @@ def name_of_world(metafunc: pytest.Metafunc) -> str | None:
     for name in metafunc.fixturenames:
         function = fixture_function(metafunc, name)
         module, function_name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-        if (module, function_name) == (f"{package()}.fixtures", "world") or _is_stage(function):
+        if (module, function_name) == ("lockstep.fixtures", "world") or _is_stage(function):
             return name
     return None
 
 
 def _is_stage(function: object) -> bool:
     """Return whether it is the function of a fixture that `stage` has made."""
-    stages = loaded("stages")  # else there is none
+    stages = sys.modules.get("lockstep.stages")  # else there is none
     return stages is not None and stages.find_stage(function) is not None

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness.protocol import DIVERGED, RunItem
-from harness.reporting.merge import as_option, uses_run_subtests
-from harness.world.outcome import ItemOutcome
+from lockstep.protocol import DIVERGED, RunItem
+from lockstep.reporting.merge import as_option, uses_run_subtests
+from lockstep.world.outcome import ItemOutcome
 
 _PASSED = (
     "the test ran again, with recording, and passed: the divergence does not come every time. A collective "

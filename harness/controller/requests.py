@@ -12,19 +12,19 @@ from typing import Literal
 
 import pytest
 
-from harness.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
-from harness.controller import debugging
-from harness.controller.pytest_internals import fixture_of, make_report
-from harness.controller.rerun import rerun_line
-from harness.controller.timeout_internals import limits_of
-from harness.controller.unsupported import refuse_fixtures
-from harness.fake_ranks import PLACE, FakeRank, places
-from harness.marker import MarkError, RanksMark, read_mark
-from harness.options import DEFAULTS, adopted_kinds, default_backend
-from harness.pytest_internals import fixtures_below
-from harness.specification import HOSTS, Spread, WorldKey
-from harness.stages import find_stage
-from harness.subtests import parse_selection
+from lockstep.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
+from lockstep.controller import debugging
+from lockstep.controller.pytest_internals import fixture_of, make_report
+from lockstep.controller.rerun import rerun_line
+from lockstep.controller.timeout_internals import limits_of
+from lockstep.controller.unsupported import refuse_fixtures
+from lockstep.fake_ranks import PLACE, FakeRank, places
+from lockstep.marker import MarkError, RanksMark, read_mark
+from lockstep.options import DEFAULTS, adopted_kinds, default_backend
+from lockstep.pytest_internals import fixtures_below
+from lockstep.specification import HOSTS, Spread, WorldKey
+from lockstep.stages import find_stage
+from lockstep.subtests import parse_selection
 
 CHOICES = {
     "ranks_start_method": ("forkserver", "spawn"),
@@ -135,7 +135,7 @@ def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread 
     on = mark.hosts or config.getoption("ranks_hosts")
     if (on or 1) < 2 and HOSTS not in os.environ:
         return ()
-    from harness.hosts.placement import spread_of
+    from lockstep.hosts.placement import spread_of
 
     exclusive, per_host = uses(key.backend, "nccl"), config.getoption("ranks_per_host")
     if mark.hosts is None and on is not None:
@@ -261,7 +261,7 @@ def check_options(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     if (skew := config.getoption("ranks_skew")) is not None:
-        from harness.injection.schedule import Schedule
+        from lockstep.injection.schedule import Schedule
 
         try:
             Schedule.parse(skew)

@@ -12,9 +12,9 @@ import shlex
 
 import pytest
 
-from harness.controller.pytest_internals import option_groups
-from harness.options import DEFAULTS
-from harness.specification import HOSTS
+from lockstep.controller.pytest_internals import option_groups
+from lockstep.options import DEFAULTS
+from lockstep.specification import HOSTS
 
 _PYTEST_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
 
@@ -62,7 +62,7 @@ def _command() -> tuple[str, ...]:
     """Return the words before those of pytest: on several hosts, the command that starts it on the first."""
     if HOSTS not in os.environ:
         return ("pytest",)
-    from harness.hosts.roster import read_roster
+    from lockstep.hosts.roster import read_roster
 
     roster = read_roster()
     return ("pytest",) if roster is None else roster.command or ("pytest",)

@@ -14,8 +14,7 @@ from typing import Any
 import pluggy
 import pytest
 
-from harness.protocol import RAISED, Raised
-from lockstep.names import package
+from lockstep.protocol import RAISED, Raised
 
 
 def run_again_on_failure(
@@ -66,7 +65,7 @@ def _error_of(report: pytest.TestReport) -> BaseException:
     raised: tuple[Raised, ...] = vars(report).pop(RAISED, ())
     if not raised:  # a death, or a hang
         crash = getattr(report.longrepr, "reprcrash", None)
-        raised = ((((f"{package()}.exceptions", "WorldError"),), str(crash.message if crash else ""), False),)
+        raised = (((("lockstep.exceptions", "WorldError"),), str(crash.message if crash else ""), False),)
     errors = [_stand_in(each) for each in raised]
     for outer, inner, (_, _, has_cause) in zip(errors, errors[1:], raised, strict=False):
         if has_cause:

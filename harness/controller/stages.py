@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from harness.controller.pytest_internals import fixture_of, make_report
-from harness.controller.requests import Request, report_refusal, request_of
-from harness.exceptions import WorldError
-from harness.protocol import RAISED
-from harness.pytest_internals import fixtures_below
-from harness.stages import Stage, find_stage
-from harness.world.outcome import in_stage
+from lockstep.controller.pytest_internals import fixture_of, make_report
+from lockstep.controller.requests import Request, report_refusal, request_of
+from lockstep.exceptions import WorldError
+from lockstep.protocol import RAISED
+from lockstep.pytest_internals import fixtures_below
+from lockstep.stages import Stage, find_stage
+from lockstep.world.outcome import in_stage
 
 Paths = tuple[tuple[str, str], ...]
 """Names of stages, with the directory that each has left."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.controller.pytest_internals import fixture_of
+from lockstep.controller.pytest_internals import fixture_of
 
 _BENCHMARK = (
     "the fixture `{name}` of pytest-benchmark does not work on ranks: each would choose its own number of "

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.backends import uses
-from harness.controller import debugging
-from harness.controller.pytest_internals import basetemp_of
-from harness.controller.requests import count_gpus, output_directory_of
-from harness.exceptions import LaunchError
-from harness.launch.limits import explain
-from harness.launch.processes import Launcher
-from harness.output import OutputDirectory
-from harness.specification import SessionSpec, WorldKey
-from harness.world.world import World
+from lockstep.backends import uses
+from lockstep.controller import debugging
+from lockstep.controller.pytest_internals import basetemp_of
+from lockstep.controller.requests import count_gpus, output_directory_of
+from lockstep.exceptions import LaunchError
+from lockstep.launch.limits import explain
+from lockstep.launch.processes import Launcher
+from lockstep.output import OutputDirectory
+from lockstep.specification import SessionSpec, WorldKey
+from lockstep.world.world import World
 
 if TYPE_CHECKING:
-    from harness.launch.leases import Lease
+    from lockstep.launch.leases import Lease
 
 _waited_key = pytest.StashKey[bool]()
 
@@ -118,8 +118,8 @@ def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None
     Raises:
         LaunchError: it could not be had in time, or leases cannot be kept on this machine.
     """
-    from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
-    from harness.launch.leases import Leases
+    from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
+    from lockstep.launch.leases import Leases
 
     at_once = config.getini("ranks_at_once")
     request = ResourceRequest(

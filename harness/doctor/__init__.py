@@ -1,1 +1,1 @@
-"""`python -m harness doctor`: findings on what works on this machine, and what to do about the rest."""
+"""`python -m lockstep doctor`: findings on what works on this machine, and what to do about the rest."""

@@ -1,4 +1,4 @@
-"""`python -m harness doctor`: its arguments, its report and its exit status.
+"""`python -m lockstep doctor`: its arguments, its report and its exit status.
 
 Must not import torch, nor pytest: it says that they are missing.
 """
@@ -15,12 +15,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.doctor import installation, machine
-from harness.doctor.configuration import Configuration, configuration, configured, start_method
-from harness.doctor.finding import Finding, problem
-from harness.doctor.plugins import plugins
-from harness.doctor.trial import Trial
-from lockstep.names import package
+from lockstep.doctor import installation, machine
+from lockstep.doctor.configuration import Configuration, configuration, configured, start_method
+from lockstep.doctor.finding import Finding, problem
+from lockstep.doctor.plugins import plugins
+from lockstep.doctor.trial import Trial
 
 FINE, WILL_NOT_WORK, WRONG_USAGE = 0, 1, 2
 """Exit status: no problem; at least one; arguments that it does not know."""
@@ -28,7 +27,7 @@ _SIGNS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m harness`."""
+    """Add the command to those of `python -m lockstep`."""
     parser = commands.add_parser(
         "doctor",
         help="say what works on this machine, what does not, and what to do",
@@ -44,7 +43,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
     if others:
-        sys.stderr.write(f"python -m {package()} doctor: unknown arguments: {' '.join(others)}\n")
+        sys.stderr.write(f"python -m lockstep doctor: unknown arguments: {' '.join(others)}\n")
         return WRONG_USAGE
     findings = []
     for finding in _findings(not options.no_trial):
@@ -71,11 +70,11 @@ def _findings(tries: bool) -> Iterator[Finding]:
             stack.callback(asking.communicate)
             stack.callback(asking.kill)
         project, has_pytest = configuration(Path.cwd()), find_spec("pytest") is not None
-        registered, named = installation.registration(), installation.import_name(project.addopts)
+        registered = installation.registration()
         trial: Trial | Finding | None = None
         if tries and has_pytest and asking is not None:
-            trial = _start(stack, project, registered.level == named.level == "ok")
-        yield from (machine.system(), installation.python(), registered, named)
+            trial = _start(stack, project, registered.level == "ok")
+        yield from (machine.system(), installation.python(), registered)
         yield installation.needed("pytest", installation.OLDEST_PYTEST)
         yield installation.needed("numpy", (1,))
         yield from plugins()

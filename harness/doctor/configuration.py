@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.doctor.finding import Finding, note, ok, problem
+from lockstep.doctor.finding import Finding, note, ok, problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from harness.doctor.finding import MIB, Finding, note, ok, problem
-from lockstep.names import find_other
+from lockstep.doctor.finding import MIB, Finding, note, ok, problem
 
 DISTRIBUTION = "lockstep-harness"
 OLDEST_PYTHON, OLDEST_PYTEST, OLDEST_TORCH = (3, 11), (9,), (2, 11)
@@ -135,23 +134,6 @@ def registration() -> Finding:
         remedy = "pip install it, or add -p lockstep to the command or to addopts"
         return problem("lockstep", f"{where} is on the path, and is not installed", why, remedy)
     return ok("lockstep", f"{version}, {where}")
-
-
-def import_name(addopts: str) -> Finding:
-    """Look whether another package has the name `harness`, and whether Lockstep is asked for then.
-
-    Args:
-        addopts: of the project's pytest configuration.
-    """
-    theirs = find_other([os.getcwd(), *sys.path])  # where pytest looks too, also under `python -P`
-    if theirs is None:
-        return ok("import-name", "`import harness` is Lockstep")
-    what = f"`import harness` is {theirs.origin or 'a folder of the project'}"
-    why, remedy = "it keeps its name", "write `from lockstep... import`, and `python -m lockstep`"
-    if "lockstep" in addopts:
-        return note("import-name", what, f"{why}, and Lockstep is imported as `lockstep`", remedy)
-    why += ", and pytest does not load Lockstep here unless asked to"
-    return problem("import-name", what, why, f"set `addopts = -p lockstep`, and {remedy}")
 
 
 def gpus(answer: dict[str, Any]) -> Iterator[Finding]:

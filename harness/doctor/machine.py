@@ -1,7 +1,7 @@
 """Findings on what ranks need of the machine: directories, limits, memory, the loopback interface.
 
 Nothing here starts a rank, and torch need not be installed. Standard library only, but for the limits that
-`harness.launch` knows, whose errors need pytest.
+`lockstep.launch` knows, whose errors need pytest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.doctor.finding import MIB, Finding, note, ok, problem
-from harness.launch.multiprocessing_internals import MAX_TEMPORARY_DIRECTORY
+from lockstep.doctor.finding import MIB, Finding, note, ok, problem
+from lockstep.launch.multiprocessing_internals import MAX_TEMPORARY_DIRECTORY
 
 RANKS = 2
 """The size of the world that must work."""
@@ -97,8 +97,8 @@ def _of_space(path: str) -> Iterator[Finding]:
 
 def open_files() -> Finding:
     """Look at the limit of file descriptors; needs pytest."""
-    from harness.exceptions import LaunchError
-    from harness.launch.limits import FILES_AT_LEAST, FILES_OF_A_RANK, check_open_files
+    from lockstep.exceptions import LaunchError
+    from lockstep.launch.limits import FILES_AT_LEAST, FILES_OF_A_RANK, check_open_files
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -291,8 +291,8 @@ _VARIABLES = (
 
 def leases() -> Iterator[Finding]:
     """Look at the leases of ranks and GPUs that runs of this user hold now."""
-    from harness.exceptions import LaunchError
-    from harness.launch.lease_store import LeaseStore, default_directory
+    from lockstep.exceptions import LaunchError
+    from lockstep.launch.lease_store import LeaseStore, default_directory
 
     directory = default_directory()
     if not directory.exists():

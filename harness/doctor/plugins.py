@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 
-from harness.doctor.finding import Finding, note, ok
+from lockstep.doctor.finding import Finding, note, ok
 
 NOTES = {
     "pytest-timeout": "its limit is the deadline of the world",

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from harness.backends import BACKENDS
-from harness.doctor.configuration import Configuration
-from harness.doctor.finding import Finding, note, ok, problem
+from lockstep.backends import BACKENDS
+from lockstep.doctor.configuration import Configuration
+from lockstep.doctor.finding import Finding, note, ok, problem
 
 WITHIN = 60
 """Seconds for all backends; each test has `DEADLINE`."""
@@ -37,7 +37,7 @@ class Trial:
     """A pytest run in a directory of its own, which is removed at the end."""
 
     def __init__(self, project: Configuration, plugin: str | None) -> None:
-        from harness.launch.lease_store import VARIABLE, default_directory
+        from lockstep.launch.lease_store import VARIABLE, default_directory
 
         self._directory = tempfile.TemporaryDirectory(prefix="lockstep-doctor-")
         self.path = Path(self._directory.name)

@@ -1,11 +1,11 @@
 """The built-in sharding engine. Imports torch, and nothing else of harness.
 
 With LOCKSTEP_ENGINE_DEBUG=1 in the environment when a model is wrapped, memory that has been freed or sent is
-filled with NaN, so that a late reader shows; but not what ranks of harness.shm read where it lies: others may
-still do so when this rank is done.
+filled with NaN, so that a late reader shows; but not what ranks of lockstep.shm read where it lies: others
+may still do so when this rank is done.
 """
 
-from harness.engine.api import (
+from lockstep.engine.api import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
@@ -26,17 +26,17 @@ from harness.engine.api import (
     StateDictSettings,
     StateDictType,
 )
-from harness.engine.fsdp_module import (
+from lockstep.engine.fsdp_module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from harness.engine.fully_shard import fully_shard, replicate
-from harness.engine.grad_scaler import ShardedGradScaler
-from harness.engine.groups import groups
-from harness.engine.wrapper import FullyShardedDataParallel
-from harness.engine.wrapping import (
+from lockstep.engine.fully_shard import fully_shard, replicate
+from lockstep.engine.grad_scaler import ShardedGradScaler
+from lockstep.engine.groups import groups
+from lockstep.engine.wrapper import FullyShardedDataParallel
+from lockstep.engine.wrapping import (
     CustomPolicy,
     ModuleWrapPolicy,
     WrapPolicy,

@@ -9,7 +9,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from harness.engine.torch_internals import BATCH_NORM
+from lockstep.engine.torch_internals import BATCH_NORM
 
 
 class ShardingStrategy(Enum):
@@ -280,7 +280,7 @@ class StateDictSettings:
         kind = self.state_dict_type
         if not isinstance(kind, StateDictType):
             raise TypeError(
-                f"state_dict_type: expected a StateDictType of harness.engine, got {kind!r} of "
+                f"state_dict_type: expected a StateDictType of lockstep.engine, got {kind!r} of "
                 f"{type(kind).__module__}."
             )
         fields = ("state_dict_config", "optim_state_dict_config")
@@ -288,7 +288,7 @@ class StateDictSettings:
             given = getattr(self, field)
             if type(given) is not expected:
                 raise TypeError(
-                    f"{field}: {kind.name} goes with {expected.__name__} of harness.engine, got "
+                    f"{field}: {kind.name} goes with {expected.__name__} of lockstep.engine, got "
                     f"{type(given).__name__} of {type(given).__module__}."
                 )
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.engine import collectives
-from harness.engine.guard import REMEDIES
-from harness.engine.param import LocalShard
-from harness.engine.torch_internals import gradient_hooks
+from lockstep.engine import collectives
+from lockstep.engine.guard import REMEDIES
+from lockstep.engine.param import LocalShard
+from lockstep.engine.torch_internals import gradient_hooks
 
 
 class Arrivals:

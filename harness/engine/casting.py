@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from harness.engine.param import ParamRef
-from harness.engine.torch_internals import pytree
+from lockstep.engine.param import ParamRef
+from lockstep.engine.torch_internals import pytree
 
 Parts = Mapping[Any, Any]
 

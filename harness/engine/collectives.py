@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from harness.engine.layout import Usage, keep
-from harness.engine.mesh import Axis, MeshInfo
-from harness.engine.torch_internals import FastLabel, num_dispatch_modes
+from lockstep.engine.layout import Usage, keep
+from lockstep.engine.mesh import Axis, MeshInfo
+from lockstep.engine.torch_internals import FastLabel, num_dispatch_modes
 
 
 class BufferPool:

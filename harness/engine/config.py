@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from harness.engine.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from harness.engine.mesh import MeshInfo
+from lockstep.engine.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from lockstep.engine.mesh import MeshInfo
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from harness.engine.api import ShardingStrategy
-from harness.engine.config import UnitConfig
-from harness.engine.param import Param, local_of, set_data
-from harness.engine.torch_internals import (
+from lockstep.engine.api import ShardingStrategy
+from lockstep.engine.config import UnitConfig
+from lockstep.engine.param import Param, local_of, set_data
+from lockstep.engine.torch_internals import (
     StridedShard,
     concatenated,
     dtensor_spec,

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from harness.engine import optimizer_hooks
-from harness.engine.dtensor_param import DTensorParam
-from harness.engine.gradients import AccumulatedGradients
-from harness.engine.init import copy_unit
-from harness.engine.param_group import ParamGroup
-from harness.engine.root import RootState
-from harness.engine.state_dict import refuse_when_busy
-from harness.engine.unit import Unit
+from lockstep.engine import optimizer_hooks
+from lockstep.engine.dtensor_param import DTensorParam
+from lockstep.engine.gradients import AccumulatedGradients
+from lockstep.engine.init import copy_unit
+from lockstep.engine.param_group import ParamGroup
+from lockstep.engine.root import RootState
+from lockstep.engine.state_dict import refuse_when_busy
+from lockstep.engine.unit import Unit
 
 
 class UnshardHandle:

@@ -16,19 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from harness.engine.api import (
+from lockstep.engine.api import (
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
 )
-from harness.engine.config import UnitConfig
-from harness.engine.fsdp_module import FSDPModule, adopt, class_of
-from harness.engine.init import build_unit, check_type, ignored_parameters
-from harness.engine.mesh import MeshInfo, ProcessGroups, check_neighbours, device_of
-from harness.engine.unit import Unit
-from harness.engine.wrapping import has_forward
+from lockstep.engine.config import UnitConfig
+from lockstep.engine.fsdp_module import FSDPModule, adopt, class_of
+from lockstep.engine.init import build_unit, check_type, ignored_parameters
+from lockstep.engine.mesh import MeshInfo, ProcessGroups, check_neighbours, device_of
+from lockstep.engine.unit import Unit
+from lockstep.engine.wrapping import has_forward
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 

@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from harness.engine import collectives
-from harness.engine.mesh import ProcessGroups
-from harness.engine.torch_internals import pytree, unscale_and_check
-from harness.engine.unit import Unit
+from lockstep.engine import collectives
+from lockstep.engine.mesh import ProcessGroups
+from lockstep.engine.torch_internals import pytree, unscale_and_check
+from lockstep.engine.unit import Unit
 
 _RANGE = torch.finfo(torch.float32)
 

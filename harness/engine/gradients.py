@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.engine import collectives
-from harness.engine.arrivals import Arrivals
-from harness.engine.collectives import BufferPool, Sum
-from harness.engine.layout import Layout, RowLayout, Usage, copy_in
-from harness.engine.mesh import Axis
-from harness.engine.param import LocalShard, attach_gradient
-from harness.engine.torch_internals import gradient_hooks
-from harness.engine.unsharded import UnshardedParams
+from lockstep.engine import collectives
+from lockstep.engine.arrivals import Arrivals
+from lockstep.engine.collectives import BufferPool, Sum
+from lockstep.engine.layout import Layout, RowLayout, Usage, copy_in
+from lockstep.engine.mesh import Axis
+from lockstep.engine.param import LocalShard, attach_gradient
+from lockstep.engine.torch_internals import gradient_hooks
+from lockstep.engine.unsharded import UnshardedParams
 
 
 class Gradients(ABC):

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from harness.engine.api import GroupInfo
-from harness.engine.fsdp_module import FSDPModule
-from harness.engine.param import clean_name, joined
-from harness.engine.param_group import ParamGroup
-from harness.engine.torch_internals import gradient_hooks
-from harness.engine.unit import Unit
-from harness.engine.wrapper import FullyShardedDataParallel
+from lockstep.engine.api import GroupInfo
+from lockstep.engine.fsdp_module import FSDPModule
+from lockstep.engine.param import clean_name, joined
+from lockstep.engine.param_group import ParamGroup
+from lockstep.engine.torch_internals import gradient_hooks
+from lockstep.engine.unit import Unit
+from lockstep.engine.wrapper import FullyShardedDataParallel
 
 
 def groups(model: nn.Module) -> tuple[GroupInfo, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.engine.torch_internals import (
+from lockstep.engine.torch_internals import (
     count_as_parameter,
     pytree,
     without_torch_function,

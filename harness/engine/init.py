@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
-from harness.engine import collectives
-from harness.engine.casting import BatchNormCast, Buffers
-from harness.engine.config import Ignored, UnitConfig
-from harness.engine.dtensor_param import place
-from harness.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
-from harness.engine.marks import OWNER, mark_sharded
-from harness.engine.materialise import Materialiser
-from harness.engine.mesh import device_of
-from harness.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of
-from harness.engine.param_group import ParamGroup
-from harness.engine.unit import Unit
-from harness.engine.unsharded import Precision
-from harness.engine.wrapping import has_forward
+from lockstep.engine import collectives
+from lockstep.engine.casting import BatchNormCast, Buffers
+from lockstep.engine.config import Ignored, UnitConfig
+from lockstep.engine.dtensor_param import place
+from lockstep.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
+from lockstep.engine.marks import OWNER, mark_sharded
+from lockstep.engine.materialise import Materialiser
+from lockstep.engine.mesh import device_of
+from lockstep.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of
+from lockstep.engine.param_group import ParamGroup
+from lockstep.engine.unit import Unit
+from lockstep.engine.unsharded import Precision
+from lockstep.engine.wrapping import has_forward
 
 Owned = Sequence[tuple[str, nn.Module]]
 """The modules of a unit, by name within it."""
@@ -287,7 +287,7 @@ def check_type(kind: type, expected: str, given: object) -> None:
     found = type(given)
     if not isinstance(given, kind):
         raise TypeError(
-            f"{expected} {kind.__name__} of harness.engine, got {given!r}, "
+            f"{expected} {kind.__name__} of lockstep.engine, got {given!r}, "
             f"a {found.__qualname__} of {found.__module__}."
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from harness.engine.param import Param
+    from lockstep.engine.param import Param
 
 OWNER = "_lockstep_unit"
 """The attribute of a module or parameter that carries the name of the unit that shards it."""

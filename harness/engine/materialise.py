@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from harness.engine.param import ParamRef
+from lockstep.engine.param import ParamRef
 
 ParamInit = Callable[[nn.Module], None]
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine.api import ShardingStrategy
+from lockstep.engine.api import ShardingStrategy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 """One group, or for hybrid strategies the pair (shard, replicate)."""
 
 
 class InPlace(Protocol):
-    """The offers of a process group whose ranks read each other's memory, as those of harness.shm do."""
+    """The offers of a process group whose ranks read each other's memory, as those of lockstep.shm do."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor; what is sent from it is not copied for that.

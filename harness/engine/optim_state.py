@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engine import collectives
-from harness.engine.api import StateDictSettings, StateDictType
-from harness.engine.layout import Piece
-from harness.engine.param import FLAT, LocalShard, clean_name, joined
-from harness.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor, signature
-from harness.engine.torch_internals import CHECKPOINTED
-from harness.engine.unit import Unit
+from lockstep.engine import collectives
+from lockstep.engine.api import StateDictSettings, StateDictType
+from lockstep.engine.layout import Piece
+from lockstep.engine.param import FLAT, LocalShard, clean_name, joined
+from lockstep.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor, signature
+from lockstep.engine.torch_internals import CHECKPOINTED
+from lockstep.engine.unit import Unit
 
 State = dict[str, Any]
 """The state that an optimizer keeps for one parameter: tensors and other values by their names."""

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from harness.engine.marks import refuse_invalidated
-from harness.engine.root import RootState
+from lockstep.engine.marks import refuse_invalidated
+from lockstep.engine.root import RootState
 
 # torch's hooks are global, so this is: one pair of hooks for all roots, registered with the first and removed
 # with the last.

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.engine import collectives
-from harness.engine.config import UnitConfig
-from harness.engine.guard import Guard, stand_in
-from harness.engine.layout import FlatLayout, Layout, RowLayout
-from harness.engine.marks import invalidate, mark_sharded
-from harness.engine.torch_internals import count_as_parameter, local_tensor
+from lockstep.engine import collectives
+from lockstep.engine.config import UnitConfig
+from lockstep.engine.guard import Guard, stand_in
+from lockstep.engine.layout import FlatLayout, Layout, RowLayout
+from lockstep.engine.marks import invalidate, mark_sharded
+from lockstep.engine.torch_internals import count_as_parameter, local_tensor
 
 INNER = "_sharded_module"
 """The attribute of a wrapper that holds the module it wraps."""

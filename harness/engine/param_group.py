@@ -14,15 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.engine import collectives
-from harness.engine.api import GroupState
-from harness.engine.gradients import Gradients
-from harness.engine.layout import copy_in, copy_out
-from harness.engine.marks import invalidate
-from harness.engine.mesh import Axis
-from harness.engine.param import LocalShard
-from harness.engine.torch_internals import outside_transforms
-from harness.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan
+from lockstep.engine import collectives
+from lockstep.engine.api import GroupState
+from lockstep.engine.gradients import Gradients
+from lockstep.engine.layout import copy_in, copy_out
+from lockstep.engine.marks import invalidate
+from lockstep.engine.mesh import Axis
+from lockstep.engine.param import LocalShard
+from lockstep.engine.torch_internals import outside_transforms
+from lockstep.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan
 
 TRANSITIONS: Mapping[tuple[GroupState, str], GroupState] = {
     # in a forward, in a backward

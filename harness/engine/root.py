@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from harness.engine.api import BackwardPrefetch
-from harness.engine.collectives import BufferPool
-from harness.engine.mesh import Axis
-from harness.engine.param_group import ParamGroup
-from harness.engine.torch_internals import AUTOGRAD_ENGINE, current_backward
-from harness.engine.unsharded import Dtypes, UnshardedParams
+from lockstep.engine.api import BackwardPrefetch
+from lockstep.engine.collectives import BufferPool
+from lockstep.engine.mesh import Axis
+from lockstep.engine.param_group import ParamGroup
+from lockstep.engine.torch_internals import AUTOGRAD_ENGINE, current_backward
+from lockstep.engine.unsharded import Dtypes, UnshardedParams
 
 if TYPE_CHECKING:
-    from harness.engine.unit import Unit
+    from lockstep.engine.unit import Unit
 
 _Expected = tuple[ParamGroup, Dtypes | None]
 """A group, and for backward the dtypes of the forward that it belongs to; None means the current ones."""

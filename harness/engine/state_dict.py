@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from harness.engine import collectives
-from harness.engine.api import GroupState, ShardingStrategy
-from harness.engine.gradients import VisibleGradients
-from harness.engine.param import LocalShard
-from harness.engine.param_group import ParamGroup
-from harness.engine.unit import Unit
-from harness.engine.unsharded import fill_with_nan
+from lockstep.engine import collectives
+from lockstep.engine.api import GroupState, ShardingStrategy
+from lockstep.engine.gradients import VisibleGradients
+from lockstep.engine.param import LocalShard
+from lockstep.engine.param_group import ParamGroup
+from lockstep.engine.unit import Unit
+from lockstep.engine.unsharded import fill_with_nan
 
 SIGNATURE = "lockstep_shard"
 """The key, among the version numbers of modules in a local state dict, of the signature of its shard."""

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from harness.engine.api import MixedPrecision
-from harness.engine.casting import Buffers, cast_floating, map_tensors, tensors
-from harness.engine.config import UnitConfig
-from harness.engine.param_group import ParamGroup
-from harness.engine.root import Kept, RootState
-from harness.engine.torch_internals import current_backward
-from harness.engine.unsharded import Precision, UnshardedParams
+from lockstep.engine.api import MixedPrecision
+from lockstep.engine.casting import Buffers, cast_floating, map_tensors, tensors
+from lockstep.engine.config import UnitConfig
+from lockstep.engine.param_group import ParamGroup
+from lockstep.engine.root import Kept, RootState
+from lockstep.engine.torch_internals import current_backward
+from lockstep.engine.unsharded import Precision, UnshardedParams
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from harness.engine.api import MixedPrecision
-from harness.engine.torch_internals import outside_transforms, will_run
+from lockstep.engine.api import MixedPrecision
+from lockstep.engine.torch_internals import outside_transforms, will_run
 
 
 @dataclass(frozen=True)

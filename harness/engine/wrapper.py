@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import init, mesh, optimizer_hooks
-from harness.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from harness.engine.config import Ignored, UnitConfig
-from harness.engine.grad_scaler import clip_gradients
-from harness.engine.mesh import ProcessGroups
-from harness.engine.param import FLAT as _FLAT
-from harness.engine.param import INNER as _INNER
-from harness.engine.param import ParamRef, clean_name
-from harness.engine.root import RootState
-from harness.engine.state_dict import Summon, refuse_when_busy, summoned
-from harness.engine.wrapper_state import WrapperState
-from harness.engine.wrapping import MakeUnit, WrapFunction, WrapPolicy, as_policy, wrap_below
+from lockstep.engine import init, mesh, optimizer_hooks
+from lockstep.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from lockstep.engine.config import Ignored, UnitConfig
+from lockstep.engine.grad_scaler import clip_gradients
+from lockstep.engine.mesh import ProcessGroups
+from lockstep.engine.param import FLAT as _FLAT
+from lockstep.engine.param import INNER as _INNER
+from lockstep.engine.param import ParamRef, clean_name
+from lockstep.engine.root import RootState
+from lockstep.engine.state_dict import Summon, refuse_when_busy, summoned
+from lockstep.engine.wrapper_state import WrapperState
+from lockstep.engine.wrapping import MakeUnit, WrapFunction, WrapPolicy, as_policy, wrap_below
 
 
 class FullyShardedDataParallel(WrapperState):

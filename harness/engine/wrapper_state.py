@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.engine import collectives, optim_state
-from harness.engine.api import (
+from lockstep.engine import collectives, optim_state
+from lockstep.engine.api import (
     GroupState,
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from harness.engine.optim_state import OptimizerView, view_of
-from harness.engine.param import FLAT, INNER, ParamRef, clean_name, joined
-from harness.engine.state_dict import (
+from lockstep.engine.optim_state import OptimizerView, view_of
+from lockstep.engine.param import FLAT, INNER, ParamRef, clean_name, joined
+from lockstep.engine.state_dict import (
     SAME_SHARD,
     SIGNATURE,
     as_dtensors,
@@ -30,8 +30,8 @@ from harness.engine.state_dict import (
     replaced_parameters,
     signature,
 )
-from harness.engine.torch_internals import module_versions, new_state_dict
-from harness.engine.unit import Unit
+from lockstep.engine.torch_internals import module_versions, new_state_dict
+from lockstep.engine.unit import Unit
 
 
 class WrapperState(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from harness.engine.api import MixedPrecision
-from harness.engine.config import UnitConfig
-from harness.engine.materialise import children_first
+from lockstep.engine.api import MixedPrecision
+from lockstep.engine.config import UnitConfig
+from lockstep.engine.materialise import children_first
 
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]

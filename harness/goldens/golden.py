@@ -15,13 +15,13 @@ from typing import Any, Self
 import pytest
 import torch
 
-from harness.assertions.agreement import gathered
-from harness.assertions.closeness import TOLERANCES, Tolerance
-from harness.goldens.text import Entry, Golden, differences
-from harness.output import write_text
-from harness.rank.world_fixture import RankWorld
-from harness.recorders import CollectivesLog, named_tensors
-from harness.recorders.tensors import local_part, short
+from lockstep.assertions.agreement import gathered
+from lockstep.assertions.closeness import TOLERANCES, Tolerance
+from lockstep.goldens.text import Entry, Golden, differences
+from lockstep.output import write_text
+from lockstep.rank.world_fixture import RankWorld
+from lockstep.recorders import CollectivesLog, named_tensors
+from lockstep.recorders.tensors import local_part, short
 
 __all__ = ["GoldenRun", "Goldens"]
 

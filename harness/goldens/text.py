@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.assertions.closeness import Tolerance
+from lockstep.assertions.closeness import Tolerance
 
 MAX_DIFF = 14
 """Lines of a diff of collectives that a message shows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from harness.exceptions import LaunchError
+from lockstep.exceptions import LaunchError
 
 
 def resolve(host: str) -> str:

@@ -15,9 +15,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from harness.exceptions import LaunchError
-from harness.hosts.code import digests
-from harness.hosts.orders import (
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.code import digests
+from lockstep.hosts.orders import (
     KEPT,
     Attach,
     Digest,
@@ -32,12 +32,12 @@ from harness.hosts.orders import (
     Signal,
     StartRanks,
 )
-from harness.hosts.wire import be_patient, listen, prove
-from harness.launch.limits import explain
-from harness.launch.processes import ProcessLauncher, RankProcess
-from harness.place import moved_path
-from harness.specification import HOSTS, RankSpec
-from harness.standing import create_standing, read_line
+from lockstep.hosts.wire import be_patient, listen, prove
+from lockstep.launch.limits import explain
+from lockstep.launch.processes import ProcessLauncher, RankProcess
+from lockstep.place import moved_path
+from lockstep.specification import HOSTS, RankSpec
+from lockstep.standing import create_standing, read_line
 
 ATTACH_WITHIN = 10.0
 """Seconds that the connections of a rank may come after the order to start it."""

@@ -1,4 +1,4 @@
-"""`python -m harness hosts`: node 0 runs pytest, the others serve ranks to it until it ends.
+"""`python -m lockstep hosts`: node 0 runs pytest, the others serve ranks to it until it ends.
 
 Must not import torch.
 """
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness.exceptions import LaunchError
-from harness.hosts.addresses import address_towards, is_here, resolve
-from harness.hosts.invitation import (
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.addresses import address_towards, is_here, resolve
+from lockstep.hosts.invitation import (
     ByHand,
     Invitation,
     Known,
@@ -32,14 +32,13 @@ from harness.hosts.invitation import (
     new_secret,
     secret_by_hand,
 )
-from harness.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of, without_launcher
-from harness.hosts.meeting import Comer, Meeting, Way, versions
-from harness.hosts.roster import HostInfo, this_host
-from harness.specification import HOSTS
-from lockstep.names import package
+from lockstep.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of, without_launcher
+from lockstep.hosts.meeting import Comer, Meeting, Way, versions
+from lockstep.hosts.roster import HostInfo, this_host
+from lockstep.specification import HOSTS
 
 if TYPE_CHECKING:
-    from harness.hosts.agent import Agent
+    from lockstep.hosts.agent import Agent
 
 NOT_RUN, INTERRUPTED, LOST = 4, 130, 1
 """Exit status: pytest was not started; Ctrl-C before it was, or on a host that serves; node 0 is gone."""
@@ -49,13 +48,13 @@ _NOWHERE = "192.0.2.1"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m harness`."""
+    """Add the command to those of `python -m lockstep`."""
     parser = commands.add_parser(
         "hosts",
         help="run pytest with ranks on several hosts",
         description="Started once on each host, by torchrun, srun, mpirun or by hand: node 0 runs pytest with"
         " the arguments behind `--`, the others serve ranks to it until it ends, with its exit status.",
-        usage=f"python -m {package()} hosts [options] [-- PYTEST ARGUMENTS]",
+        usage="python -m lockstep hosts [options] [-- PYTEST ARGUMENTS]",
         allow_abbrev=False,
     )
     parser.add_argument("--node", metavar="I/N", help="by hand: this is host I of N, from 0")
@@ -181,7 +180,7 @@ def _run_pytest(arguments: Sequence[str]) -> int:
 
 def _serve(place: NodePlace, options: argparse.Namespace) -> int:
     """Serve ranks until pytest has ended on node 0; return its status."""
-    from harness.hosts.agent import Agent
+    from lockstep.hosts.agent import Agent
 
     by_hand = _by_hand(options)
     given = resolve(options.address) if options.address else ""

@@ -1,7 +1,7 @@
 """The invitation: where node 0 waits, and the secret, as the launcher hands it to the other hosts.
 
 By torchrun's store, by a file that all hosts see, or by hand. Standard library only: torch, which the store
-takes, is imported in a process of its own (`python -m harness.hosts.invitation`).
+takes, is imported in a process of its own (`python -m lockstep.hosts.invitation`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.exceptions import LaunchError
-from harness.hosts.addresses import resolve, words
-from harness.hosts.launchers import NodePlace
-from lockstep.names import package
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.addresses import resolve, words
+from lockstep.hosts.launchers import NodePlace
 
 SECRET_VARIABLE = "LOCKSTEP_HOSTS_SECRET"
 SHORTEST_SECRET = 16
@@ -141,7 +140,7 @@ class Store:
         command = [
             sys.executable,
             "-m",
-            f"{package()}.hosts.invitation",
+            "lockstep.hosts.invitation",
             host,
             str(port),
             str(int(is_master)),

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.exceptions import LaunchError
-from lockstep.names import package
+from lockstep.exceptions import LaunchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ def check_one_each(place: NodePlace) -> None:
         (launcher,) = (each for each in _LAUNCHERS if each.name == place.launcher)
         raise LaunchError(
             f"{place.launcher} has started {place.local_size} processes on a host, and one is enough, which "
-            f"starts the ranks, --ranks-per-host of them: {launcher.one_each} {package()} hosts -- ARGUMENTS"
+            f"starts the ranks, --ranks-per-host of them: {launcher.one_each} lockstep hosts -- ARGUMENTS"
         )
 
 
@@ -169,7 +168,7 @@ def refuse_launcher(environ: Mapping[str, str] = os.environ) -> None:
     if launcher is None or not environ[launcher.size].isdigit() or (size := int(environ[launcher.size])) == 1:
         return
     has_hosts = _local_size(environ, launcher) < size
-    remedy = f"{launcher.one_each} {package()} hosts -- ARGUMENTS" if has_hosts else "pytest ARGUMENTS, alone"
+    remedy = f"{launcher.one_each} lockstep hosts -- ARGUMENTS" if has_hosts else "pytest ARGUMENTS, alone"
     raise pytest.UsageError(
         f"{launcher.name} has started {size} processes, and each would run every test on ranks of its own; "
         f"pytest starts the ranks itself: {remedy}. "

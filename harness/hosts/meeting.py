@@ -21,13 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.exceptions import LaunchError
-from harness.hosts.addresses import words
-from harness.hosts.invitation import Invitation
-from harness.hosts.launchers import NodePlace
-from harness.hosts.roster import HostInfo, Roster, write_roster
-from harness.hosts.wire import GONE_AFTER, connect, listen, prove
-from lockstep.names import OURS
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.addresses import words
+from lockstep.hosts.invitation import Invitation
+from lockstep.hosts.launchers import NodePlace
+from lockstep.hosts.roster import HostInfo, Roster, write_roster
+from lockstep.hosts.wire import GONE_AFTER, connect, listen, prove
 
 SAY_AFTER = 5.0
 """Seconds of waiting after which a host says whom it waits for."""
@@ -48,8 +47,9 @@ class Way(Protocol):
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all hosts; of Lockstep the contents of its files, too."""
     digest = hashlib.sha256()
-    for path in sorted(OURS.rglob("*.py")):
-        digest.update(f"{path.relative_to(OURS)}\0".encode() + path.read_bytes())
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return {
         "Python": ".".join(map(str, sys.version_info[:3])),
         "torch": _version("torch"),

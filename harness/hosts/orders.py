@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.launch.processes import RankProgram
-from harness.place import Moved
-from harness.specification import RankSpec
+from lockstep.launch.processes import RankProgram
+from lockstep.place import Moved
+from lockstep.specification import RankSpec
 
 KEPT = "kept"
 """Suffix of the folder in which a rank keeps its output for `--rank-output-dir`."""
@@ -110,7 +110,7 @@ class EndWorld:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Answer with the digest of each file, by paths of the controller's host: see `harness.hosts.code`."""
+    """Answer with the digest of each file, by paths of the controller's host: see `lockstep.hosts.code`."""
 
     paths: tuple[str, ...]
     moved: Moved

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.hosts.roster import HostInfo, read_roster
-from harness.specification import Spread
+from lockstep.hosts.roster import HostInfo, read_roster
+from lockstep.specification import Spread
 
 
 def spread_of(size: int, on: int | None, *, needs_gpus: bool, per_host: int | None) -> Spread | str:

@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from harness.exceptions import LaunchError
-from harness.hosts.agent import reserve_port
-from harness.hosts.code import CodeComparison, Digests
-from harness.hosts.orders import (
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.agent import reserve_port
+from lockstep.hosts.code import CodeComparison, Digests
+from lockstep.hosts.orders import (
     KEPT,
     Attach,
     Digest,
@@ -33,12 +33,12 @@ from harness.hosts.orders import (
     Signal,
     StartRanks,
 )
-from harness.hosts.roster import HostInfo, Roster, read_roster
-from harness.hosts.wire import be_patient, connect
-from harness.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
-from harness.place import Place
-from harness.specification import HOSTS, RankSpec, Spread, WorldKey
-from harness.standing import write_line
+from lockstep.hosts.roster import HostInfo, Roster, read_roster
+from lockstep.hosts.wire import be_patient, connect
+from lockstep.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
+from lockstep.place import Place
+from lockstep.specification import HOSTS, RankSpec, Spread, WorldKey
+from lockstep.standing import write_line
 
 ANSWER_WITHIN = 30.0
 """Seconds that an agent has to answer. One whose host is gone is noticed by its connection, long before."""

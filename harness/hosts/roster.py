@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness.specification import HOSTS
+from lockstep.specification import HOSTS
 
 
 @dataclass(frozen=True, slots=True)

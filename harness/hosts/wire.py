@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from harness.exceptions import LaunchError
+from lockstep.exceptions import LaunchError
 
 GONE_AFTER = 3.0
 """Seconds without any sign of a host after which it counts as gone."""

@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.injection.torch_internals import Start, is_coalescing, replaced_kernels
-from harness.injection.work import Watched
-from harness.recorders.collectives import Collective, spelled
-from harness.recorders.tensors import named_tensors, short
-from harness.recorders.torch_internals import group_of, in_backward
-from harness.tracebacks import is_installed
-from lockstep.names import loaded
+from lockstep.injection.torch_internals import Start, is_coalescing, replaced_kernels
+from lockstep.injection.work import Watched
+from lockstep.recorders.collectives import Collective, spelled
+from lockstep.recorders.tensors import named_tensors, short
+from lockstep.recorders.torch_internals import group_of, in_backward
+from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -110,7 +109,7 @@ class Interception:
 
     def _install(self) -> None:
         self._stack.enter_context(replaced_kernels(self._run))
-        if shm := loaded("shm"):
+        if shm := sys.modules.get("lockstep.shm"):
             self._stack.callback(shm.intercept(self._run))
 
     def _run(self, name: str, given: Mapping[str, Any], start: Start) -> Any:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Protocol, Self
 import pytest
 import torch.distributed as dist
 
-from harness.backends import backends_of
-from harness.exceptions import PeerFailed
-from harness.injection.calls import INTERCEPTION, Call, Run
-from harness.injection.losses import Losses
-from harness.injection.work import Watched
-from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Agreed, Expects, Struck, Vote
+from lockstep.backends import backends_of
+from lockstep.exceptions import PeerFailed
+from lockstep.injection.calls import INTERCEPTION, Call, Run
+from lockstep.injection.losses import Losses
+from lockstep.injection.work import Watched
+from lockstep.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Agreed, Expects, Struck, Vote
 
 if TYPE_CHECKING:
-    from harness.injection.injector import Faults
+    from lockstep.injection.injector import Faults
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.exceptions import InjectedFault
-from harness.injection.calls import Call
-from harness.recorders.collectives import OPS, Collective
-from harness.recorders.tensors import short
+from lockstep.exceptions import InjectedFault
+from lockstep.injection.calls import Call
+from lockstep.recorders.collectives import OPS, Collective
+from lockstep.recorders.tensors import short
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

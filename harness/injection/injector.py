@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
-from harness.injection.expectation import WITHIN, Expectation, ExpectingRank
-from harness.injection.faults import Fault, corrupt
-from harness.injection.torch_internals import without_modes
-from harness.injection.work import Watched
-from harness.protocol import NewExample, Struck
-from harness.recorders.collectives import Collective
+from lockstep.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
+from lockstep.injection.expectation import WITHIN, Expectation, ExpectingRank
+from lockstep.injection.faults import Fault, corrupt
+from lockstep.injection.torch_internals import without_modes
+from lockstep.injection.work import Watched
+from lockstep.protocol import NewExample, Struck
+from lockstep.recorders.collectives import Collective
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

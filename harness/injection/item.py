@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from harness.injection.pytest_internals import fixture_value
-from harness.injection.schedule import MILLISECONDS, Schedule
-from harness.injection.skew import Skew
-from harness.subtests import RunSubtests, VotingRank, describe_case, parse_selection
+from lockstep.injection.pytest_internals import fixture_value
+from lockstep.injection.schedule import MILLISECONDS, Schedule
+from lockstep.injection.skew import Skew
+from lockstep.subtests import RunSubtests, VotingRank, describe_case, parse_selection
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 

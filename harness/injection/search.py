@@ -7,7 +7,7 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from harness.injection.faults import ANY, OF_OPERATION, Fault, Kind
+from lockstep.injection.faults import ANY, OF_OPERATION, Fault, Kind
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

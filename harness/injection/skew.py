@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.exceptions import CollectiveRace
-from harness.injection.calls import INTERCEPTION, Call, Run, caller
-from harness.injection.schedule import Schedule
-from harness.injection.torch_internals import delayed_callbacks, without_modes
-from harness.injection.work import Watched
-from harness.recorders.collectives import NOT_COLLECTIVES
-from harness.recorders.in_flight import InFlight
-from harness.recorders.torch_internals import TorchDispatchMode
+from lockstep.exceptions import CollectiveRace
+from lockstep.injection.calls import INTERCEPTION, Call, Run, caller
+from lockstep.injection.schedule import Schedule
+from lockstep.injection.torch_internals import delayed_callbacks, without_modes
+from lockstep.injection.work import Watched
+from lockstep.recorders.collectives import NOT_COLLECTIVES
+from lockstep.recorders.in_flight import InFlight
+from lockstep.recorders.torch_internals import TorchDispatchMode
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -12,14 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from harness.launch.limits import explain
-from harness.launch.multiprocessing_internals import close_server_pipe, forget_start_method
-from harness.launch.terminal import SentTerminal
-from harness.protocol import StartFailed
-from harness.specification import RankSpec
+from lockstep.launch.limits import explain
+from lockstep.launch.multiprocessing_internals import close_server_pipe, forget_start_method
+from lockstep.launch.terminal import SentTerminal
+from lockstep.protocol import StartFailed
+from lockstep.specification import RankSpec
 
 if TYPE_CHECKING:
-    from harness.launch.lease_store import LeaseShare
+    from lockstep.launch.lease_store import LeaseShare
 
 
 class Rank(Protocol):
@@ -57,7 +57,7 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTermin
         return
     share = None
     if spec.lease is not None:
-        from harness.launch.lease_store import LeaseShare
+        from lockstep.launch.lease_store import LeaseShare
 
         share = LeaseShare(spec.lease)
     make_rank: MakeRank = pkgutil.resolve_name(make)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.exceptions import LaunchError
+from lockstep.exceptions import LaunchError
 
 # `filelock` 4.2 does not serve here. Its locks by `flock` are exclusive, and all ranks of a world hold their
 # lease together. For the exclusive lock of the store it differs, too: if the directory was removed, it makes

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from harness.exceptions import LaunchError
-from harness.launch.lease_store import LEASE, TURN, LeaseStore, Requirement, StoredLease
+from lockstep.exceptions import LaunchError
+from lockstep.launch.lease_store import LEASE, TURN, LeaseStore, Requirement, StoredLease
 
 TURN_LASTS = 2.0
 """Seconds a world is kept warm though others wait: a new one costs thirty times a test, and more on GPUs."""

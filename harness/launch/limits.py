@@ -10,7 +10,7 @@ import os
 import resource
 import tempfile
 
-from harness.exceptions import LaunchError
+from lockstep.exceptions import LaunchError
 
 FILES_OF_A_RANK = 3
 """Descriptors that the controller keeps for one rank: the wire, and two that report its end."""

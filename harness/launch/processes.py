@@ -24,11 +24,11 @@ from typing import ClassVar, Protocol
 
 import pytest
 
-from harness.exceptions import LaunchError
-from harness.launch import server
-from harness.launch.bootstrap import start_rank
-from harness.launch.limits import check_open_files, explain
-from harness.launch.multiprocessing_internals import (
+from lockstep.exceptions import LaunchError
+from lockstep.launch import server
+from lockstep.launch.bootstrap import start_rank
+from lockstep.launch.limits import check_open_files, explain
+from lockstep.launch.multiprocessing_internals import (
     UNKNOWN_EXIT_CODE,
     private_directory,
     server_pid,
@@ -36,10 +36,10 @@ from harness.launch.multiprocessing_internals import (
     stop_server,
     without_main_module,
 )
-from harness.launch.terminal import Terminal
-from harness.place import Moved
-from harness.process_tree import children_of, end, with_descendants
-from harness.specification import RankSpec, WorldKey
+from lockstep.launch.terminal import Terminal
+from lockstep.place import Moved
+from lockstep.process_tree import children_of, end, with_descendants
+from lockstep.specification import RankSpec, WorldKey
 
 
 class ChildProcess:

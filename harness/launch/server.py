@@ -20,10 +20,9 @@ import threading
 import warnings
 from pathlib import Path
 
-from harness.launch.limits import explain
-from harness.launch.multiprocessing_internals import STRAY_CHILD_WARNING
-from harness.process_tree import adopt_orphans, children_of, end
-from lockstep.names import package
+from lockstep.launch.limits import explain
+from lockstep.launch.multiprocessing_internals import STRAY_CHILD_WARNING
+from lockstep.process_tree import adopt_orphans, children_of, end
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
 LAST_WORDS = "server.died"
@@ -34,7 +33,7 @@ LOOK_EVERY = 0.2
 """Seconds between looks at the controller while the server imports."""
 EVERY_RANK_IMPORTS = (
     *("torch", "torch.distributed", "torch.utils._device"),
-    *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree", f"{package()}.launch.bootstrap"),
+    *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree", "lockstep.launch.bootstrap"),
 )
 """Modules, besides those of the rank's program, that every rank, or nearly every one, would import itself."""
 

@@ -12,7 +12,7 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
-from harness.launch.multiprocessing_internals import sent_descriptor
+from lockstep.launch.multiprocessing_internals import sent_descriptor
 
 STREAMS = (0, 1, 2)
 

@@ -1,7 +1,7 @@
 """Assertions of unittest and of torch's `TestCase`, as plain asserts, `pytest.raises` and `assert_equal`.
 
 torch's `assertEqual` compares numbers and tensors with tolerances, and containers element by element; so it
-becomes `harness.assertions.assert_equal`, and a plain `==` only where the code shows that it means the same.
+becomes `lockstep.assertions.assert_equal`, and a plain `==` only where the code shows that it means the same.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from harness.port.source import attribute_of_self, find_all
-from lockstep.names import package
+from lockstep.port.source import attribute_of_self, find_all
 
-ASSERT_EQUAL = f"{package()}.assertions.assert_equal"
+ASSERT_EQUAL = "lockstep.assertions.assert_equal"
 LINE_LENGTH = 88
 
 _OPERATORS: dict[str, cst.BaseCompOp] = {

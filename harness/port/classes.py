@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from harness.port.decorators import Decorated, convert_decorators
-from harness.port.groups import FamilyGroups
-from harness.port.kinds import DROPPED_MEMBERS
-from harness.port.methods import NOT_CONVERTED, MethodConverter
-from harness.port.plans import ClassPlan, Size, size_of
-from harness.port.setup import (
+from lockstep.port.decorators import Decorated, convert_decorators
+from lockstep.port.groups import FamilyGroups
+from lockstep.port.kinds import DROPPED_MEMBERS
+from lockstep.port.methods import NOT_CONVERTED, MethodConverter
+from lockstep.port.plans import ClassPlan, Size, size_of
+from lockstep.port.setup import (
     CLASS_SETUP,
     INSTANCE_SETUP,
     SETUP_METHODS,
@@ -21,7 +21,7 @@ from harness.port.setup import (
     setup_reason,
     several_setups,
 )
-from harness.port.source import (
+from lockstep.port.source import (
     Source,
     find_all,
     is_docstring,

@@ -1,4 +1,4 @@
-"""`python -m harness port`: its arguments, its files and its exit status. Must not import libcst or torch."""
+"""`python -m lockstep port`: its arguments, files and exit status. Must not import libcst or torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.names import package
-
 if TYPE_CHECKING:
-    from harness.port.module import Ported
+    from lockstep.port.module import Ported
 
 ALL_CONVERTED, SOME_LEFT, NOT_RUN = 0, 1, 2
 """Exit status: nothing is left to do; comments say what is; wrong usage or a file that is no Python."""
 
-COMMAND = f"python -m {package()} port"
+COMMAND = "python -m lockstep port"
 NEEDS_LIBCST = f"{COMMAND} needs libcst: pip install 'libcst>=1.5'"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m harness`."""
+    """Add the command to those of `python -m lockstep`."""
     parser = commands.add_parser(
         "port",
         help="write test classes of torch's and DeepSpeed's launchers as tests on ranks",
@@ -50,7 +48,7 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
         import libcst
     except ImportError:
         return _refuse(NEEDS_LIBCST)
-    from harness.port.module import port
+    from lockstep.port.module import port
 
     if others:
         return _refuse(f"{COMMAND}: unknown arguments: {' '.join(others)}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from harness.port.asserts import NotConverted
-from harness.port.kinds import Kind
-from harness.port.source import Source, find_all
+from lockstep.port.asserts import NotConverted
+from lockstep.port.kinds import Kind
+from lockstep.port.source import Source, find_all
 
 _DEVICES = "torch.accelerator.device_count()"
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from harness.port.asserts import NotConverted
-from harness.port.plans import ClassPlan
-from harness.port.source import (
+from lockstep.port.asserts import NotConverted
+from lockstep.port.plans import ClassPlan
+from lockstep.port.source import (
     Source,
     attribute_of_self,
     blocks_of,

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from harness.port.source import bound_name, is_docstring
+from lockstep.port.source import bound_name, is_docstring
 
 
 def fix_imports(before: cst.Module, after: cst.Module, needed: set[str]) -> cst.Module:
     """Add imports of dotted names, and remove those whose names the conversion made unused.
 
     Args:
-        needed: modules such as `pytest`, and names such as `harness.assertions.assert_equal`.
+        needed: modules such as `pytest`, and names such as `lockstep.assertions.assert_equal`.
     """
     # First what goes: a line that is added beside others of its module keeps them.
     unused = _used_names(before) - _used_names(after)

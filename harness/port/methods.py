@@ -9,7 +9,7 @@ from typing import Any
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from harness.port.asserts import (
+from lockstep.port.asserts import (
     ASSERT_EQUAL,
     NotConverted,
     assertion_of,
@@ -17,10 +17,10 @@ from harness.port.asserts import (
     convert_statement,
     is_assertion,
 )
-from harness.port.groups import FamilyGroups, is_raises
-from harness.port.kinds import DROPPED_MEMBERS
-from harness.port.plans import ClassPlan
-from harness.port.source import (
+from lockstep.port.groups import FamilyGroups, is_raises
+from lockstep.port.kinds import DROPPED_MEMBERS
+from lockstep.port.plans import ClassPlan
+from lockstep.port.source import (
     Source,
     attribute_of_self,
     find_all,

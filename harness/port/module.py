@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from harness.port.classes import ClassConverter, ClassReport, Setting
-from harness.port.groups import FamilyGroups, scan_family
-from harness.port.imports import fix_imports
-from harness.port.methods import NOT_CONVERTED
-from harness.port.plans import ClassPlan, classes_out_of_sight, plan_classes
-from harness.port.setup import SETUP_METHODS
-from harness.port.source import Source, attribute_of_self, find_all, lone_call, read, with_comments
+from lockstep.port.classes import ClassConverter, ClassReport, Setting
+from lockstep.port.groups import FamilyGroups, scan_family
+from lockstep.port.imports import fix_imports
+from lockstep.port.methods import NOT_CONVERTED
+from lockstep.port.plans import ClassPlan, classes_out_of_sight, plan_classes
+from lockstep.port.setup import SETUP_METHODS
+from lockstep.port.source import Source, attribute_of_self, find_all, lone_call, read, with_comments
 
 DEEPSPEED_COMM = '''\
 @pytest.fixture

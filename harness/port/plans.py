@@ -8,8 +8,8 @@ from functools import cached_property
 
 import libcst as cst
 
-from harness.port.kinds import GROUP_OPTIONS, KINDS, LAUNCHER_METHODS, THREADED, Kind
-from harness.port.source import (
+from lockstep.port.kinds import GROUP_OPTIONS, KINDS, LAUNCHER_METHODS, THREADED, Kind
+from lockstep.port.source import (
     Source,
     attribute_of_self,
     find_all,

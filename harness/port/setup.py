@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from harness.port.groups import FamilyGroups
-from harness.port.methods import MethodConverter, Needs
-from harness.port.plans import ClassPlan
-from harness.port.source import (
+from lockstep.port.groups import FamilyGroups
+from lockstep.port.methods import MethodConverter, Needs
+from lockstep.port.plans import ClassPlan
+from lockstep.port.source import (
     Source,
     attribute_of_self,
     find_all,

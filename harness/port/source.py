@@ -10,8 +10,6 @@ from typing import TypeVar
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from lockstep.names import package
-
 TESTING = "torch.testing._internal."
 NodeT = TypeVar("NodeT", bound=cst.CSTNode)
 StatementT = TypeVar("StatementT", bound=cst.SimpleStatementLine | cst.BaseCompoundStatement)
@@ -58,7 +56,7 @@ class Source:
     def has_own_assert_equal(self) -> bool:
         """Whether the file has another function of the name `assert_equal` than Lockstep's."""
         defined = {one.name.value for one in self.tree.body if isinstance(one, cst.FunctionDef)}
-        ours = f"{package()}.assertions.assert_equal"
+        ours = "lockstep.assertions.assert_equal"
         is_imported = self.imports.get("assert_equal", ours) != ours
         return is_imported or "assert_equal" in {*defined, *self.constants}
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
-from harness.output import truncate
-from harness.properties.crashed import CrashGuard
-from harness.properties.hypothesis_internals import (
+from lockstep.output import truncate
+from lockstep.properties.crashed import CrashGuard
+from lockstep.properties.hypothesis_internals import (
     ConjectureData,
     DataObserver,
     Status,
@@ -25,8 +25,8 @@ from harness.properties.hypothesis_internals import (
     restore_structure,
     structure_of,
 )
-from harness.properties.messages import Drawn, ExampleResult, RunningExampleFile
-from harness.protocol import BROKEN_CONNECTION, Vote
+from lockstep.properties.messages import Drawn, ExampleResult, RunningExampleFile
+from lockstep.protocol import BROKEN_CONNECTION, Vote
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 

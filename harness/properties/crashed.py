@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.properties.hypothesis_internals import call_after_draws, call_before_rules
-from harness.properties.messages import VICTIM_OF_AN_EXAMPLE, RunningExampleFile
-from harness.protocol import CrashedExample
+from lockstep.properties.hypothesis_internals import call_after_draws, call_before_rules
+from lockstep.properties.messages import VICTIM_OF_AN_EXAMPLE, RunningExampleFile
+from lockstep.protocol import CrashedExample
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
-from harness.protocol import Vote
+from lockstep.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
+from lockstep.protocol import Vote
 
 END = "the end of a property"
 """Case at which ranks wait for each other before they leave a property."""

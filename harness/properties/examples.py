@@ -10,20 +10,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.exceptions import PeerFailed
-from harness.properties import desync
-from harness.properties.attempt import Attempt, Body, Runner
-from harness.properties.crashed import CrashGuard
-from harness.properties.desync import LeftAlone, OutOfStep
-from harness.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
-from harness.properties.messages import (
+from lockstep.exceptions import PeerFailed
+from lockstep.properties import desync
+from lockstep.properties.attempt import Attempt, Body, Runner
+from lockstep.properties.crashed import CrashGuard
+from lockstep.properties.desync import LeftAlone, OutOfStep
+from lockstep.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
+from lockstep.properties.messages import (
     EXAMPLE,
     VICTIM_OF_AN_EXAMPLE,
     ExampleResult,
     RankInStep,
     RunningExampleFile,
 )
-from harness.protocol import Search, Vote
+from lockstep.protocol import Search, Vote
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
@@ -99,7 +99,7 @@ class Examples:
         """Record what an example computes, so that its failure says where runs or ranks part first."""
         if not self._records:
             return contextlib.nullcontext()
-        from harness.recorders import ExecutionLog
+        from lockstep.recorders import ExecutionLog
 
         return ExecutionLog(self._rank.spec.session.cwd)
 

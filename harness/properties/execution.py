@@ -19,11 +19,11 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.database import ExampleDatabase
 
-from harness.exceptions import Diverged, PeerFailed
-from harness.properties import hypothesis_internals as internals
-from harness.properties.desync import LeftAlone
-from harness.properties.examples import Examples
-from harness.properties.hypothesis_internals import ConjectureData
+from lockstep.exceptions import Diverged, PeerFailed
+from lockstep.properties import hypothesis_internals as internals
+from lockstep.properties.desync import LeftAlone
+from lockstep.properties.examples import Examples
+from lockstep.properties.hypothesis_internals import ConjectureData
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 

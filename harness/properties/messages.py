@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from harness.protocol import RunningExample, Vote
-from harness.specification import RankSpec
+from lockstep.protocol import RunningExample, Vote
+from lockstep.specification import RankSpec
 
 EXAMPLE = "example "
 """Prefix of the case of an example; cases of `run_subtests` read `key=value`."""

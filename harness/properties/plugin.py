@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.properties.messages import CRASHED, NOTES, SEED, STATISTICS, RankInStep
+from lockstep.properties.messages import CRASHED, NOTES, SEED, STATISTICS, RankInStep
 
 if TYPE_CHECKING:
-    from harness.properties.examples import Examples
-    from harness.protocol import Search
+    from lockstep.properties.examples import Examples
+    from lockstep.protocol import Search
 
 __tracebackhide__ = True  # frames of hooks do not belong into a test's traceback
 
@@ -61,8 +61,8 @@ class Properties:
             return None
 
     def _keep_in_step(self) -> Examples:
-        from harness.properties.examples import Examples
-        from harness.properties.execution import keep_in_step
+        from lockstep.properties.examples import Examples
+        from lockstep.properties.execution import keep_in_step
 
         examples = Examples(self._rank, self._records)
         keep_in_step(examples)
@@ -85,7 +85,7 @@ class Properties:
         return report
 
     def _facts(self, examples: Examples, error: BaseException) -> dict[str, Any]:
-        from harness.properties.crashed import RankCrashed
+        from lockstep.properties.crashed import RankCrashed
 
         facts: dict[str, Any] = {}
         if notes := getattr(error, "__notes__", None):

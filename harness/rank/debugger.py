@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.exceptions import PeerFailed
-from harness.protocol import Debugger, DebuggerState
-from harness.rank.pytest_internals import is_interactive, open_debugger
+from lockstep.exceptions import PeerFailed
+from lockstep.protocol import Debugger, DebuggerState
+from lockstep.rank.pytest_internals import is_interactive, open_debugger
 
 if TYPE_CHECKING:
-    from harness.rank.process import Rank
+    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged
-from harness.tracebacks import is_installed
-from lockstep.names import loaded
+from lockstep.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged
+from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True  # a send that fails is the user's, and torch's
 
@@ -70,7 +69,7 @@ class Exchanges:
 
     def see_shm(self) -> None:
         """See those of shm too, which has methods of its own, once a file of tests has imported it."""
-        shm = loaded("shm")
+        shm = sys.modules.get("lockstep.shm")
         if shm is None or self._sees_shm:
             return
         self._sees_shm = True
@@ -142,7 +141,7 @@ class Exchanges:
             self._sees_waits = True
             kinds: list[Any] = [dist.Work]
             if self._sees_shm:
-                kinds.append(loaded("shm").ShmWork)
+                kinds.append(sys.modules["lockstep.shm"].ShmWork)
             for work in kinds:
                 work.wait = self._waiting(work.wait)
 

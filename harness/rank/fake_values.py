@@ -21,20 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.exceptions import FakeValueError
-from harness.fake_ranks import FakeRank
-from harness.rank.torch_internals import done_work, storage_key, weak_storage
-from harness.recorders.collectives import spelled
-from harness.recorders.torch_internals import TorchDispatchMode, group_of
-from harness.tracebacks import is_installed
-from lockstep.names import package
+from lockstep.exceptions import FakeValueError
+from lockstep.fake_ranks import FakeRank
+from lockstep.rank.torch_internals import done_work, storage_key, weak_storage
+from lockstep.recorders.collectives import spelled
+from lockstep.recorders.torch_internals import TorchDispatchMode, group_of
+from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True
 
 # Modules between a caller and the operation: they act for the one that calls them.
 PLUMBING = (
     __name__,
-    f"{package()}.recorders",
+    "lockstep.recorders",
     "torch._compile",
     "torch._dynamo.eval_frame",
     "torch._ops",
@@ -57,7 +56,7 @@ PLUMBING = (
     "torch.distributed.tensor.placement_types",
 )
 READERS = (
-    f"{package()}.engine",
+    "lockstep.engine",
     "torch._tensor_str",  # a failure's report shows tensors
     "torch.amp",
     "torch.distributed",

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.protocol import DEFAULT_GROUP, FlightRecord, Issued
-from harness.rank import pytest_internals
-from harness.rank.process_group import MAX_RECORDED, DefaultGroup
-from harness.rank.torch_internals import phases_by_code, recorded_calls, recorded_collectives
-from harness.timeline.entries import Entry, dtypes, group_in_process, group_name, operation, shapes
-from harness.tracebacks import is_installed
-from lockstep.names import loaded
+from lockstep.protocol import DEFAULT_GROUP, FlightRecord, Issued
+from lockstep.rank import pytest_internals
+from lockstep.rank.process_group import MAX_RECORDED, DefaultGroup
+from lockstep.rank.torch_internals import phases_by_code, recorded_calls, recorded_collectives
+from lockstep.timeline.entries import Entry, dtypes, group_in_process, group_name, operation, shapes
+from lockstep.tracebacks import is_installed
 
 
 def issued_since(began: int, group: DefaultGroup) -> tuple[tuple[Issued, ...], dict[str, int]]:
@@ -64,7 +63,7 @@ class _Recorded:
 
     @classmethod
     def read(cls, of_torch: Callable[[], list[dict[str, Any]]]) -> _Recorded:
-        entries, shm = of_torch(), loaded("shm")
+        entries, shm = of_torch(), sys.modules.get("lockstep.shm")
         own = [] if shm is None else shm.record()
         most = int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
         is_whole = max(len(entries), len(own)) < most

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from harness.exceptions import RankStateWarning
-from harness.rank.leaks import LeakGuard
-from harness.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
-from harness.rank.state import RankState
-from harness.rank.torch_internals import DTensorResults
-from harness.subtests import RunSubtests
+from lockstep.exceptions import RankStateWarning
+from lockstep.rank.leaks import LeakGuard
+from lockstep.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
+from lockstep.rank.state import RankState
+from lockstep.rank.torch_internals import DTensorResults
+from lockstep.subtests import RunSubtests
 
 if TYPE_CHECKING:
-    from harness.rank.process import Rank
+    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 

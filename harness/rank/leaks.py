@@ -22,10 +22,10 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from harness.exceptions import RankLeakWarning
-from harness.process_tree import POLL_EVERY, adopt_orphans, children_of, end, is_running, with_descendants
-from harness.rank.multiprocessing_internals import is_resource_sharer, reap_popens, service_processes
-from harness.tracebacks import is_installed
+from lockstep.exceptions import RankLeakWarning
+from lockstep.process_tree import POLL_EVERY, adopt_orphans, children_of, end, is_running, with_descendants
+from lockstep.rank.multiprocessing_internals import is_resource_sharer, reap_popens, service_processes
+from lockstep.tracebacks import is_installed
 
 Policy = Literal["warn", "error", "off"]
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.output import log_file, shows_logs
-from harness.protocol import Shown
-from harness.rank.pytest_internals import make_terminal_writer, replace_log_handlers
+from lockstep.output import log_file, shows_logs
+from lockstep.protocol import Shown
+from lockstep.rank.pytest_internals import make_terminal_writer, replace_log_handlers
 
 if TYPE_CHECKING:
-    from harness.rank.process import Rank
+    from lockstep.rank.process import Rank
 
 
 def wants_log_file(config: pytest.Config) -> bool:

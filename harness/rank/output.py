@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.output import KEEP_ALL, MAX_TEXT, OutputDirectory, truncate
-from harness.rank.pytest_internals import FD_CAPTURE, captured_sections
-from harness.rank.world_fixture import RankWorld
+from lockstep.output import KEEP_ALL, MAX_TEXT, OutputDirectory, truncate
+from lockstep.rank.pytest_internals import FD_CAPTURE, captured_sections
+from lockstep.rank.world_fixture import RankWorld
 
 
 class TestOutput:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from harness.protocol import Warned
-from harness.rank.pytest_internals import hook_functions
+from lockstep.protocol import Warned
+from lockstep.rank.pytest_internals import hook_functions
 
 
 def worker_input(given: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
-from harness.exceptions import PeerFailed
-from harness.fake_ranks import FakeRank
-from harness.injection.losses import Losses
-from harness.properties.messages import GroupState
-from harness.protocol import (
+from lockstep.exceptions import PeerFailed
+from lockstep.fake_ranks import FakeRank
+from lockstep.injection.losses import Losses
+from lockstep.properties.messages import GroupState
+from lockstep.protocol import (
     REBUILT,
     VICTIM_OF_A_CASE,
     AbortGroup,
@@ -39,23 +39,23 @@ from harness.protocol import (
     ToRank,
     Vote,
 )
-from harness.rank.exchanges import Exchanges
-from harness.rank.live import prefix_streams
-from harness.rank.output import capture_into
-from harness.rank.process_group import DefaultGroup
-from harness.rank.pytest_internals import attach_log_handlers_quickly
-from harness.rank.rendezvous import Rendezvous
-from harness.rank.reporter import describe_raised
-from harness.rank.session import RankSession, seed_everything
-from harness.rank.state import CrashReports, RankState
-from harness.rank.status import WIRE_THREAD, Activity, StatusReader
-from harness.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
-from harness.rank.world_fixture import RankWorld
-from harness.specification import RankSpec
-from harness.standing import Standing
+from lockstep.rank.exchanges import Exchanges
+from lockstep.rank.live import prefix_streams
+from lockstep.rank.output import capture_into
+from lockstep.rank.process_group import DefaultGroup
+from lockstep.rank.pytest_internals import attach_log_handlers_quickly
+from lockstep.rank.rendezvous import Rendezvous
+from lockstep.rank.reporter import describe_raised
+from lockstep.rank.session import RankSession, seed_everything
+from lockstep.rank.state import CrashReports, RankState
+from lockstep.rank.status import WIRE_THREAD, Activity, StatusReader
+from lockstep.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
+from lockstep.rank.world_fixture import RankWorld
+from lockstep.specification import RankSpec
+from lockstep.standing import Standing
 
 if TYPE_CHECKING:
-    from harness.injection.injector import Faults
+    from lockstep.injection.injector import Faults
 
 ABORT_AFTER = 1.0
 """Seconds after which a rank that rebuilds its world frees those that still wait for it in a collective."""

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from harness.backends import BACKENDS, backends_of, uses
-from harness.fake_ranks import FakeRank
-from harness.rank.torch_internals import (
+from lockstep.backends import BACKENDS, backends_of, uses
+from lockstep.fake_ranks import FakeRank
+from lockstep.rank.torch_internals import (
     TakenGroups,
     abort_nccl_groups,
     fake_store,
@@ -30,11 +31,10 @@ from harness.rank.torch_internals import (
     set_default_store,
     take_groups,
 )
-from harness.specification import RankSpec
-from lockstep.names import loaded
+from lockstep.specification import RankSpec
 
 if TYPE_CHECKING:
-    from harness.place import Place
+    from lockstep.place import Place
 
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
@@ -150,7 +150,7 @@ class DefaultGroup:
         for name in backends_of(key.backend).values():
             if module := BACKENDS[name].module:
                 importlib.import_module(module)
-        if shm := loaded("shm"):  # the server may have imported it before
+        if shm := sys.modules.get("lockstep.shm"):  # the server may have imported it before
             shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
 
     def begin_item(self) -> None:
@@ -194,7 +194,7 @@ class DefaultGroup:
         # The connections that there are, are the test's.
         if key.has_group and key.backend in ("nccl", "fake"):
             return
-        if shm := loaded("shm"):
+        if shm := sys.modules.get("lockstep.shm"):
             shm.abort_all()
         for fd in _gloo_connections():
             # A peer may shut it down first; another thread may close it.

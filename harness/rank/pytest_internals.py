@@ -25,7 +25,7 @@ from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 from _pytest.runner import check_interactive_exception
 
-from harness.pytest_internals import fixtures_below
+from lockstep.pytest_internals import fixtures_below
 
 FOLDER = "/_pytest/"
 """Part of the path of every file of pytest's own."""

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.protocol import MEETING, Issued
-from harness.rank.status import Activity
-from harness.rank.torch_internals import replace_store_maker, wrap_init_process_group
-from harness.specification import RankSpec
+from lockstep.protocol import MEETING, Issued
+from lockstep.rank.status import Activity
+from lockstep.rank.torch_internals import replace_store_maker, wrap_init_process_group
+from lockstep.specification import RankSpec
 
 _HERE = frozenset({"127.0.0.1", "localhost"})
 

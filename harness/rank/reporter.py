@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.exceptions import Diverged
-from harness.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
-from harness.protocol import DIVERGED, RAISED, Raised, Reported, Warned
-from harness.pytest_internals import is_xfail_call
-from harness.rank.output import TestOutput
-from harness.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
+from lockstep.exceptions import Diverged
+from lockstep.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
+from lockstep.protocol import DIVERGED, RAISED, Raised, Reported, Warned
+from lockstep.pytest_internals import is_xfail_call
+from lockstep.rank.output import TestOutput
+from lockstep.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
 
 if TYPE_CHECKING:
-    from harness.rank.item import ItemGuards
-    from harness.rank.process import Rank
+    from lockstep.rank.item import ItemGuards
+    from lockstep.rank.process import Rank
 
 PHASES = ("setup", "call", "teardown")
 MAX_RAISED = 10

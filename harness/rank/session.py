@@ -18,23 +18,23 @@ import numpy
 import pytest
 import torch
 
-from harness.fake_ranks import FakeRank
-from harness.hookspecs import RANK_PLUGIN
-from harness.protocol import Close, Collecting, Finished, ItemStarted, RunItem, Search
-from harness.rank import debugger
-from harness.rank.coverage import RankCoverage
-from harness.rank.item import ItemGuards
-from harness.rank.live import end_lines, show_live, wants_log_file
-from harness.rank.plugins import LeftOut, worker_input
-from harness.rank.pytest_internals import make_stage, set_argument, set_location, waiting_conftests
-from harness.rank.reporter import PHASES, RankReporter, describe_raised, failure
-from harness.rank.state import RankState
-from harness.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
+from lockstep.fake_ranks import FakeRank
+from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem, Search
+from lockstep.rank import debugger
+from lockstep.rank.coverage import RankCoverage
+from lockstep.rank.item import ItemGuards
+from lockstep.rank.live import end_lines, show_live, wants_log_file
+from lockstep.rank.plugins import LeftOut, worker_input
+from lockstep.rank.pytest_internals import make_stage, set_argument, set_location, waiting_conftests
+from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
+from lockstep.rank.state import RankState
+from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
 
 if TYPE_CHECKING:
-    from harness.injection.item import SkewedItems
-    from harness.properties.plugin import Properties
-    from harness.rank.process import Rank
+    from lockstep.injection.item import SkewedItems
+    from lockstep.properties.plugin import Properties
+    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -234,7 +234,7 @@ class RankSession:
         """Keep a test in a fake world from taking for a result what its collectives return."""
         if fake is None:
             return nullcontext()
-        from harness.rank.fake_values import FakeValues
+        from lockstep.rank.fake_values import FakeValues
 
         return FakeValues(fake, self._spec.session.cwd)
 
@@ -244,7 +244,7 @@ class RankSession:
         if not order.is_recorded:
             yield
             return
-        from harness.recorders import ExecutionLog
+        from lockstep.recorders import ExecutionLog
 
         options = self._config.option
         selected = options.subtest
@@ -261,7 +261,7 @@ class RankSession:
         if option is None and item.get_closest_marker("skew") is None:
             return nullcontext()
         if self._skewed_items is None:
-            from harness.injection.item import SkewedItems
+            from lockstep.injection.item import SkewedItems
 
             self._skewed_items = SkewedItems(self.rank, self._spec.rank, option)
             self._config.pluginmanager.register(self._skewed_items)
@@ -272,7 +272,7 @@ class RankSession:
         if self._properties is None:
             if "hypothesis" not in sys.modules:
                 return nullcontext()
-            from harness.properties.plugin import Properties
+            from lockstep.properties.plugin import Properties
 
             self._properties = Properties(self.rank)
             self._config.pluginmanager.register(self._properties)

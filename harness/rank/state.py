@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from harness.rank.torch_internals import process_groups, set_cudnn_flags
+from lockstep.rank.torch_internals import process_groups, set_cudnn_flags
 
 # Snapshots and their differences
 

@@ -15,21 +15,20 @@ from pathlib import Path
 
 import pluggy
 
-import harness.properties
-from harness.process_tree import children_of
-from harness.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
-from harness.rank import pytest_internals
-from harness.rank.flight_record import issued_since, keep_stack, read_record
-from harness.rank.process_group import DefaultGroup
-from harness.rank.torch_internals import build_locks
-from harness.tracebacks import Stack, is_installed, parse
-from lockstep.names import loaded
+import lockstep.properties
+from lockstep.process_tree import children_of
+from lockstep.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
+from lockstep.rank import pytest_internals
+from lockstep.rank.flight_record import issued_since, keep_stack, read_record
+from lockstep.rank.process_group import DefaultGroup
+from lockstep.rank.torch_internals import build_locks
+from lockstep.tracebacks import Stack, is_installed, parse
 
 WIRE_THREAD = "lockstep-wire"
 INJECTED_HANG = "injected_hang"
-"""Name of the function of `harness.injection.injector` that a rank waits in for ever."""
-_ADOPTION = str(Path(harness.properties.__file__).parents[1] / "adopt")
-_OUR_PROPERTIES = str(Path(harness.properties.__file__).parent)
+"""Name of the function of `lockstep.injection.injector` that a rank waits in for ever."""
+_ADOPTION = str(Path(lockstep.properties.__file__).parents[1] / "adopt")
+_OUR_PROPERTIES = str(Path(lockstep.properties.__file__).parent)
 
 
 @dataclass(slots=True)
@@ -106,7 +105,7 @@ class StatusReader:
 
     def keep_stacks(self) -> None:
         """Let the record of shm have the line of each call, as torch's has, once the backend is loaded."""
-        if not self._keeps_stacks and (shm := loaded("shm")) is not None:
+        if not self._keeps_stacks and (shm := sys.modules.get("lockstep.shm")) is not None:
             self._keeps_stacks = True
             shm.observe(keep_stack)
 
@@ -154,7 +153,7 @@ def progress() -> object:
     in `time.sleep`, which ends without help, and where the system has no such figures. A wait in a collective
     of shm, which looks for dead ranks meanwhile, is a value of its own.
     """
-    if (shm := loaded("shm")) and (wait := shm.waits.get(threading.main_thread().ident)):
+    if (shm := sys.modules.get("lockstep.shm")) and (wait := shm.waits.get(threading.main_thread().ident)):
         return wait
     waits_in = ""
     with contextlib.suppress(OSError):  # not every kernel shows it

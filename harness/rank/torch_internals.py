@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.protocol import BuildLock
+from lockstep.protocol import BuildLock
 
 # The state of torch.distributed in this process: its groups, their names and members, of which torch has no
 # public list. If it moves: what `dist.new_group` writes to.

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.backends import uses
-from harness.fake_ranks import FakeRank
-from harness.specification import RankSpec
+from lockstep.backends import uses
+from lockstep.fake_ranks import FakeRank
+from lockstep.specification import RankSpec
 
 T = TypeVar("T")
 

@@ -4,10 +4,10 @@ Inside a rank; imports torch, and of harness `tracebacks` alone. A query about s
 raises: a check that saw nothing must not pass.
 """
 
-from harness.recorders.collectives import Collective, CollectivesLog
-from harness.recorders.execution import Event, ExecutionLog, active_log
-from harness.recorders.forward_dtypes import ForwardCall, ForwardDtypes
-from harness.recorders.tensors import named_tensors
+from lockstep.recorders.collectives import Collective, CollectivesLog
+from lockstep.recorders.execution import Event, ExecutionLog, active_log
+from lockstep.recorders.forward_dtypes import ForwardCall, ForwardDtypes
+from lockstep.recorders.tensors import named_tensors
 
 __all__ = [
     "Collective",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -12,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from harness.recorders.tensors import named_tensors, short
-from harness.recorders.torch_internals import TorchDispatchMode, group_of, in_backward
-from lockstep.names import loaded
+from lockstep.recorders.tensors import named_tensors, short
+from lockstep.recorders.torch_internals import TorchDispatchMode, group_of, in_backward
 
 if TYPE_CHECKING:
-    from harness.shm import Entry
+    from lockstep.shm import Entry
 
 __all__ = ["Collective", "CollectivesLog"]
 
@@ -130,7 +130,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __enter__(self) -> Self:
         self._was_entered = True
         self._thread = threading.get_ident()
-        if shm := loaded("shm"):  # whose groups the dispatcher does not see
+        if shm := sys.modules.get("lockstep.shm"):  # whose groups the dispatcher does not see
             self._leave.append(shm.observe(self._record_shm))
         else:
             self._blind_since = time.time_ns()
@@ -149,7 +149,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _has_missed_shm(self) -> bool:
         """Whether shm was imported, and used, since this log was entered without it."""
-        shm = loaded("shm") if self._blind_since else None
+        shm = sys.modules.get("lockstep.shm") if self._blind_since else None
         calls = [] if shm is None else shm.record()
         return self._misses_shm or any(call["time_created_ns"] >= self._blind_since for call in calls)
 
@@ -212,7 +212,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if self._has_missed_shm():
             raise RuntimeError(
                 "this log has missed collectives of shm, which was imported after the log was entered: write "
-                "`import harness.shm` at the top of the file"
+                "`import lockstep.shm` at the top of the file"
             )
         return tuple(self._entries)
 

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recorders.collectives import NOT_COLLECTIVES, spelled
-from harness.recorders.in_flight import InFlight
-from harness.recorders.tensors import local_part, named_tensors, short
-from harness.recorders.torch_internals import TorchDispatchMode, caller_of_operator, in_backward
-from harness.tracebacks import is_installed
+from lockstep.recorders.collectives import NOT_COLLECTIVES, spelled
+from lockstep.recorders.in_flight import InFlight
+from lockstep.recorders.tensors import local_part, named_tensors, short
+from lockstep.recorders.torch_internals import TorchDispatchMode, caller_of_operator, in_backward
+from lockstep.tracebacks import is_installed
 
 __all__ = ["Event", "ExecutionLog", "active_log"]
 

@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from harness.recorders.tensors import named_tensors, short
-from harness.recorders.torch_internals import in_backward
+from lockstep.recorders.tensors import named_tensors, short
+from lockstep.recorders.torch_internals import in_backward
 
 __all__ = ["ForwardCall", "ForwardDtypes"]
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from harness.recorders.torch_internals import FakeTensor, is_view, work_of, written_arguments
+from lockstep.recorders.torch_internals import FakeTensor, is_view, work_of, written_arguments
 
 Span = tuple[int, int]
 """The addresses of a tensor's memory: from, and up to."""

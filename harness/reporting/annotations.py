@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.output import truncate
-from harness.reporting.pytest_internals import ReprFileLocation, places
+from lockstep.output import truncate
+from lockstep.reporting.pytest_internals import ReprFileLocation, places
 
 MAX_MESSAGE = 4000
 """Characters. GitHub shows the beginning of a longer one."""

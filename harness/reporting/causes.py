@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lockstep.names import package
-
 LONGEST_MESSAGE = 200
 
 # A line of pytest's traceback: "path.py:12: AssertionError", "path.py:12: in function", "path.py:12: ".
@@ -101,8 +99,7 @@ def _without_details(message: str) -> str:
 def is_foreign(file: str) -> bool:
     """Return whether a file is of an installed package, of Python, or of this one but its engine."""
     parts = PurePath(file).parts
-    is_ours = "harness" in parts[:-1] and package() == "harness"  # else the project has such a folder
-    room = parts[parts.index("harness") + 1] if is_ours else "engine"
+    room = parts[parts.index("lockstep") + 1] if "lockstep" in parts[:-1] else "engine"
     return bool({"site-packages", "dist-packages"} & {*parts}) or "/lib/python" in file or room != "engine"
 
 

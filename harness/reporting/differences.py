@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from harness.protocol import Warned
-from harness.world.diagnosis import named
-from harness.world.outcome import ItemOutcome
+from lockstep.protocol import Warned
+from lockstep.world.diagnosis import named
+from lockstep.world.outcome import ItemOutcome
 
 LEFT_BEHIND = "the test left behind "
 """How a rank's message on state and leaks begins."""

@@ -9,10 +9,10 @@ import shlex
 
 import pytest
 
-from harness.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
-from harness.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Finished
-from harness.reporting.problems import Problem
-from harness.reporting.pytest_internals import (
+from lockstep.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
+from lockstep.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Finished
+from lockstep.reporting.problems import Problem
+from lockstep.reporting.pytest_internals import (
     ExceptionChainRepr,
     Link,
     ReprFileLocation,
@@ -23,9 +23,9 @@ from harness.reporting.pytest_internals import (
     location_of,
     messages,
 )
-from harness.reporting.rank_reports import Context, RankReports
-from harness.world.diagnosis import named
-from harness.world.outcome import Died, ItemOutcome, Stuck, in_stage
+from lockstep.reporting.rank_reports import Context, RankReports
+from lockstep.world.diagnosis import named
+from lockstep.world.outcome import Died, ItemOutcome, Stuck, in_stage
 
 MOST_INJECTED = 5
 """Injected faults that a report lists."""
@@ -123,8 +123,8 @@ def _timeline(context: Context, first: Problem, report: pytest.TestReport | None
     """Draw the last collectives of a test that hung, died or called them differently; "" for any other."""
     if not (context.outcome.has_fault() and (first.report is None or first.is_mismatch or context.diagnosis)):
         return ""
-    from harness.timeline.text import as_text
-    from harness.timeline.timeline import read_timeline
+    from lockstep.timeline.text import as_text
+    from lockstep.timeline.timeline import read_timeline
 
     # Of a subtest: the test goes on after it.
     until = int(report.stop * 1e9) if report is not None and type(report) is not pytest.TestReport else None

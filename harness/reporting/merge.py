@@ -15,14 +15,14 @@ from typing import Literal
 
 import pytest
 
-from harness.output import truncate
-from harness.properties.messages import EXAMPLE, HYPOTHESIS
-from harness.protocol import OF_RANKS, RAISED
-from harness.reporting.explain import explain
-from harness.reporting.problems import Problem, find_causes, find_problems, subtest_problems
-from harness.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
-from harness.reporting.rank_reports import PHASES, Context, HypothesisNotes, Phase, RankReports
-from harness.world.outcome import Died, ItemOutcome, Stuck
+from lockstep.output import truncate
+from lockstep.properties.messages import EXAMPLE, HYPOTHESIS
+from lockstep.protocol import OF_RANKS, RAISED
+from lockstep.reporting.explain import explain
+from lockstep.reporting.problems import Problem, find_causes, find_problems, subtest_problems
+from lockstep.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
+from lockstep.reporting.rank_reports import PHASES, Context, HypothesisNotes, Phase, RankReports
+from lockstep.world.outcome import Died, ItemOutcome, Stuck
 
 MAX_CAUSE = 500
 """Characters."""

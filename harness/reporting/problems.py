@@ -11,14 +11,14 @@ from itertools import chain
 
 import pytest
 
-from harness.properties.messages import VICTIM_OF_AN_EXAMPLE
-from harness.protocol import BROKEN_CONNECTION, SKIPS_ALL, VICTIM_OF_A_CASE, Finished
-from harness.reporting.differences import without_addresses, without_own_number
-from harness.reporting.pytest_internals import ReprFileLocation, lines, messages
-from harness.reporting.rank_reports import PHASES, Context, Phase, RankReports
-from harness.tracebacks import user_line
-from harness.world.diagnosis import place_of
-from harness.world.outcome import STRICT_XPASS, Died, Stuck
+from lockstep.properties.messages import VICTIM_OF_AN_EXAMPLE
+from lockstep.protocol import BROKEN_CONNECTION, SKIPS_ALL, VICTIM_OF_A_CASE, Finished
+from lockstep.reporting.differences import without_addresses, without_own_number
+from lockstep.reporting.pytest_internals import ReprFileLocation, lines, messages
+from lockstep.reporting.rank_reports import PHASES, Context, Phase, RankReports
+from lockstep.tracebacks import user_line
+from lockstep.world.diagnosis import place_of
+from lockstep.world.outcome import STRICT_XPASS, Died, Stuck
 
 _GLOO_RECEIVED_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
@@ -117,7 +117,7 @@ def find_problems(context: Context, ranks: list[RankReports]) -> dict[Phase, lis
 
 
 def _failure(rank: int, report: pytest.TestReport) -> Problem:
-    # By an exception of harness.shm, which compares what ranks call.
+    # By an exception of lockstep.shm, which compares what ranks call.
     is_mismatch = any("CollectiveMismatch: " in message for message in messages(report))
     return Problem(rank, report.stop, "failed", report, is_mismatch=is_mismatch)
 

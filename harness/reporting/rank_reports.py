@@ -12,11 +12,11 @@ from typing import Literal
 
 import pytest
 
-from harness.properties.messages import EXAMPLE, NOTES, SEED, STATISTICS
-from harness.protocol import Finished
-from harness.pytest_internals import is_xfail_call
-from harness.world.diagnosis import Diagnosis, place_of
-from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
+from lockstep.properties.messages import EXAMPLE, NOTES, SEED, STATISTICS
+from lockstep.protocol import Finished
+from lockstep.pytest_internals import is_xfail_call
+from lockstep.world.diagnosis import Diagnosis, place_of
+from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 Phase = Literal["setup", "call", "teardown"]
 PHASES: tuple[Phase, ...] = ("setup", "call", "teardown")

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from harness.protocol import OF_RANKS
-from harness.reporting.causes import Ran, cause_of, is_foreign, narrow
-from harness.reporting.pytest_internals import crash_of
-from lockstep.names import package
+from lockstep.protocol import OF_RANKS
+from lockstep.reporting.causes import Ran, cause_of, is_foreign, narrow
+from lockstep.reporting.pytest_internals import crash_of
 
 MOST_CAUSES = 10
 """Causes that are shown unless all are asked for."""
@@ -97,7 +96,7 @@ class Summary:
         if line := too_few_hosts(stats.get("skipped", [])):
             terminalreporter.write_line(line)
         if goldens := goldens_of(stats):
-            from harness.goldens.summary import lines as lines_of_goldens
+            from lockstep.goldens.summary import lines as lines_of_goldens
 
             for line in lines_of_goldens(self._config, stats, goldens):
                 terminalreporter.write_line(line)
@@ -206,7 +205,7 @@ def too_few_hosts(skipped: Iterable[object]) -> str:
     if not needs:
         return ""
     most = f"{min(needs)} to {max(needs)}" if len({*needs}) > 1 else str(needs[0])
-    return f"{_counted(len(needs), 'test')} skipped: {most} hosts needed (python -m {package()} hosts)"
+    return f"{_counted(len(needs), 'test')} skipped: {most} hosts needed (python -m lockstep hosts)"
 
 
 def goldens_of(stats: dict[str, list[object]]) -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.reporting.pytest_internals import forget_closed_cases
+from lockstep.reporting.pytest_internals import forget_closed_cases
 
 
 class XmlCases:

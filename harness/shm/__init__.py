@@ -1,12 +1,12 @@
 """Collectives through shared memory: a backend of torch.distributed for CPU tensors of ranks on one host.
 
-`import harness.shm` makes `torch.distributed.init_process_group("shm", ...)` work. Runs on ranks, on Linux;
+`import lockstep.shm` makes `torch.distributed.init_process_group("shm", ...)` work. Runs on ranks, on Linux;
 imports torch and the standard library only.
 """
 
 import torch.distributed as _dist
 
-from harness.shm.errors import (
+from lockstep.shm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
@@ -15,12 +15,12 @@ from harness.shm.errors import (
     PeerLost,
     ShmError,
 )
-from harness.shm.interception import intercept
-from harness.shm.membership import waits
-from harness.shm.process_group import NAME, ShmProcessGroup, abort_all, create
-from harness.shm.record import Entry, keep, observe, record
-from harness.shm.torch_internals import records_itself as _records_itself
-from harness.shm.work import ShmWork
+from lockstep.shm.interception import intercept
+from lockstep.shm.membership import waits
+from lockstep.shm.process_group import NAME, ShmProcessGroup, abort_all, create
+from lockstep.shm.record import Entry, keep, observe, record
+from lockstep.shm.torch_internals import records_itself as _records_itself
+from lockstep.shm.work import ShmWork
 
 __all__ = [
     "CollectiveMismatch",

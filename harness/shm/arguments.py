@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.shm.reduce import PREMUL_SUM, why_not
-from harness.shm.signature import REDUCTIONS
+from lockstep.shm.reduce import PREMUL_SUM, why_not
+from lockstep.shm.signature import REDUCTIONS
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from harness.shm import futex, signature
-from harness.shm.errors import PeerLost, ShmError
-from harness.shm.membership import Membership
-from harness.shm.memory import Arena, Handle, Segment
-from harness.shm.peer import (
+from lockstep.shm import futex, signature
+from lockstep.shm.errors import PeerLost, ShmError
+from lockstep.shm.membership import Membership
+from lockstep.shm.memory import Arena, Handle, Segment
+from lockstep.shm.peer import (
     BELL,
     DEPTH,
     INLINE,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from harness.shm import signature
-from harness.shm.collectives import Collectives, Contribution, flat, starts, take
-from harness.shm.operation import Operation
+from lockstep.shm import signature
+from lockstep.shm.collectives import Collectives, Contribution, flat, starts, take
+from lockstep.shm.operation import Operation
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -15,14 +15,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from harness.shm import reduce, signature
-from harness.shm.arguments import check_root
-from harness.shm.channel import Channel
-from harness.shm.errors import CollectiveMismatch, ShmError
-from harness.shm.memory import Segment, copy, copy_to_both
-from harness.shm.operation import Call, Finish, Operation
-from harness.shm.peer import Outgoing
-from harness.shm.record import Entry, recorder
+from lockstep.shm import reduce, signature
+from lockstep.shm.arguments import check_root
+from lockstep.shm.channel import Channel
+from lockstep.shm.errors import CollectiveMismatch, ShmError
+from lockstep.shm.memory import Segment, copy, copy_to_both
+from lockstep.shm.operation import Call, Finish, Operation
+from lockstep.shm.peer import Outgoing
+from lockstep.shm.record import Entry, recorder
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -7,7 +7,7 @@ import select
 import threading
 from collections.abc import Sequence
 
-from harness.shm.peer import Peer
+from lockstep.shm.peer import Peer
 
 
 class Deaths:

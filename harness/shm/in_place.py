@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from harness.shm import signature
-from harness.shm.collectives import Collectives, flat, of
-from harness.shm.operation import Operation
-from harness.shm.reduce import SUM
+from lockstep.shm import signature
+from lockstep.shm.collectives import Collectives, flat, of
+from lockstep.shm.operation import Operation
+from lockstep.shm.reduce import SUM
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

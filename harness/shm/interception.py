@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.shm.process_group import ShmProcessGroup
+from lockstep.shm.process_group import ShmProcessGroup
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

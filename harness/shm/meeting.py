@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.shm import futex
-from harness.shm.channel import Channel
-from harness.shm.errors import MeetingFailed
-from harness.shm.memory import Handle, Segment
-from harness.shm.peer import FAILED, JOINING, MAPPED, PRESENT, Layout, Peer
+from lockstep.shm import futex
+from lockstep.shm.channel import Channel
+from lockstep.shm.errors import MeetingFailed
+from lockstep.shm.memory import Handle, Segment
+from lockstep.shm.peer import FAILED, JOINING, MAPPED, PRESENT, Layout, Peer
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -157,7 +157,7 @@ def _differences(cards: Sequence[Card]) -> str:
             both = (
                 f"rank 0 speaks version {first.protocol} of the protocol, rank {rank} version {card.protocol}"
             )
-            return f"{both}; use one version of harness.shm on all ranks"
+            return f"{both}; use one version of lockstep.shm on all ranks"
         if card.torch != first.torch:
             both = f"rank 0 has torch {first.torch}, rank {rank} torch {card.torch}"
             return f"{both}; use one version on all ranks"

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from harness.shm import futex
-from harness.shm.deaths import Deaths
-from harness.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
-from harness.shm.peer import ABORTED, BELL, FAILED, LEFT, PRESENT, Peer
+from lockstep.shm import futex
+from lockstep.shm.deaths import Deaths
+from lockstep.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
+from lockstep.shm.peer import ABORTED, BELL, FAILED, LEFT, PRESENT, Peer
 
 waits: dict[int, tuple[str, float]] = {}
 """What threads of this process wait for, and since when: by ident, where it has taken more than a moment.

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness.shm.errors import OutOfSharedMemory
+from lockstep.shm.errors import OutOfSharedMemory
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from harness.shm import futex, signature
-from harness.shm.channel import Channel, Peer
-from harness.shm.errors import CollectiveMismatch, ShmError
-from harness.shm.record import Entry
+from lockstep.shm import futex, signature
+from lockstep.shm.channel import Channel, Peer
+from lockstep.shm.errors import CollectiveMismatch, ShmError
+from lockstep.shm.record import Entry
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

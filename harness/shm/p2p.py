@@ -15,11 +15,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from harness.shm import futex, signature
-from harness.shm.channel import DEPTH, Channel, Peer
-from harness.shm.collectives import Collectives, put, take
-from harness.shm.errors import CollectiveMismatch, PeerLost, ShmError
-from harness.shm.record import Entry, recorder
+from lockstep.shm import futex, signature
+from lockstep.shm.channel import DEPTH, Channel, Peer
+from lockstep.shm.collectives import Collectives, put, take
+from lockstep.shm.errors import CollectiveMismatch, PeerLost, ShmError
+from lockstep.shm.record import Entry, recorder
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -12,8 +12,8 @@ import struct
 import threading
 from dataclasses import dataclass
 
-from harness.shm import futex, signature
-from harness.shm.memory import Handle, Segment
+from lockstep.shm import futex, signature
+from lockstep.shm.memory import Handle, Segment
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

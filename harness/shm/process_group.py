@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.shm import coalesced
-from harness.shm.arguments import (
+from lockstep.shm import coalesced
+from lockstep.shm.arguments import (
     check_filled,
     check_length,
     check_numel,
@@ -21,15 +21,15 @@ from harness.shm.arguments import (
     premultiplied,
     reduction_of,
 )
-from harness.shm.channel import Channel
-from harness.shm.collectives import Collectives
-from harness.shm.in_place import Read, all_gather_views, reduce_scatter_views
-from harness.shm.meeting import meet
-from harness.shm.p2p import ANY, Mailbox
-from harness.shm.progress import progress
-from harness.shm.reduce import PREMUL_SUM
-from harness.shm.torch_internals import backend_options, empty_backend
-from harness.shm.work import Bundle, Completed, Pending, ShmWork
+from lockstep.shm.channel import Channel
+from lockstep.shm.collectives import Collectives
+from lockstep.shm.in_place import Read, all_gather_views, reduce_scatter_views
+from lockstep.shm.meeting import meet
+from lockstep.shm.p2p import ANY, Mailbox
+from lockstep.shm.progress import progress
+from lockstep.shm.reduce import PREMUL_SUM
+from lockstep.shm.torch_internals import backend_options, empty_backend
+from lockstep.shm.work import Bundle, Completed, Pending, ShmWork
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

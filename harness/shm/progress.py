@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.shm.work import ShmWork
+    from lockstep.shm.work import ShmWork
 
 
 class Progress:

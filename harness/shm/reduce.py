@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from harness.shm.signature import REDUCTIONS
+from lockstep.shm.signature import REDUCTIONS
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from harness.shm.progress import progress
+from lockstep.shm.progress import progress
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from harness.protocol import DEFAULT_GROUP
+from lockstep.protocol import DEFAULT_GROUP
 
 Entry = Mapping[str, Any]
 """One call, with the keys of torch's flight recorder."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.output import OutputDirectory, write_text
-from harness.timeline import TIMELINES
-from harness.timeline.flight_files import remove_flight_files, write_flight_files
-from harness.timeline.page import index_of, page_of
-from harness.timeline.timeline import Timeline, read_timeline
-from harness.timeline.trace import can_write_trace, write_trace
-from harness.world.outcome import ItemOutcome, label_of
+from lockstep.output import OutputDirectory, write_text
+from lockstep.timeline import TIMELINES
+from lockstep.timeline.flight_files import remove_flight_files, write_flight_files
+from lockstep.timeline.page import index_of, page_of
+from lockstep.timeline.timeline import Timeline, read_timeline
+from lockstep.timeline.trace import can_write_trace, write_trace
+from lockstep.world.outcome import ItemOutcome, label_of
 
 PAGE, TRACE = "timeline.html", "timeline.pftrace"
 _NO_CALL = "none: no rank has a record of a call in this test"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.timeline.entries import group_name
-from harness.timeline.timeline import Timeline
+from lockstep.timeline.entries import group_name
+from lockstep.timeline.timeline import Timeline
 
 PREFIX = "fr_trace_"
 VERSION = "2.10"

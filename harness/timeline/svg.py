@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from html import escape
 
-from harness.protocol import DEFAULT_GROUP
-from harness.timeline.scale import Scale
-from harness.timeline.timeline import Bar, Key, Lane, Span, Timeline
+from lockstep.protocol import DEFAULT_GROUP
+from lockstep.timeline.scale import Scale
+from lockstep.timeline.timeline import Bar, Key, Lane, Span, Timeline
 
 NAME, PHASES, BAR, GAP = 18, 14, 24, 16
 """Pixels, from the top of a lane: its name, its phases, a row of bars; and what is below."""

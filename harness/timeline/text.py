@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from harness.timeline.timeline import Bar, Key, Lane, Timeline
-from harness.world.diagnosis import named
+from lockstep.timeline.timeline import Bar, Key, Lane, Timeline
+from lockstep.world.diagnosis import named
 
 MOST_LINES = 12
 MOST_COLUMNS = 4

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from harness.protocol import BROKEN_CONNECTION, DEFAULT_GROUP, FlightRecord
-from harness.timeline import entries
-from harness.timeline.entries import Entry
-from harness.tracebacks import user_line
-from harness.world.diagnosis import place_of
-from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
+from lockstep.protocol import BROKEN_CONNECTION, DEFAULT_GROUP, FlightRecord
+from lockstep.timeline import entries
+from lockstep.timeline.entries import Entry
+from lockstep.tracebacks import user_line
+from lockstep.world.diagnosis import place_of
+from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 Key = tuple[str, int, int]
 """A collective of a test: its group, which group of that name, counted back from the last, and its number."""

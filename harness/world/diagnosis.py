@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from harness.properties.messages import EXAMPLE
-from harness.protocol import ANY_RANK, DEFAULT_GROUP, MEETING, Exchanged, Issued, RankStatus
+from lockstep.properties.messages import EXAMPLE
+from lockstep.protocol import ANY_RANK, DEFAULT_GROUP, MEETING, Exchanged, Issued, RankStatus
 
 # In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(

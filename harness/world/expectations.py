@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.protocol import Expects, Happened, Vote
-from harness.world.diagnosis import Diagnosis, named
-from harness.world.outcome import Died, RankOutcome
+from lockstep.protocol import Expects, Happened, Vote
+from lockstep.world.diagnosis import Diagnosis, named
+from lockstep.world.outcome import Died, RankOutcome
 
 SETTLES_WITHIN = 15.0
 """Seconds in which all ranks have noticed that one was lost: three times what they wait (`losses.py`)."""

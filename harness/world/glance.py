@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.protocol import DEFAULT_GROUP, Progress, RankStatus, Shown
-from harness.world.diagnosis import in_flight, named
+from lockstep.protocol import DEFAULT_GROUP, Progress, RankStatus, Shown
+from lockstep.world.diagnosis import in_flight, named
 
 STANDS_AFTER = 2.0
 """Seconds after which a rank that has not moved is named with its place."""

@@ -17,13 +17,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from harness.launch.multiprocessing_internals import pickle_message
-from harness.launch.processes import StartedRank
-from harness.protocol import DebuggerState, FromRank, Probe, RankStatus, ToRank
-from harness.specification import RankSpec
-from harness.standing import read_standing
-from harness.tracebacks import shorten, user_line
-from harness.world.outcome import Died, RankOutput, as_here
+from lockstep.launch.multiprocessing_internals import pickle_message
+from lockstep.launch.processes import StartedRank
+from lockstep.protocol import DebuggerState, FromRank, Probe, RankStatus, ToRank
+from lockstep.specification import RankSpec
+from lockstep.standing import read_standing
+from lockstep.tracebacks import shorten, user_line
+from lockstep.world.outcome import Died, RankOutput, as_here
 
 MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from harness.exceptions import WorldError
-from harness.launch.multiprocessing_internals import pickle_message
-from harness.properties.messages import EXAMPLE
-from harness.protocol import (
+from lockstep.exceptions import WorldError
+from lockstep.launch.multiprocessing_internals import pickle_message
+from lockstep.properties.messages import EXAMPLE
+from lockstep.protocol import (
     DEFAULT_GROUP,
     REBUILT,
     AbortGroup,
@@ -39,11 +39,11 @@ from harness.protocol import (
     Vote,
     Warned,
 )
-from harness.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
-from harness.world.expectations import Expectations
-from harness.world.glance import Glance, Onlooker, Places
-from harness.world.handle import ANSWER_WITHIN, RankHandle, receive
-from harness.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
+from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
+from lockstep.world.expectations import Expectations
+from lockstep.world.glance import Glance, Onlooker, Places
+from lockstep.world.handle import ANSWER_WITHIN, RankHandle, receive
+from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.fake_ranks import FakeRank
-from harness.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
-from harness.place import Moved
-from harness.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
-from harness.standing import all_go_on
-from harness.tracebacks import shorten
-from harness.world.diagnosis import Diagnosis
+from lockstep.fake_ranks import FakeRank
+from lockstep.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
+from lockstep.place import Moved
+from lockstep.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
+from lockstep.standing import all_go_on
+from lockstep.tracebacks import shorten
+from lockstep.world.diagnosis import Diagnosis
 
 Sections = tuple[tuple[str, str], ...]
 """Pairs of a stream's name, "stdout" or "stderr", and a text."""
@@ -227,7 +227,7 @@ class RankOutput:
     """
 
     directory: Path
-    """The directory of the files that pytest captures in, as `harness.rank.capture` names them."""
+    """The directory of the files that pytest captures in, as `lockstep.rank.capture` names them."""
     log: Path
     start: int
     """Where in the log the test begins, in bytes."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.exceptions import WorldError
-from harness.specification import WorldKey
-from harness.world.world import World
+from lockstep.exceptions import WorldError
+from lockstep.specification import WorldKey
+from lockstep.world.world import World
 
 MOST_WARM = 4
 """Warm worlds kept at once. A run over more sizes and backends than that starts some again."""

@@ -11,21 +11,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.exceptions import WorldError
-from harness.launch.limits import explain
-from harness.launch.processes import Launcher
-from harness.output import OutputDirectory
-from harness.properties.messages import read_running_example
-from harness.protocol import Close, Finished, Interrupt, Ready, StartFailed, Warned
-from harness.specification import RankSpec, SessionSpec, WorldKey
-from harness.standing import create_standing
-from harness.world.diagnosis import place_of
-from harness.world.handle import RankHandle, receive, request_statuses
-from harness.world.item_run import ItemRun
-from harness.world.outcome import Died, ItemOutcome
+from lockstep.exceptions import WorldError
+from lockstep.launch.limits import explain
+from lockstep.launch.processes import Launcher
+from lockstep.output import OutputDirectory
+from lockstep.properties.messages import read_running_example
+from lockstep.protocol import Close, Finished, Interrupt, Ready, StartFailed, Warned
+from lockstep.specification import RankSpec, SessionSpec, WorldKey
+from lockstep.standing import create_standing
+from lockstep.world.diagnosis import place_of
+from lockstep.world.handle import RankHandle, receive, request_statuses
+from lockstep.world.item_run import ItemRun
+from lockstep.world.outcome import Died, ItemOutcome
 
 if TYPE_CHECKING:
-    from harness.launch.leases import Lease
+    from lockstep.launch.leases import Lease
 
 START_WITHIN = 60.0
 """Seconds, at least, that ranks get to stand ready: importing torch may take longer than a test may."""

@@ -16,8 +16,8 @@ def nested(world):
     """Make a wrapped `NestedWrappedModule`, equal on all ranks, with arguments of the wrapper."""
     import torch
 
-    from harness.conformance.models import NestedWrappedModule
-    from harness.engine import FullyShardedDataParallel
+    from lockstep.conformance.models import NestedWrappedModule
+    from lockstep.engine import FullyShardedDataParallel
 
     def make(**arguments):
         torch.manual_seed(0)

@@ -1,10 +1,10 @@
 """The public names of the engine."""
 
-import harness.engine
+import lockstep.engine
 
 
 def test_the_exported_names_are_the_documented_ones():
-    assert sorted(harness.engine.__all__) == [
+    assert sorted(lockstep.engine.__all__) == [
         "BackwardPrefetch",
         "CPUOffload",
         "CPUOffloadPolicy",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from harness.engine.casting import cast_floating, map_tensors, tensors
+from lockstep.engine.casting import cast_floating, map_tensors, tensors
 
 BF16, F32 = torch.bfloat16, torch.float32
 Pair = namedtuple("Pair", "first second")

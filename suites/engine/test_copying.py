@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.engine import (
+from lockstep.assertions import assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.engine import (
     CPUOffload,
     CustomPolicy,
     FullyShardedDataParallel,

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.engine import fully_shard
-from harness.engine.dtensor_param import divides_alike
+from lockstep.engine import fully_shard
+from lockstep.engine.dtensor_param import divides_alike
 
 NAMES = ("data", "tensor", "inner")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engine import (
+from lockstep.engine import (
     CPUOffload,
     FullyShardedDataParallel,
     ModuleWrapPolicy,

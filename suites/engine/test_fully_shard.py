@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness import engine
-from harness.engine import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
+from lockstep import engine
+from lockstep.engine import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, replicate
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -152,7 +152,7 @@ def test_wrapper_and_composable_units_do_not_mix(world, front):
 )
 def test_torchs_own_policies_are_refused_by_name(world, front, setting):
     with pytest.raises(
-        TypeError, match=f"{next(iter(setting))} must be .* of harness.engine, got .* of torch"
+        TypeError, match=f"{next(iter(setting))} must be .* of lockstep.engine, got .* of torch"
     ):
         front(layers(world), **setting)
 

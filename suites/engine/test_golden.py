@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import named_gradients
-from harness.engine import FullyShardedDataParallel, ShardingStrategy
+from lockstep.assertions import named_gradients
+from lockstep.engine import FullyShardedDataParallel, ShardingStrategy
 
 
 @pytest.mark.ranks(2, backend="gloo")

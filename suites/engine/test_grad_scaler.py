@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import harness.engine as lockstep
-from harness.conformance import find
-from harness.engine import ShardedGradScaler
+import lockstep.engine as lockstep
+from lockstep.conformance import find
+from lockstep.engine import ShardedGradScaler
 
 INF, NAN = float("inf"), float("nan")
 Pair = namedtuple("Pair", ["first", "second"])

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.assertions import assert_named_close, assert_same_across_ranks
-from harness.engine import (
+from lockstep.assertions import assert_named_close, assert_same_across_ranks
+from lockstep.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -238,14 +238,14 @@ REFUSED = {
 ARGUMENTS = {
     "sharding_strategy": (
         "FULL_SHARD",
-        "expected None or a ShardingStrategy of harness.engine",
+        "expected None or a ShardingStrategy of lockstep.engine",
     ),
-    "cpu_offload": (True, "expected None or a CPUOffload of harness.engine, got True, a bool"),
+    "cpu_offload": (True, "expected None or a CPUOffload of lockstep.engine, got True, a bool"),
     "mixed_precision": (
         theirs.MixedPrecision(),
-        "expected None or a MixedPrecision of harness.engine, got .* of torch.distributed.fsdp.api",
+        "expected None or a MixedPrecision of lockstep.engine, got .* of torch.distributed.fsdp.api",
     ),
-    "backward_prefetch": (True, "expected None or a BackwardPrefetch of harness.engine, got True"),
+    "backward_prefetch": (True, "expected None or a BackwardPrefetch of lockstep.engine, got True"),
     "auto_wrap_policy": ({nn.Linear}, r"expected a wrap policy such as .*, or a function .* got \{<class"),
     "device_id": (0.5, "expected an int, a torch.device or its name, got 0.5"),
     "ignored_modules": (3, "expected a list of modules, got one int; put it into a list"),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine.collectives import divide_factors
-from harness.engine.layout import FlatLayout, Piece, RowLayout, copy_in, copy_out
+from lockstep.engine.collectives import divide_factors
+from lockstep.engine.layout import FlatLayout, Piece, RowLayout, copy_in, copy_out
 
 SHAPES = {
     "nothing": (),

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close, assert_same_across_ranks
-from harness.assertions.closeness import EXACT
-from harness.conformance.models import NestedWrappedModule
-from harness.engine import (
+from lockstep.assertions import assert_named_close, assert_same_across_ranks
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance.models import NestedWrappedModule
+from lockstep.engine import (
     CPUOffload,
     FullyShardedDataParallel,
     ModuleWrapPolicy,

@@ -7,8 +7,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from harness.conformance.models import NestedWrappedModule
-from harness.engine import (
+from lockstep.conformance.models import NestedWrappedModule
+from lockstep.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
     ModuleWrapPolicy,

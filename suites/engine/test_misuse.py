@@ -5,7 +5,7 @@ import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
 
-from harness.engine import (
+from lockstep.engine import (
     FullyShardedDataParallel,
     ModuleWrapPolicy,
     StateDictType,
@@ -100,11 +100,11 @@ def test_stepping_on_unreduced_gradients_is_refused(nested, batch, use_orig_para
 
 def test_torchs_state_dict_types_and_configs_are_refused(nested):
     model = nested()
-    kind = "state_dict_type: expected a StateDictType of harness.engine, got .* of torch.distributed"
+    kind = "state_dict_type: expected a StateDictType of lockstep.engine, got .* of torch.distributed"
     with pytest.raises(TypeError, match=kind):
         FullyShardedDataParallel.set_state_dict_type(model, theirs.StateDictType.FULL_STATE_DICT)
     with pytest.raises(
-        TypeError, match=r"FullStateDictConfig of harness.engine, got .* of torch.distributed"
+        TypeError, match=r"FullStateDictConfig of lockstep.engine, got .* of torch.distributed"
     ):
         FullyShardedDataParallel.set_state_dict_type(
             model, StateDictType.FULL_STATE_DICT, theirs.FullStateDictConfig()

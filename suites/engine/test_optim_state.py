@@ -8,17 +8,17 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.tensor import DTensor
 
-from harness.assertions import assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance import ShardSpec
-from harness.conformance.models import UnevenShapes
-from harness.engine import (
+from lockstep.assertions import assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import ShardSpec
+from lockstep.conformance.models import UnevenShapes
+from lockstep.engine import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from harness.recorders import CollectivesLog
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

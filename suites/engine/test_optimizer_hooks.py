@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.engine import FullyShardedDataParallel, fully_shard
+from lockstep.engine import FullyShardedDataParallel, fully_shard
 
 def count():
     gc.collect()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engine import FullyShardedDataParallel, GroupState, fully_shard
-from harness.engine.param_group import TRANSITIONS
+from lockstep.engine import FullyShardedDataParallel, GroupState, fully_shard
+from lockstep.engine.param_group import TRANSITIONS
 
 pytestmark = pytest.mark.ranks(2)
 

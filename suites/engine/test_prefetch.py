@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import assert_named_close
-from harness.conformance import Precision, ShardSpec
-from harness.conformance.models import KnownGradient
-from harness.engine import (
+from lockstep.assertions import assert_named_close
+from lockstep.conformance import Precision, ShardSpec
+from lockstep.conformance.models import KnownGradient
+from lockstep.engine import (
     BackwardPrefetch,
     FullyShardedDataParallel,
     GroupState,
     ModuleWrapPolicy,
     groups,
 )
-from harness.engine.collectives import BufferPool
+from lockstep.engine.collectives import BufferPool
 
 pytestmark = pytest.mark.ranks(2)
 

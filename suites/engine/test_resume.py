@@ -9,11 +9,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.assertions import assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance import ShardSpec
-from harness.conformance.models import UnevenShapes
-from harness.engine import (
+from lockstep.assertions import assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import ShardSpec
+from lockstep.conformance.models import UnevenShapes
+from lockstep.engine import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,

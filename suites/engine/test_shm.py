@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engine import (
+from lockstep.engine import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -16,8 +16,8 @@ from harness.engine import (
     ShardingStrategy,
     fully_shard,
 )
-from harness.engine.collectives import BufferPool
-from harness.engine.mesh import Axis
+from lockstep.engine.collectives import BufferPool
+from lockstep.engine.mesh import Axis
 
 pytestmark = pytest.mark.ranks(2, backend="shm")
 

@@ -8,11 +8,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.assertions import assert_named_close, local_part
-from harness.assertions.closeness import EXACT
-from harness.conformance import ShardSpec
-from harness.conformance.models import UnevenShapes
-from harness.engine import (
+from lockstep.assertions import assert_named_close, local_part
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance import ShardSpec
+from lockstep.conformance.models import UnevenShapes
+from lockstep.engine import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -21,8 +21,8 @@ from harness.engine import (
     StateDictType,
     collectives,
 )
-from harness.engine.param_group import ParamGroup
-from harness.recorders import CollectivesLog
+from lockstep.engine.param_group import ParamGroup
+from lockstep.recorders import CollectivesLog
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

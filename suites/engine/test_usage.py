@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.engine import MixedPrecisionPolicy, fully_shard, replicate
+from lockstep.engine import MixedPrecisionPolicy, fully_shard, replicate
 
 pytestmark = pytest.mark.ranks(2)
 

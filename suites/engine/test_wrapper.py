@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.assertions import assert_named_close
-from harness.assertions.closeness import EXACT
-from harness.conformance.models import NestedWrappedModule
-from harness.engine import (
+from lockstep.assertions import assert_named_close
+from lockstep.assertions.closeness import EXACT
+from lockstep.conformance.models import NestedWrappedModule
+from lockstep.engine import (
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance.models import NestedWrappedModule
-from harness.engine import (
+from lockstep.conformance.models import NestedWrappedModule
+from lockstep.engine import (
     CustomPolicy,
     FullyShardedDataParallel,
     MixedPrecision,

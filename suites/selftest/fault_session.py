@@ -75,7 +75,7 @@ def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> F
         backend: of tests whose mark names none.
     """
     copy_faults(name, path)
-    loaded = [f"-p{plugin}" for plugin in ("harness.plugin", *plugins, "healthy", "stopwatch")]
+    loaded = [f"-p{plugin}" for plugin in ("lockstep.plugin", *plugins, "healthy", "stopwatch")]
     options = ("--junitxml=report.xml", "-ra", "--world-timeout=30", f"--backend={backend}")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *loaded, *options],

@@ -139,7 +139,7 @@ class Project:
         own = {"TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
         if not self.plugins:
             own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-            args = ("-p", "harness.plugin", *args)
+            args = ("-p", "lockstep.plugin", *args)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
         process = subprocess.Popen(
             command,

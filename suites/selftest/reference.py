@@ -18,12 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import harness
-from harness import hookspecs
-from harness.conformance import plugin as conformance
-from harness.options import add_options, add_short_options
+import lockstep
+from lockstep import hookspecs
+from lockstep.conformance import plugin as conformance
+from lockstep.options import add_options, add_short_options
 
-CHECKOUT = Path(harness.__file__).parents[1]
+CHECKOUT = Path(lockstep.__file__).parents[1]
 PAGES = CHECKOUT / "docs" / "reference"
 PACKAGES = ("", ".engine", ".conformance", ".assertions", ".recorders", ".shm")
 COMMANDS = ("doctor", "conformance", "port")
@@ -87,13 +87,13 @@ def options_page() -> str:
     add_options(cast(Any, general))
     add_short_options(cast(Any, general), ())
     conformance.pytest_addoption(cast(Any, engines))
-    importlib.import_module("harness.plugin").pytest_configure(cast(Any, general))
+    importlib.import_module("lockstep.plugin").pytest_configure(cast(Any, general))
     option, ini = "| option | |\n|---|---|\n", "| ini option | type | |\n|---|---|---|\n"
     parts = [
         MADE + "# Options, marks, fixtures, hooks, commands",
         "## Options of pytest",
         option + "\n".join(general.rows),
-        "With the plugin `harness.conformance.plugin`:",
+        "With the plugin `lockstep.conformance.plugin`:",
         option + "\n".join(engines.rows),
         "## Ini options",
         ini + "\n".join(general.ini),
@@ -101,9 +101,9 @@ def options_page() -> str:
         "## Marks",
         *(f"`{mark.partition(':')[0]}`:{escaped(mark.partition(':')[2])}" for mark in general.marks),
         "## Fixtures",
-        *fixtures("harness.fixtures"),
-        "With the plugin `harness.conformance.plugin`:",
-        *fixtures("harness.conformance.plugin"),
+        *fixtures("lockstep.fixtures"),
+        "With the plugin `lockstep.conformance.plugin`:",
+        *fixtures("lockstep.conformance.plugin"),
         "## Hooks",
         *(documented(node) for node in functions(hookspecs.__name__)),
         "## Commands",
@@ -113,11 +113,11 @@ def options_page() -> str:
 
 
 def command(name: str) -> Iterator[str]:
-    """Yield what there is to say of a command of `python -m harness`."""
-    top = argparse.ArgumentParser(prog="python -m harness").add_subparsers()
-    importlib.import_module(f"harness.{name}.command").add_to(top)
+    """Yield what there is to say of a command of `python -m lockstep`."""
+    top = argparse.ArgumentParser(prog="python -m lockstep").add_subparsers()
+    importlib.import_module(f"lockstep.{name}.command").add_to(top)
     parser = cast(argparse.ArgumentParser, top.choices[name])
-    yield f"### python -m harness {name}"
+    yield f"### python -m lockstep {name}"
     yield escaped(parser.description or "")
     rows = [row_of(action) for action in parser._actions if action.dest != "help"]
     yield "| argument | |\n|---|---|\n" + "\n".join(rows)
@@ -141,8 +141,8 @@ def names_page() -> str:
     """Return the page of public names."""
     parts = [MADE + "# Public names"]
     for package in PACKAGES:
-        module = importlib.import_module(f"harness{package}")
-        parts += [f"## harness{package}", str(module.__doc__).partition("\n")[0]]
+        module = importlib.import_module(f"lockstep{package}")
+        parts += [f"## lockstep{package}", str(module.__doc__).partition("\n")[0]]
         for name in module.__all__:
             parts += [f"### {name}", *public(module.__name__, name, getattr(module, name))]
     return "\n\n".join(parts) + "\n"
@@ -154,7 +154,7 @@ def public(package: str, name: str, found: Any) -> Iterator[str]:
     if not inspect.isclass(found) and not inspect.isfunction(found):
         yield value(package, name)
         return
-    if not home.startswith("harness"):
+    if not home.startswith("lockstep"):
         yield f"PyTorch's `{home}.{found.__qualname__}`."
         return
     nodes = (node for node in source(home).body if isinstance(node, ast.FunctionDef | ast.ClassDef))

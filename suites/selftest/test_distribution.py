@@ -24,27 +24,27 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from harness.conformance.stored import load
-from harness.conformance.table import Outcome
+from lockstep.conformance.stored import load
+from lockstep.conformance.table import Outcome
 
 CHECKOUT = Path(lockstep.__file__).parents[1]
 SAMPLE = Path(__file__).parent / "conformance" / "sample_engine.py"
-SHIPPED = ("harness", "lockstep", "suites", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("harness", "lockstep", "lockstep_suites", "suites", "pyproject.toml", "README.md", "LICENSE")
 FILE = "suites/mixed_precision/test_numerics.py"
 BROKEN = "test_low_precision_gradients_are_summed_in_fp32_by_rank[NO_SHARD-flat-fp16-2-ranks]"
 
 
 def sources() -> Iterator[str]:
     """Yield the files that are to be installed, by their path in the wheel."""
-    for folder in ("harness", "lockstep", "suites"):
+    for folder in ("harness", "lockstep", "lockstep_suites"):
         for path in (CHECKOUT / folder).rglob("*"):
             name = path.relative_to(CHECKOUT).as_posix()
             if (
                 path.is_file()
                 and "__pycache__" not in name
-                and not re.match("suites/(selftest|engine)/", name)
+                and not re.match("lockstep_suites/(selftest|engine)/", name)
             ):
-                yield name.replace("suites/", "lockstep_suites/", 1)
+                yield name
 
 
 def build(source: Path, kind: str, into: Path) -> Path:
@@ -69,8 +69,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy without what is ignored: setuptools also reads what it wrote before."""
     path = tmp_path_factory.mktemp("checkout")
     for name in SHIPPED:
-        copy = shutil.copytree if (CHECKOUT / name).is_dir() else shutil.copy
-        copy(CHECKOUT / name, path / name)
+        if (CHECKOUT / name).is_dir() and not (CHECKOUT / name).is_symlink():
+            shutil.copytree(CHECKOUT / name, path / name)
+        else:
+            shutil.copy(CHECKOUT / name, path / name, follow_symlinks=False)
     return path
 
 
@@ -80,7 +82,6 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
-    """A new package is to be added to the list in pyproject.toml."""
     found = {name for name in contents(wheel) if ".dist-info/" not in name}
     assert sorted(found) == sorted(sources())
 
@@ -91,7 +92,7 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: Path) -> None:
         metadata = message_from_string(archive.read(f"{info}/METADATA").decode())
         assert archive.read(f"{info}/licenses/LICENSE") == (CHECKOUT / "LICENSE").read_bytes()
         points = archive.read(f"{info}/entry_points.txt").decode().split()
-    assert points == ["[pytest11]", "lockstep", "=", "lockstep.pytest_plugin"]
+    assert points == ["[pytest11]", "lockstep", "=", "lockstep.entry"]
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload() == (CHECKOUT / "README.md").read_text()
@@ -148,7 +149,7 @@ def conformance(installed: Installed) -> subprocess.CompletedProcess[str]:
     """The command in that folder, with claims of which the engine breaks one, with two parameters."""
     chosen = ("-k", "by_rank and NO_SHARD and fp16-2 or every_bit and NO_SHARD-flat-fp16-2")
     return installed.run(
-        *("-m", "harness", "conformance", "--engine", "sample_engine:HandDDP", FILE, *chosen),
+        *("-m", "lockstep", "conformance", "--engine", "sample_engine:HandDDP", FILE, *chosen),
     )
 
 
@@ -197,10 +198,10 @@ def test_the_lines_that_run_all_of_a_cause_need_no_path(
     case = "--subtest offload=False,'precision=Precision()'"
     (of_pytest,) = re.findall("all of them: (pytest .*?)(?: \\(and .*)?\n", conformance.stdout)
     page = (installed.folder / "conformance-report/conformance.md").read_text()
-    (of_page,) = re.findall(r"^ +(python -m harness conformance .*)$", page, re.MULTILINE)
+    (of_page,) = re.findall(r"^ +(python -m lockstep conformance .*)$", page, re.MULTILINE)
     module = FILE.removeprefix("suites/").removesuffix(".py").replace("/", ".")
     chosen = ["--pyargs", f"lockstep_suites.{module}::{name}"]
-    options = ["-p", "harness.conformance.plugin", *shlex.split(engine)]
+    options = ["-p", "lockstep.conformance.plugin", *shlex.split(engine)]
     assert shlex.split(of_pytest) == ["pytest", *chosen, *shlex.split(case), *options]
     assert shlex.split(of_page)[3:] == ["conformance", *shlex.split(f"{engine} {FILE}::{name} {case}")]
     for line in (of_pytest.replace("pytest", "-m pytest", 1), of_page.removeprefix("python ")):
@@ -211,7 +212,7 @@ def test_the_lines_that_run_all_of_a_cause_need_no_path(
 
 def test_all_suites_can_be_named_as_in_a_checkout(installed: Installed, tmp_path: Path) -> None:
     words = ("conformance", "suites", "--collect-only", "-q", "-k", "pure_fp16")
-    done = replace(installed, folder=tmp_path).run("-m", "harness", *words)
+    done = replace(installed, folder=tmp_path).run("-m", "lockstep", *words)
     assert len(collected(done)) > 2, done.stdout
 
 
@@ -238,7 +239,7 @@ def test_a_module_is_loaded_once_whatever_name_it_is_imported_by(
     """pytest rewrites the modules of an installed plugin, and in a rank asks its finder before ours."""
     test = """
     from lockstep.assertions.closeness import Tolerance as one
-    from harness.assertions.closeness import Tolerance as other
+    from lockstep.assertions.closeness import Tolerance as other
 
     @pytest.mark.ranks(2)
     def test_once(world):

@@ -17,8 +17,8 @@ from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.fsdp._fully_shard import _fully_shard as composable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import engine
-from harness.engine import FullyShardedDataParallel, MixedPrecision
+from lockstep import engine
+from lockstep.engine import FullyShardedDataParallel, MixedPrecision
 
 THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]

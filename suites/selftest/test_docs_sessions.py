@@ -71,7 +71,7 @@ def run(path: Path, command: str) -> str:
     """Run a command of a page in a directory; return what it printed."""
     program, *args = shlex.split(command)
     assert program in ("pytest", "python")
-    environ = {"COLUMNS": "80", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "harness.plugin"}
+    environ = {"COLUMNS": "80", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "lockstep.plugin"}
     done = subprocess.run(
         [sys.executable, *(["-m", "pytest"] if program == "pytest" else []), *args],
         cwd=path,
@@ -105,8 +105,8 @@ def test_the_tests_of_all_pages_pass(project: Project) -> None:
     for page in with_tests:
         (project.path / f"test_{page.stem}.py").write_text(python_of(page))
     project.plugins = True
-    project.write_ini("ranks_preload = harness.engine")
-    output = project.run("-q", "-p", "harness.conformance.plugin")
+    project.write_ini("ranks_preload = lockstep.engine")
+    output = project.run("-q", "-p", "lockstep.conformance.plugin")
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
 
 

@@ -1,4 +1,4 @@
-"""The import name: projects with a package `harness` of their own, and `lockstep`, our other name."""
+"""The import names `lockstep` and `harness`, and projects with a package `harness` of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import lockstep.names
+import lockstep
 from suites.selftest.project import Run, copy_project, run_pytest
 
 PACKAGE = {"__init__.py": "THEIRS = 'theirs'\n", "plugin.py": "from harness import THEIRS\n"}
@@ -79,50 +79,19 @@ def test_a_project_keeps_its_own_package(
         check=False,
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-    (header,) = [line for line in done.stdout.splitlines() if line.startswith("lockstep: ")]
-    assert header.startswith("lockstep: not loaded, as `harness` is another package here (")
-    assert str(tmp_path) in header
-    assert header.endswith("addopts = -p lockstep, and import it as `lockstep`")
-
-
-@pytest.mark.parametrize("value", ["text", "lib"])
-def test_values_of_other_options_are_not_taken_for_places(tmp_path: Path, value: str) -> None:
-    """Where the plugin looks, options of conftests and of other plugins are not known yet."""
-    beside_deep_tests(tmp_path)
-    write(tmp_path / "lib", {"code.py": ""})
-    write(tmp_path, {"conftest.py": "def pytest_addoption(parser): parser.addoption('--theirs')\n"})
-    done = run_pytest(tmp_path, "--theirs", value)
-    assert done.outcome("test_theirs") == "passed", done.output
-
-
-def test_patterns_of_testpaths_are_places(tmp_path: Path) -> None:
-    beside_deep_tests(tmp_path)
-    write(tmp_path, {"pytest.ini": "[pytest]\ntestpaths = t*s\n"})
-    assert "1 passed" in run_pytest(tmp_path).lines[-1]
 
 
 NEEDS_OURS = "import pytest\n\n@pytest.mark.ranks(1)\ndef test_ours(world): assert world.size == 1\n"
+WITHOUT_PRELOAD = "[pytest]\nranks_preload =\n"
 
 
-@pytest.mark.parametrize("folder", ["third_party/tool", "skipped/deep", "venv"])
-def test_a_harness_that_no_test_can_import_is_passed_by(tmp_path: Path, folder: str) -> None:
-    write(tmp_path / folder / "harness", PACKAGE)
-    if folder != "third_party/tool":
-        write(tmp_path / folder, {"test_it.py": MODULE_TEST, "pyvenv.cfg" if folder == "venv" else "x": ""})
-    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": NOT_BELOW})
-    done = run_pytest(tmp_path)
-    assert done.outcome("test_ours") == "passed", done.output
-    assert "lockstep: " not in done.output
-
-
-NOT_BELOW = "[pytest]\nnorecursedirs = skipped/deep venv\nranks_preload =\n"
-
-
-def test_the_plugin_can_be_asked_for_by_its_usual_name(tmp_path: Path) -> None:
-    """Where a `harness` lies that the tests do not import."""
-    write(tmp_path / "src/harness", PACKAGE)
-    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": NOT_BELOW})
-    done = run_pytest(tmp_path, "-p", "harness.plugin")
+@pytest.mark.parametrize(
+    "name", ["lockstep", "lockstep.plugin", "harness.plugin", "lockstep.conformance.plugin"]
+)
+@pytest.mark.parametrize("autoload", ["", "1"], ids=["installed", "no autoload"])
+def test_the_plugin_may_be_named(tmp_path: Path, name: str, autoload: str) -> None:
+    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": WITHOUT_PRELOAD})
+    done = run_pytest(tmp_path, "-p", name, PYTEST_DISABLE_PLUGIN_AUTOLOAD=autoload)
     assert done.outcome("test_ours") == "passed", done.output
 
 
@@ -131,7 +100,7 @@ import pytest
 
 @pytest.mark.ranks("its own")
 def test_is_plain(request):
-    assert request.config.pluginmanager.get_plugin("harness.plugin") is None
+    assert request.config.pluginmanager.get_plugin("lockstep.plugin") is None
 """
 
 
@@ -142,25 +111,22 @@ def test_the_plugin_is_left_out(tmp_path: Path, options: list[str]) -> None:
     assert done.outcome("test_is_plain") == "passed", done.output
 
 
-def test_its_options_and_marks_are_its_own(tmp_path: Path) -> None:
+def test_options_of_a_project_are_its_own(tmp_path: Path) -> None:
     at_root(tmp_path)
     conftest = "def pytest_addoption(parser):\n    parser.addoption('--backend', default='its own')\n"
     test = "def test_option(pytestconfig): assert pytestconfig.getoption('backend') == 'its own'\n"
-    write(tmp_path, {"conftest.py": conftest, "pytest.ini": "[pytest]\nmarkers = ranks: its own\n"})
+    write(tmp_path, {"conftest.py": conftest})
     write(tmp_path / "tests", {"test_option.py": test})
-    done = run_pytest(tmp_path, "--strict-markers", "--markers")
-    assert "@pytest.mark.ranks: its own" in done.output
-    assert "@pytest.mark.ranks(*sizes" not in done.output
     assert "2 passed" in run_pytest(tmp_path).lines[-1]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with `-p lockstep` in such a project."""
+    """A run of tests on ranks in such a project."""
     path = tmp_path_factory.mktemp("both")
     at_root(path)
     copy_project("other_harness", path / "tests")
-    write(path, {"pytest.ini": "[pytest]\naddopts = -p lockstep\nranks_preload =\n"})
+    write(path, {"pytest.ini": WITHOUT_PRELOAD})
     return run_pytest(path)
 
 
@@ -169,9 +135,9 @@ def test_both_packages_serve_one_project(both: Run, name: str) -> None:
     assert both.outcome(name) == "passed"
 
 
-def test_reports_and_warnings_reach_a_controller_of_that_name(both: Run) -> None:
+def test_reports_and_warnings_reach_the_controller(both: Run) -> None:
     assert "rank 1 of 2 failed" in both.lines
-    assert "pytest tests/test_both.py::test_fails -p lockstep" in "\n".join(both.lines)
+    assert "pytest tests/test_both.py::test_fails" in both.lines
     (warned,) = [line for line in both.lines if "environ: LEFT_BEHIND" in line]
     assert "test_both.py" in warned
     assert " RankStateWarning: " in warned
@@ -191,85 +157,72 @@ def python(code: str, cwd: Path, path: str = "") -> list[str]:
 def test_both_names_lead_to_the_same_modules(tmp_path: Path, names: tuple[str, str]) -> None:
     first, second = names
     code = f"""
-import pickle, sys
+import pickle
 import {first}.protocol, {first}.shm.errors
 import {second}, {second}.protocol, {second}.shm, {second}.conformance as there
 import {first}.conformance as here
 from {second} import PeerFailed, RunSubtests
 print({first}.protocol is {second}.protocol, {first}.shm is {second}.shm, here is there)
-print({first}.PeerFailed is PeerFailed, {first}.protocol.__name__)
+print({first} is {second}, {first}.PeerFailed is PeerFailed, {first}.protocol.__name__)
 print(pickle.loads(pickle.dumps({second}.protocol.Close())) == {first}.protocol.Close())
 """
-    assert python(code, tmp_path) == ["True True True", f"True {first}.protocol", "True"]
+    assert python(code, tmp_path) == ["True True True", "True True lockstep.protocol", "True"]
 
 
 @pytest.mark.parametrize("name", ["harness", "lockstep"])
-def test_a_module_that_is_missing_is_named_as_it_was_asked_for(tmp_path: Path, name: str) -> None:
+def test_a_module_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
     code = f"""
 import harness, lockstep
 try:
     import {name}.nothing
 except ModuleNotFoundError as error:
-    print(error, error.name)
+    print(error)
 try:
     {name}.nothing
 except AttributeError as error:
     print('no attribute' in str(error))
 """
-    assert python(code, tmp_path) == [f"No module named '{name}.nothing' {name}.nothing", "True"]
+    assert python(code, tmp_path) == ["No module named 'lockstep.nothing'", "True"]
 
 
-def test_a_package_that_comes_later_on_the_path_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files", [PACKAGE, {"plugin.py": "THEIRS = 'theirs'\n"}], ids=["package", "namespace"]
+)
+@pytest.mark.parametrize("change", ["insert(0, PLACE)", "append(PLACE)"], ids=["before", "after"])
+def test_a_package_is_found_wherever_it_is_on_the_path(
+    tmp_path: Path, change: str, files: dict[str, str]
+) -> None:
     """An editable install in `src` comes after `site-packages`, where ours lies."""
-    write(tmp_path / "elsewhere/harness", PACKAGE)
+    write(tmp_path / "elsewhere/harness", files)
+    change = change.replace("PLACE", repr(str(tmp_path / "elsewhere")))
     code = f"""
 import sys
-sys.path.append({str(tmp_path / "elsewhere")!r})
-import harness.plugin, lockstep.shm
+sys.path.{change}
+import lockstep.protocol, harness.plugin, lockstep.shm
 print(harness.plugin.THEIRS, lockstep.shm.__name__)
 """
     assert python(code, tmp_path) == ["theirs lockstep.shm"]
 
 
-def test_the_name_of_a_loaded_lockstep_stays_free(tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere/harness", PACKAGE)
-    code = f"""
-import sys, lockstep.protocol
-sys.path.insert(0, {str(tmp_path / "elsewhere")!r})
-import harness.plugin
-print(harness.plugin.THEIRS)
-"""
+def test_a_module_is_found_after_ours(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", {"harness.py": PACKAGE["__init__.py"]})
+    code = (
+        f"import sys; sys.path.append({str(tmp_path / 'elsewhere')!r}); import harness; print(harness.THEIRS)"
+    )
     assert python(code, tmp_path) == ["theirs"]
 
 
-def test_the_commands_run_by_both_names(tmp_path: Path) -> None:
-    at_root(tmp_path)
-    command = [sys.executable, "-m", "lockstep", "port", "--help"]
+@pytest.mark.parametrize("name", ["harness", "lockstep"])
+def test_the_commands_run_by_both_names(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, "-m", name, "port", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: python -m lockstep port")
 
 
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        (["harness", "conformance", "--engine", "lockstep"], "`harness` is another package here (PLACE)"),
-        (["pytest", "-p", "harness.conformance.plugin"], "`harness` is another package here (PLACE)"),
-        (["pytest", "-p", "harness.conformance.plugin", "-p", "no:lockstep"], "an option `-p no:` says"),
-    ],
-)
-def test_engines_are_refused_where_the_plugin_is_not_loaded(
-    tmp_path: Path, command: list[str], why: str
-) -> None:
-    """Under `python -P` the package of the project is not on the path when the command is imported."""
-    at_root(tmp_path)
-    command = [sys.executable, "-P", "-m", *command]
+def test_engines_are_refused_where_the_plugin_is_blocked(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "lockstep.conformance.plugin", "-p", "no:lockstep"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    said = done.stderr.splitlines()
-    reason = why.replace("PLACE", str(tmp_path / "harness/__init__.py"))
-    assert said[0].startswith(f"ERROR: lockstep: not loaded, as {reason}")
-    assert said[1].endswith(
-        "another package: python -m lockstep conformance, or pytest -p lockstep.conformance.plugin"
-    )
+    assert "`-p no:lockstep` blocks the plugin that runs them: remove it" in done.stderr
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
 
 
@@ -291,23 +244,10 @@ def test_a_checkout_tests_engines_beside_another_package(tmp_path: Path) -> None
     assert (tmp_path / "conformance-report/conformance.json").exists()
 
 
-def test_files_that_were_overwritten_are_named(tmp_path: Path) -> None:
+def test_files_that_were_overwritten_do_not_matter(tmp_path: Path) -> None:
     """Another distribution has installed its `harness` into the same `site-packages`."""
-    copy, source = tmp_path / "site", Path(lockstep.names.__file__).parents[1]
-    for name in ("lockstep", "harness"):
-        shutil.copytree(source / name, copy / name)
-    write(copy / "harness", PACKAGE)
-    code = """
-import harness
-print(harness.THEIRS)
-try:
-    import lockstep.shm
-except ImportError as error:
-    print(error)
-"""
-    line, error = python(code, tmp_path, str(copy))
-    assert line == "theirs"
-    assert error == (
-        f"{copy / 'harness'} has no longer the files of Lockstep: another distribution has installed its "
-        "package `harness` in the same place. Install the two into different environments"
-    )
+    site, package = tmp_path / "site", Path(lockstep.__file__).parent
+    shutil.copytree(package, site / "lockstep", symlinks=False)
+    write(site / "harness", PACKAGE)
+    code = "import harness, lockstep.shm; print(harness.THEIRS, lockstep.shm.__file__)"
+    assert python(code, tmp_path, str(site)) == [f"theirs {site}/lockstep/shm/__init__.py"]

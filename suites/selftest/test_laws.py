@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import harness
-from harness.conformance.registry import built_in_names
+import lockstep
+from lockstep.conformance.registry import built_in_names
 
-ROOT = Path(harness.__file__).parent
+ROOT = Path(lockstep.__file__).parent
 PROJECT = Path(__file__).parents[2]
 
 
@@ -51,25 +51,25 @@ def package(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-@pytest.mark.parametrize("room", ["harness.engine", "harness.shm"])
+@pytest.mark.parametrize("room", ["lockstep.engine", "lockstep.shm"])
 def test_some_rooms_import_nothing_else_of_harness(room: str) -> None:
     for name, tree in MODULES.items():
         if package(name) == room:
-            ours = [found for found in imports(tree, lazy=True) if found.split(".")[0] == "harness"]
+            ours = [found for found in imports(tree, lazy=True) if found.split(".")[0] == "lockstep"]
             assert [found for found in ours if package(found) != room] == []
 
 
 def test_shared_memory_needs_torch_and_the_standard_library_alone() -> None:
     for name, tree in MODULES.items():
-        if package(name) == "harness.shm":
+        if package(name) == "lockstep.shm":
             outside = {found.split(".")[0] for found in imports(tree, lazy=True)}
-            assert outside <= {"harness", "torch", *sys.stdlib_module_names}, name
+            assert outside <= {"lockstep", "torch", *sys.stdlib_module_names}, name
 
 
 def test_nothing_imports_the_plugin_the_suites_or_the_benchmarks() -> None:
     for tree in MODULES.values():
         for found in imports(tree, lazy=True):
-            assert found not in ("harness.plugin", "harness.conformance.plugin")
+            assert found not in ("lockstep.plugin", "lockstep.conformance.plugin")
             assert found.split(".")[0] not in ("suites", "benchmarks")
 
 
@@ -91,13 +91,13 @@ def test_the_packages_import_each_other_without_a_cycle() -> None:
 
 
 CONTROLLERS_SIDE = [
-    "harness",
-    "harness.plugin",
-    "harness.controller.plugin",
-    "harness.conformance.plugin",
-    "harness.__main__",
-    "harness.port.module",
-    "harness.doctor.command",
+    "lockstep",
+    "lockstep.plugin",
+    "lockstep.controller.plugin",
+    "lockstep.conformance.plugin",
+    "lockstep.commands",
+    "lockstep.port.module",
+    "lockstep.doctor.command",
 ]
 
 
@@ -110,23 +110,29 @@ def test_the_controllers_side_can_be_imported_without_torch(name: str) -> None:
 
 def test_the_general_plugin_loads_little_and_nothing_of_engines() -> None:
     """Every pytest run of a user imports it, whether its tests are on ranks or not."""
-    ours = "name.startswith(('harness', 'lockstep'))"
-    code = f"import sys, harness.plugin; print(*(name for name in sys.modules if {ours}))"
+    ours = "name.startswith('lockstep')"
+    code = f"import sys, lockstep.plugin; print(*(name for name in sys.modules if {ours}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = done.stdout.split()
     lines = [Path(str(import_module(name).__file__)).read_text().splitlines() for name in names]
     assert sum(map(len, lines)) < 900
     assert {package(name) for name in names}.isdisjoint(
-        {"harness.conformance", "harness.engine", "harness.shm"}
+        {"lockstep.conformance", "lockstep.engine", "lockstep.shm"}
     )
 
 
 def test_a_rank_starts_without_what_few_tests_use() -> None:
     """Every session waits for its imports: the recorders alone load DTensor, and sympy, for half a second."""
-    code = "import sys, harness.rank; print(*sys.modules)"
+    code = "import sys, lockstep.rank; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {package(name) for name in done.stdout.split()}.isdisjoint(
-        {"harness.assertions", "harness.conformance", "harness.engine", "harness.recorders", "harness.shm"}
+        {
+            "lockstep.assertions",
+            "lockstep.conformance",
+            "lockstep.engine",
+            "lockstep.recorders",
+            "lockstep.shm",
+        }
     )
 
 
@@ -136,7 +142,7 @@ COLLECTIVE_WORDS = ("reduce", "gather", "scatter", "all_to_all", "broadcast", "b
 
 def test_inside_the_engine_only_collectives_calls_torch_distributed_collectives() -> None:
     for name, tree in MODULES.items():
-        if package(name) == "harness.engine" and name != "harness.engine.collectives":
+        if package(name) == "lockstep.engine" and name != "lockstep.engine.collectives":
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     owner, called = ast.unparse(node.func.value), node.func.attr
@@ -153,7 +159,7 @@ def test_suites_reach_an_engine_through_the_fixture_only() -> None:
     assert suite_files()
     for path in suite_files():
         found = set(imports(ast.parse(path.read_text()), lazy=True))
-        engines = ("harness.engine", "lockstep.engine", "torch.distributed.fsdp")
+        engines = ("lockstep.engine", "harness.engine", "torch.distributed.fsdp")
         assert not any(name.startswith(engines) for name in found), path
 
 
@@ -217,20 +223,20 @@ def test_suites_go_backward_by_the_engine_only() -> None:
 
 
 def test_public_names_are_what_the_package_says() -> None:
-    assert sorted(harness.__all__) == harness.__all__
-    for name in harness.__all__:
-        assert getattr(harness, name).__name__ == name
+    assert sorted(lockstep.__all__) == lockstep.__all__
+    for name in lockstep.__all__:
+        assert getattr(lockstep, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        harness.nothing  # noqa: B018
+        lockstep.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["engine", "recorders", "assertions", "shm"])
 def test_packages_name_what_is_public(name: str) -> None:
-    room = __import__(f"harness.{name}", fromlist=["__all__"])
+    room = __import__(f"lockstep.{name}", fromlist=["__all__"])
     assert all(hasattr(room, public) for public in room.__all__)
     shown = {
         alias.asname or alias.name
-        for node in ast.iter_child_nodes(MODULES[f"harness.{name}"])
+        for node in ast.iter_child_nodes(MODULES[f"lockstep.{name}"])
         if isinstance(node, ast.ImportFrom) and node.module != "__future__"
         for alias in node.names
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.marker import MarkError, RanksMark, read_mark
+from lockstep.marker import MarkError, RanksMark, read_mark
 from suites.selftest.project import copy_project
 
 
@@ -380,7 +380,7 @@ def test_a_test_that_needs_more_gpus_skips_and_says_so(
 def test_a_test_that_needs_what_the_backend_lacks_skips(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
-        from harness.backends import BACKENDS, Backend
+        from lockstep.backends import BACKENDS, Backend
 
         BACKENDS["gloo"] = Backend(("cpu",), lacks=frozenset({"values"}))
         """

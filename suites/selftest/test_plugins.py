@@ -60,7 +60,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     (path / "test_it.py").write_text(HEADER + TWO)
     plugins = [part for name in ("swaps", "late") for part in ("-p", name)]
     environ = {"PYTHONPATH": str(path / "site"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return run_pytest(path, "-p", "harness.plugin", *plugins, **environ)
+    return run_pytest(path, "-p", "lockstep.plugin", *plugins, **environ)
 
 
 def test_plugins_that_fail_in_ranks_are_left_out_there(failing: Run) -> None:
@@ -82,7 +82,7 @@ def test_a_conftest_that_fails_is_no_plugin_to_leave_out(tmp_path: Path) -> None
     copy_project("plain_and_ranks", tmp_path)
     text = "import os\n\ndef pytest_configure():\n    assert 'RANK' not in os.environ, 'not here'\n"
     (tmp_path / "conftest.py").write_text(text)
-    done = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTEST_PLUGINS="harness.plugin")
+    done = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTEST_PLUGINS="lockstep.plugin")
     assert "did not start" in done.output
     assert "not here" in done.output
     assert "is left out" not in done.output

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-import harness
+import lockstep
 
-ROOT = Path(harness.__file__).parent
+ROOT = Path(lockstep.__file__).parent
 OTHERS = ("torch", "pytest", "_pytest", "hypothesis", "multiprocessing")
 MODULES = sorted(ROOT.rglob("*_internals.py"))
 OUTCOMES = {"harness/exceptions.py", "harness/conformance/capabilities.py"}

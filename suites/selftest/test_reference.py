@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from harness.controller.pytest_internals import option_groups
+from lockstep.controller.pytest_internals import option_groups
 from suites.selftest.reference import CHECKOUT, PACKAGES, PAGES, names_page, options_page
 
 REMEDY = "run `python -m suites.selftest.reference` in the checkout"

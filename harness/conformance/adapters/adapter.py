@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.assertions.parity import MakeOptimizer
-from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import Composable, StateDicts, Traffic, Wrapper
-from harness.conformance.spec import ShardSpec, required_capabilities
-from harness.engine import GroupInfo
-from harness.recorders import Collective
+from lockstep.assertions.parity import MakeOptimizer
+from lockstep.conformance.capabilities import Capability, NotOffered, require
+from lockstep.conformance.interface import Composable, StateDicts, Traffic, Wrapper
+from lockstep.conformance.spec import ShardSpec, required_capabilities
+from lockstep.engine import GroupInfo
+from lockstep.recorders import Collective
 
 
 class Adapter(ABC):

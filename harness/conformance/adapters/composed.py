@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.conformance.adapters.adapter import Adapter
-from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
-from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import Composable
-from harness.conformance.spec import ProcessGroups, ShardSpec, chosen_modules, required_capabilities
+from lockstep.conformance.adapters.adapter import Adapter
+from lockstep.conformance.adapters.torch_internals import num_pre_backward_hooks
+from lockstep.conformance.capabilities import Capability, NotOffered, require
+from lockstep.conformance.interface import Composable
+from lockstep.conformance.spec import ProcessGroups, ShardSpec, chosen_modules, required_capabilities
 
 _STRATEGIES = {
     "FULL_SHARD": True,

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness import engine
-from harness.conformance.adapters.composed import Composed
-from harness.conformance.adapters.wrapped import Wrapped
-from harness.conformance.capabilities import Capability
-from harness.conformance.interface import Composable, StateDicts, Traffic, Wrapper
-from harness.conformance.spec import ShardSpec
-from harness.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
-from harness.recorders import Collective
+from lockstep import engine
+from lockstep.conformance.adapters.composed import Composed
+from lockstep.conformance.adapters.wrapped import Wrapped
+from lockstep.conformance.capabilities import Capability
+from lockstep.conformance.interface import Composable, StateDicts, Traffic, Wrapper
+from lockstep.conformance.spec import ShardSpec
+from lockstep.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
+from lockstep.recorders import Collective
 
 
 class _BuiltIn:

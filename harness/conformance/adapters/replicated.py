@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.conformance.adapters.adapter import Adapter
-from harness.conformance.capabilities import Capability
+from lockstep.conformance.adapters.adapter import Adapter
+from lockstep.conformance.capabilities import Capability
 
 
 class Replicated(Adapter):

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.conformance.adapters.replicated import Replicated
-from harness.conformance.adapters.torch_internals import exclude_from_ddp
-from harness.conformance.capabilities import Capability
-from harness.conformance.spec import ShardSpec, chosen_modules
+from lockstep.conformance.adapters.replicated import Replicated
+from lockstep.conformance.adapters.torch_internals import exclude_from_ddp
+from lockstep.conformance.capabilities import Capability
+from lockstep.conformance.spec import ShardSpec, chosen_modules
 
 
 class TorchDdp(Replicated):

@@ -10,13 +10,13 @@ import torch.distributed.fsdp.wrap as wrapping
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from harness.conformance.adapters.torch_internals import fsdp1_units
-from harness.conformance.adapters.wrapped import Wrapped
-from harness.conformance.capabilities import Capability, NotOffered, require
-from harness.conformance.interface import StateDicts, Traffic, Wrapper
-from harness.conformance.spec import ProcessGroups, ShardSpec, required_capabilities
-from harness.engine import GroupInfo
-from harness.recorders import Collective
+from lockstep.conformance.adapters.torch_internals import fsdp1_units
+from lockstep.conformance.adapters.wrapped import Wrapped
+from lockstep.conformance.capabilities import Capability, NotOffered, require
+from lockstep.conformance.interface import StateDicts, Traffic, Wrapper
+from lockstep.conformance.spec import ProcessGroups, ShardSpec, required_capabilities
+from lockstep.engine import GroupInfo
+from lockstep.recorders import Collective
 
 _PREFIX = "_fsdp_wrapped_module."
 # Warnings about choices that suites make on purpose; none is about values.

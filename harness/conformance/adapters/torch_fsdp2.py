@@ -9,13 +9,13 @@ import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
-from harness.conformance.adapters.composed import Composed
-from harness.conformance.adapters.torch_internals import fsdp2_groups, replicate
-from harness.conformance.capabilities import Capability
-from harness.conformance.interface import Composable, Traffic
-from harness.conformance.spec import ShardSpec
-from harness.engine import GroupInfo
-from harness.recorders import Collective
+from lockstep.conformance.adapters.composed import Composed
+from lockstep.conformance.adapters.torch_internals import fsdp2_groups, replicate
+from lockstep.conformance.capabilities import Capability
+from lockstep.conformance.interface import Composable, Traffic
+from lockstep.conformance.spec import ShardSpec
+from lockstep.engine import GroupInfo
+from lockstep.recorders import Collective
 
 # What torch writes on the profiler's timeline; the innermost label is what a collective is for.
 _GATHER, _REDUCE = "FSDP::all_gather", "FSDP::post_backward_reduce"

@@ -15,9 +15,9 @@ import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.conformance.capabilities import Capability
-from harness.conformance.interface import Snapshot
-from harness.engine import GroupState, ShardingStrategy
+from lockstep.conformance.capabilities import Capability
+from lockstep.conformance.interface import Snapshot
+from lockstep.engine import GroupState, ShardingStrategy
 
 
 def replicate() -> Any:

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from harness.assertions.parity import MakeOptimizer
-from harness.conformance.adapters.torch_ddp import TorchDdp
-from harness.conformance.capabilities import Capability
+from lockstep.assertions.parity import MakeOptimizer
+from lockstep.conformance.adapters.torch_ddp import TorchDdp
+from lockstep.conformance.capabilities import Capability
 
 with warnings.catch_warnings():  # of `torch.jit.script`, which torch itself uses there
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harness.conformance.adapters.adapter import Adapter
-from harness.conformance.adapters.torch_internals import num_pre_backward_hooks
-from harness.conformance.interface import Wrapper
-from harness.conformance.spec import Precision, ShardSpec, chosen_modules
+from lockstep.conformance.adapters.adapter import Adapter
+from lockstep.conformance.adapters.torch_internals import num_pre_backward_hooks
+from lockstep.conformance.interface import Wrapper
+from lockstep.conformance.spec import Precision, ShardSpec, chosen_modules
 
 
 class Wrapped(Adapter):

@@ -5,9 +5,9 @@ A table for each engine, read off runs with torch 2.13.
 
 from __future__ import annotations
 
-from harness.conformance.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
-from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.shared import DTENSOR_MESHES, DTENSOR_NORMS
+from lockstep.conformance.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
+from lockstep.conformance.deviations.deviation import Deviation
+from lockstep.conformance.deviations.shared import DTENSOR_MESHES, DTENSOR_NORMS
 
 __all__ = ["Deviation", "known_deviations"]
 

@@ -1,7 +1,7 @@
 """Where torch's sharding engines are known to break claims on weights that are read outside their unit."""
 
-from harness.conformance.deviations.deviation import Deviation, expand
-from harness.conformance.deviations.shared import ONE_SHARD, PINNED
+from lockstep.conformance.deviations.deviation import Deviation, expand
+from lockstep.conformance.deviations.shared import ONE_SHARD, PINNED
 
 _BETWEEN = "the gradient of a read between two calls is written over by those of the calls"
 _INNER_BACKWARD = (

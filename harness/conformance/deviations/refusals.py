@@ -1,6 +1,6 @@
 """Where torch's engines are known to take bad input that the suites want refused."""
 
-from harness.conformance.deviations.deviation import Deviation
+from lockstep.conformance.deviations.deviation import Deviation
 
 _SETTINGS = "grad_scaler/test_refusals.py::test_settings_that_cannot_scale_are_refused*"
 _OUTSIDE = "grad_scaler/test_refusals.py::test_a_rank_outside_of_the_group_is_named*"

@@ -1,7 +1,7 @@
 """Deviations that several engines share, for the same reason."""
 
-from harness.conformance.deviations import refusals
-from harness.conformance.deviations.deviation import SHARDED, Deviation, expand
+from lockstep.conformance.deviations import refusals
+from lockstep.conformance.deviations.deviation import SHARDED, Deviation, expand
 
 IN_LOW_PRECISION = "gradients are added and divided in low precision, and rounded each time"
 AGAIN = "a second backward after one forward is not reduced as it should be"

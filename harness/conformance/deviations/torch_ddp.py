@@ -1,7 +1,7 @@
 """Where torch's `DistributedDataParallel` is known to break claims of the suites."""
 
-from harness.conformance.deviations.deviation import Deviation, expand
-from harness.conformance.deviations.shared import (
+from lockstep.conformance.deviations.deviation import Deviation, expand
+from lockstep.conformance.deviations.shared import (
     AGAIN,
     AMP_SCALER,
     BACKS_OFF_TO_ZERO,

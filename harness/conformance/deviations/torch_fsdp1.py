@@ -1,8 +1,8 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims of the suites."""
 
-from harness.conformance.deviations import outside, refusals, wrapper
-from harness.conformance.deviations.deviation import SHARDED, Deviation, expand
-from harness.conformance.deviations.shared import (
+from lockstep.conformance.deviations import outside, refusals, wrapper
+from lockstep.conformance.deviations.deviation import SHARDED, Deviation, expand
+from lockstep.conformance.deviations.shared import (
     AGAIN,
     FSDPS,
     IN_LOW_PRECISION,

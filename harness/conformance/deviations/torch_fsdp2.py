@@ -1,8 +1,8 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
-from harness.conformance.deviations import outside, refusals
-from harness.conformance.deviations.deviation import Deviation, expand
-from harness.conformance.deviations.shared import (
+from lockstep.conformance.deviations import outside, refusals
+from lockstep.conformance.deviations.deviation import Deviation, expand
+from lockstep.conformance.deviations.shared import (
     AMP_SCALER,
     DTENSOR_NORMS,
     FSDPS,

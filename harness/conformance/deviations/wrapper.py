@@ -1,7 +1,7 @@
 """Where torch's `FullyShardedDataParallel` is known to break claims about the wrapper's own arguments."""
 
-from harness.conformance.deviations.deviation import Deviation
-from harness.conformance.deviations.shared import UNREDUCED
+from lockstep.conformance.deviations.deviation import Deviation
+from lockstep.conformance.deviations.shared import UNREDUCED
 
 _P, _W, _R, _D = (f"core/test_{name}.py::" for name in ("policies", "wrapper", "refusals", "deferred"))
 _UNCHECKED = (

@@ -5,7 +5,7 @@ Imports torch, nothing else of harness, and torchvision only when a model of it 
 and `loss(output, ...)`.
 """
 
-from harness.conformance.models.dtypes import (
+from lockstep.conformance.models.dtypes import (
     BatchNormNet,
     CastingLayers,
     ExternalInput,
@@ -13,7 +13,7 @@ from harness.conformance.models.dtypes import (
     LinearMixedPrecision,
     NestedLinearMixedPrecision,
 )
-from harness.conformance.models.nested import (
+from lockstep.conformance.models.nested import (
     AlwaysWrapNestedWrappedModule,
     DummyDDP,
     MixtureOfExperts,
@@ -21,9 +21,9 @@ from harness.conformance.models.nested import (
     NestedWrappedModuleWithDelay,
     NonUniformReqGradNWM,
 )
-from harness.conformance.models.networks import TransformerWithSharedParams, resnet50
-from harness.conformance.models.parallel import TensorParallelModel
-from harness.conformance.models.parameters import (
+from lockstep.conformance.models.networks import TransformerWithSharedParams, resnet50
+from lockstep.conformance.models.parallel import TensorParallelModel
+from lockstep.conformance.models.parameters import (
     MLP,
     ForeignTensor,
     KnownGradient,

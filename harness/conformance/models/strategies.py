@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.conformance.models.trees import Again, Block, Gain, Linear, Offset, Part, Read, Tree
+from lockstep.conformance.models.trees import Again, Block, Gain, Linear, Offset, Part, Read, Tree
 
 # Most parts are plain, so that models compute something.
 _USED = st.sampled_from(["always"] * 4 + ["sometimes", "unheard", "never"])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import (
+from lockstep.assertions import (
     Tolerance,
     Trainee,
     Training,

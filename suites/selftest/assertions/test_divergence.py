@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from harness.assertions.divergence import describe_ranks
-from harness.recorders import Event
+from lockstep.assertions.divergence import describe_ranks
+from lockstep.recorders import Event
 from suites.selftest.project import line_of
 
 PLACE = {
@@ -22,7 +22,7 @@ PLACE = {
 def report(shared_project):
     """The text that one run of the project prints, by test."""
     # DDP imports torch._dynamo: a second of CPU, which each new rank would need for itself.
-    preload = "ranks_preload = torch._dynamo harness.assertions\n"
+    preload = "ranks_preload = torch._dynamo lockstep.assertions\n"
     shared_project.copy("divergence", f"{preload}filterwarnings = ignore::FutureWarning\n")
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(shared_project.path / "inductor")}  # which torch makes for DDP
     output = shared_project.run(environ=cache)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing._internal.common_utils import TestCase
 
-from harness.assertions import assert_equal
+from lockstep.assertions import assert_equal
 
 NAN = float("nan")
 ONES = torch.ones(2)

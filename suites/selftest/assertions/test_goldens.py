@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from harness.output import write_text
+from lockstep.output import write_text
 
 FOLDER = "goldens/test_training"
 OLD, DAMAGED, MISSING = "old-2-gloo.txt", "sizes-2-gloo.txt", "sizes-1-gloo.txt"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from harness.recorders import Collective, CollectivesLog, ForwardDtypes, named_tensors
+from lockstep.recorders import Collective, CollectivesLog, ForwardDtypes, named_tensors
 
 pytestmark = [
     # torch 2.13 gave two collectives new names, torch 2.11 does not have those yet.

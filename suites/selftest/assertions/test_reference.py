@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from harness.assertions import unsharded_with_casts
-from harness.conformance.models import (
+from lockstep.assertions import unsharded_with_casts
+from lockstep.conformance.models import (
     BatchNormNet,
     KnownGradient,
     LinearMixedPrecision,
     TransformerWithSharedParams,
 )
-from harness.recorders import ForwardDtypes
+from lockstep.recorders import ForwardDtypes
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from zero3 import Dtypes, Shard, Unit, zero3
 
-from harness.conformance import Adapter, Capability, Precision
-from harness.conformance.spec import chosen_modules
+from lockstep.conformance import Adapter, Capability, Precision
+from lockstep.conformance.spec import chosen_modules
 
 
 class Zero3(Adapter):

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
-from harness.conformance import Capability, Replicated, ShardSpec
+from lockstep.conformance import Capability, Replicated, ShardSpec
 
 
 class HandDDP(Replicated):

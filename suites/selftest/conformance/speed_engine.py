@@ -5,8 +5,8 @@ import torch.distributed as dist
 from plain_engine import Scaler
 from torch import nn
 
-from harness.conformance import Capability, Replicated
-from harness.conformance.spec import chosen_modules
+from lockstep.conformance import Capability, Replicated
+from lockstep.conformance.spec import chosen_modules
 
 
 class OwnOptimizer:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
-from harness.conformance import Capability, NotOffered, Precision, ShardSpec, find
-from harness.conformance.models import KnownGradients
-from harness.recorders import CollectivesLog
+from lockstep.conformance import Capability, NotOffered, Precision, ShardSpec, find
+from lockstep.conformance.models import KnownGradients
+from lockstep.recorders import CollectivesLog
 from suites.selftest.project import copy_project
 
 SHARDING = ["lockstep-composable", "torch-fsdp1", "torch-fsdp2"]
@@ -188,7 +188,7 @@ def test_torchs_wrapper_cannot_offload_without_accelerator(world):
 def test_known_deviations_are_strict_expected_failures(pytester):
     copy_project("deviations", pytester.path)
     result = pytester.runpytest_subprocess(
-        "-p", "harness.conformance.plugin", "-rxf", "-o", "verbosity_subtests=1", timeout=60
+        "-p", "lockstep.conformance.plugin", "-rxf", "-o", "verbosity_subtests=1", timeout=60
     )
     result.stdout.fnmatch_lines_random(
         [

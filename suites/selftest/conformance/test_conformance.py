@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.conformance.stored import dump, load
-from harness.conformance.table import Case, Claim, Outcome, Share, Table
+from lockstep.conformance.stored import dump, load
+from lockstep.conformance.table import Case, Claim, Outcome, Share, Table
 from suites.selftest.project import copy_project
 
 PROJECT = Path(__file__).parents[3]
 
 
 def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "harness", "conformance", *arguments]
+    command = [sys.executable, "-m", "lockstep", "conformance", *arguments]
     path = os.pathsep.join(map(str, (PROJECT, directory)))
     return subprocess.run(
         command, cwd=directory, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
@@ -218,7 +218,7 @@ def test_causes_come_first_with_their_counts_and_a_line_to_run_again(page: Page)
         f"other:Other at {STEP}:64: AssertionError: assert 'other' == 'none'",
     ]
     lines = page.texts("pre", **{"class": "rerun"})
-    plugin = "-p harness.conformance.plugin"
+    plugin = "-p lockstep.conformance.plugin"
     assert lines[0] == f"pytest {STEP}::TestInTheController::test_no_engine_holds_it {plugin}"
     assert lines[1].startswith(f"pytest {STEP}::TestStep::test_moves_all_weights {plugin}")
     assert lines[1].endswith("--engine other:Other --subtest lr=2")
@@ -302,4 +302,4 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pyte
     pytester.makepyfile(taken="")
     message = re.escape(f"--conformance {pytester.path / 'taken.py'}: File exists")
     with pytest.raises(pytest.UsageError, match=f"^{message}$"):
-        pytester.parseconfigure("-p", "harness.conformance.plugin", "--conformance", "taken.py")
+        pytester.parseconfigure("-p", "lockstep.conformance.plugin", "--conformance", "taken.py")

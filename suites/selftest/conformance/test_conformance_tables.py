@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.__main__ import main
-from harness.conformance import Capability, NotOffered
-from harness.conformance.causes import causes
-from harness.conformance.collecting import read_case
-from harness.conformance.render import to_markdown, to_page
-from harness.conformance.stored import NoTable, dump, load, merge
-from harness.conformance.table import Case, Cell, Claim, Outcome, Run, Share, Table
+from lockstep.__main__ import main
+from lockstep.conformance import Capability, NotOffered
+from lockstep.conformance.causes import causes
+from lockstep.conformance.collecting import read_case
+from lockstep.conformance.render import to_markdown, to_page
+from lockstep.conformance.stored import NoTable, dump, load, merge
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Share, Table
 
 
 def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
@@ -159,7 +159,7 @@ def test_merging_refuses_what_it_cannot_use(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["conformance", *arguments]) == pytest.ExitCode.USAGE_ERROR
-    assert capsys.readouterr().err.startswith(f"python -m harness conformance: {message}")
+    assert capsys.readouterr().err.startswith(f"python -m lockstep conformance: {message}")
 
 
 # What reports become
@@ -172,7 +172,7 @@ def skipped(reason: str) -> pytest.TestReport:
 
 def test_a_skip_by_an_adapter_differs_from_other_skips() -> None:
     error = NotOffered("torch-ddp", Capability.SHARDING)
-    for text in (f"Skipped: {error}", f"harness.conformance.capabilities.NotOffered: {error}"):
+    for text in (f"Skipped: {error}", f"lockstep.conformance.capabilities.NotOffered: {error}"):
         assert read_case(skipped(text)) == Case("", Outcome.NOT_OFFERED, "sharding")
     assert read_case(skipped("Skipped: no")) == Case("", Outcome.SKIPPED, "no")
 
@@ -279,7 +279,7 @@ def test_causes_are_places_and_messages_without_numbers() -> None:
         (1, "mine/a.py:8", "AssertionError: assert N == N"),
         (1, "", "rank N of N died: SIGSEGV"),
     ]
-    line = "pytest 's/test_x.py::test_1[0-ranks]' -p harness.conformance.plugin --engine mine:Engine"
+    line = "pytest 's/test_x.py::test_1[0-ranks]' -p lockstep.conformance.plugin --engine mine:Engine"
     assert rest[0].rerun == line
 
 

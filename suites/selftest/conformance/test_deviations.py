@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.conformance import deviations
-from harness.conformance.deviations import Deviation
-from harness.conformance.deviations.deviation import expand
-from harness.conformance.registry import built_in_names
+from lockstep.conformance import deviations
+from lockstep.conformance.deviations import Deviation
+from lockstep.conformance.deviations.deviation import expand
+from lockstep.conformance.registry import built_in_names
 
 SUITES = Path(__file__).parents[2]
 ENTRIES = [(engine, entry) for engine, table in deviations._TABLES.items() for entry in table]

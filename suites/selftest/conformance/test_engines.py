@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.conformance import EngineError, find, known_names, registry
-from harness.conformance.registry import built_in_names, check_name
+from lockstep.conformance import EngineError, find, known_names, registry
+from lockstep.conformance.registry import built_in_names, check_name
 from suites.selftest.project import PROJECTS, copy_project
 
-PLUGIN = ("-p", "harness.conformance.plugin")
+PLUGIN = ("-p", "lockstep.conformance.plugin")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_name_without_a_module_is_refused_before_any_import(other: str, name: 
             "other:Nothing",
             r"mine\.other has no 'Nothing'; its .*: Lockstep, Other, INSTANCE, Half",
         ),
-        ("other:Half", "it lacks capabilities, wrapper, .*grad_scaler of harness.conformance.Engine"),
+        ("other:Half", "it lacks capabilities, wrapper, .*grad_scaler of lockstep.conformance.Engine"),
         ("other:Wants", r"Wants\(\) cannot be called without arguments: TypeError: .*'size'"),
         ("away:Engine", "there is no module 'mine.away' on the path"),
         ("needs:Engine", "cannot be imported: ModuleNotFoundError: No module named 'not_installed'"),
@@ -98,7 +98,7 @@ def test_the_error_says_what_an_own_engine_lacks(place: str, message: str) -> No
 
 
 def test_names_are_checked_without_torch() -> None:
-    code = "import sys; from harness.conformance.registry import check_name; check_name('torch-ddp')"
+    code = "import sys; from lockstep.conformance.registry import check_name; check_name('torch-ddp')"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
@@ -125,7 +125,7 @@ def test_several_engines_run_each_test_on_the_same_worlds(
     # What runs one again names the one engine, as if there were no other.
     result.stdout.fnmatch_lines(
         [
-            "pytest 'test_it.py::test_points[[]2[]]' -p harness.conformance.plugin -p no:cacheprovider "
+            "pytest 'test_it.py::test_points[[]2[]]' -p lockstep.conformance.plugin -p no:cacheprovider "
             "--engine mine.other:Other --subtest b=3",
         ]
     )

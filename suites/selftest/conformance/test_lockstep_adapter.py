@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.conformance import Precision, ShardSpec, find
-from harness.conformance.models import BatchNormNet, NestedWrappedModule
+from lockstep.conformance import Precision, ShardSpec, find
+from lockstep.conformance.models import BatchNormNet, NestedWrappedModule
 
 
 def test_an_unknown_engine_is_answered_with_the_known_ones():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance import ShardSpec
-from harness.conformance.models import (
+from lockstep.conformance import ShardSpec
+from lockstep.conformance.models import (
     AlwaysWrapNestedWrappedModule,
     InHalf,
     MixtureOfExperts,
@@ -72,7 +72,7 @@ def test_the_transformer_learns_its_tied_weight_from_both_ends():
 
 def test_a_late_rank_pauses_before_gradients_and_after_backward(monkeypatch):
     pauses = []
-    pause = "harness.conformance.models.nested.pause"
+    pause = "lockstep.conformance.models.nested.pause"
     monkeypatch.setattr(pause, lambda device, milliseconds: pauses.append(milliseconds))
     model = NestedWrappedModuleWithDelay(delay_after_loss_ms=5, delay_before_reduction_ms=2)
     loss = model.loss(model(model.batch(torch.Generator())))

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.conformance.stored import load
-from harness.conformance.table import Outcome, Table
+from lockstep.conformance.stored import load
+from lockstep.conformance.table import Outcome, Table
 
 PROJECT = Path(__file__).parents[3]
 
@@ -17,7 +17,7 @@ def run(directory: Path, engines: list[str], *claims: str) -> Table:
     """Hold engines of `plain_engine.py` to claims of the suites."""
     arguments = [f"--engine=plain_engine:{name}" for name in engines]
     arguments += [str(PROJECT / "suites" / claim) for claim in claims]
-    command = [sys.executable, "-m", "harness", "conformance", *arguments, "--assert=plain"]
+    command = [sys.executable, "-m", "lockstep", "conformance", *arguments, "--assert=plain"]
     path = os.pathsep.join(map(str, (PROJECT, Path(__file__).parent)))
     environ = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.conformance.stored import load
+from lockstep.conformance.stored import load
 
 PROJECT = Path(__file__).parents[3]
 
@@ -35,7 +35,14 @@ SAMPLES = {
 def test_the_suites_find_the_faults_of_an_engine_of_twenty_lines(tmp_path: Path) -> None:
     claims = [f"suites/{claim}" for claim in (STEPS, EVERY, SPARSE, DTYPES, NORM)]
     engines = [f"--engine={name}" for name in SAMPLES]
-    command = [sys.executable, "-m", "harness", "conformance", *engines, *(PROJECT / name for name in claims)]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "conformance",
+        *engines,
+        *(PROJECT / name for name in claims),
+    ]
     command.append("--assert=plain")  # each failure is followed by new ranks, which import the claims again
     path = os.pathsep.join(map(str, (PROJECT, Path(__file__).parent)))
     environ = os.environ | {"PYTHONPATH": path}

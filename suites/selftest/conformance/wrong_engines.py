@@ -4,7 +4,7 @@ from sample_engine import HandDDP
 from speed_engine import HandSpeed
 from zero1_engine import HandZero1, ShardedOptimizer
 
-from harness.conformance import Capability
+from lockstep.conformance import Capability
 
 
 class ForgetsToAverage(HandDDP):

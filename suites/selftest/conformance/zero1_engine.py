@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from sample_engine import HandDDP
 
-from harness.conformance import Capability
+from lockstep.conformance import Capability
 
 
 class ShardedOptimizer:

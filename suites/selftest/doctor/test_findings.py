@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from harness.doctor import configuration, installation, machine, plugins
-from harness.doctor.finding import MIB, Finding
-from harness.launch.lease_store import LeaseStore, ResourceRequest
+from lockstep.doctor import configuration, installation, machine, plugins
+from lockstep.doctor.finding import MIB, Finding
+from lockstep.launch.lease_store import LeaseStore, ResourceRequest
 
 Patch = pytest.MonkeyPatch
 TORCH = {"version": "2.13.0", "cuda": None, "hip": None, "distributed": True, "gpus": []}
@@ -227,18 +227,6 @@ def test_files_that_are_not_installed(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(metadata, "version", find)
     assert "-p lockstep" in the(installation.registration(), "lockstep", "problem").remedy
-
-
-@pytest.mark.parametrize(("addopts", "level"), [("-q", "problem"), ("-p lockstep", "note")])
-def test_another_package_of_the_name(addopts: str, level: str, monkeypatch: Patch, tmp_path: Path) -> None:
-    (tmp_path / "harness").mkdir()
-    (tmp_path / "harness/__init__.py").touch()
-    monkeypatch.chdir(tmp_path)  # as under `python -P`: not on the path, and pytest looks there
-    assert str(tmp_path) in the(installation.import_name(addopts), "import-name", level).what
-    monkeypatch.chdir("/")
-    assert installation.import_name(addopts).level == "ok"
-    monkeypatch.syspath_prepend(tmp_path)
-    assert str(tmp_path) in the(installation.import_name(addopts), "import-name", level).what
 
 
 def test_gpus_in_use_and_hidden(monkeypatch: Patch) -> None:

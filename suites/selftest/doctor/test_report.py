@@ -1,4 +1,4 @@
-"""`python -m harness doctor` as a user runs it: its report, its exit status, and what it leaves."""
+"""`python -m lockstep doctor` as a user runs it: its report, its exit status, and what it leaves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import harness
+import lockstep
 from suites.selftest.project import Project
 
-NEEDS_NOTHING = {"PYTHONPATH": str(Path(harness.__file__).parents[1])}
+NEEDS_NOTHING = {"PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
 """Of an interpreter without site-packages."""
 
 
@@ -69,18 +69,14 @@ def test_nothing_is_left(healthy: Any, shared_project: Project) -> None:
 
 
 def test_a_project_that_cannot_run_hears_why(project: Project) -> None:
-    (project.path / "harness").mkdir()
-    (project.path / "harness/__init__.py").write_text("")
     project.write_ini("ranks_preload = not_there\nranks_at_once = 1\nranks_start_method = forkserver")
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # noqa: E731
     done = doctor(project, name="lockstep", preexec_fn=limit)
     assert done.returncode == 1
-    assert "PROBLEM  import-name: `import harness` is " in done.stdout
-    assert "set `addopts = -p lockstep`" in done.stdout
     assert "note     open-files: a process may open 64 files, enough for" in done.stdout
     assert "PROBLEM  backend-gloo: gloo does not work on two ranks: a world of 2" in done.stdout
     assert "ranks_preload: cannot import not_there" in done.stdout
-    names = "import-name, ranks-at-once, backend-gloo, backend-shm, backend-fake"
+    names = "ranks-at-once, backend-gloo, backend-shm, backend-fake"
     assert f"problems: {names}; notes: " in done.stdout
     project.assert_nothing_is_left()
 

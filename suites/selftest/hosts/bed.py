@@ -174,12 +174,12 @@ class Bed:
 def command(host: int, bed: Bed, *options: str) -> tuple[str, ...]:
     """Return the command of a host, without arguments for pytest."""
     own = ("--name", NAMES[host], "--address", bed.addresses[host])
-    return (sys.executable, "-m", "harness", "hosts", *own, *options)
+    return (sys.executable, "-m", "lockstep", "hosts", *own, *options)
 
 
 def behind_dashes(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return arguments for pytest, with those that every session of a test takes."""
-    own = ("-p", "harness.plugin", "-p", "no:cacheprovider", "-ra")
+    own = ("-p", "lockstep.plugin", "-p", "no:cacheprovider", "-ra")
     return ("--", *own, *arguments) if arguments else ()
 
 

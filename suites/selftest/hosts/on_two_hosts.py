@@ -28,7 +28,7 @@ def _start(bed: Bed, host: int, arguments: Sequence[str]) -> subprocess.Popen[by
     enter = ("ip", "netns", "exec", bed.namespaces[host]) if bed.namespaces else ()
     own = ("--name", NAMES[host], "--address", bed.addresses[host])
     place = ("--node", f"{host}/2", "--meet", f"{bed.addresses[0]}:{bed.port}")
-    command = (sys.executable, "-m", "harness", "hosts", *own, *place, "--secret-file", f"{bed.path}/secret")
+    command = (sys.executable, "-m", "lockstep", "hosts", *own, *place, "--secret-file", f"{bed.path}/secret")
     return subprocess.Popen([*enter, *command, *(("--", *arguments) if host == 0 else ())])
 
 

@@ -83,7 +83,7 @@ def test_a_fault_on_another_host_has_the_verdict_of_one_host(
 
 
 def test_a_report_ends_with_the_line_that_runs_it_again_on_the_hosts(faults: FaultSession) -> None:
-    (line,) = [line for line in faults["test_crash"].text.splitlines() if "-m harness hosts" in line]
+    (line,) = [line for line in faults["test_crash"].text.splitlines() if "-m lockstep hosts" in line]
     assert "--node 0/2 --meet" in line
     assert " -- test_faults.py::test_crash" in line
 
@@ -101,7 +101,7 @@ def test_output_of_the_failed_rank_is_shown_and_kept(faults: FaultSession) -> No
 def test_a_test_on_more_hosts_than_there_are_is_skipped_and_counted(faults: FaultSession) -> None:
     verdict = faults["test_on_more_hosts_than_there_are"]
     assert (verdict.outcomes, verdict.message) == (["skipped"], "the test needs 3 hosts, this run has 2")
-    assert "1 test skipped: 3 hosts needed (python -m harness hosts)" in faults.output
+    assert "1 test skipped: 3 hosts needed (python -m lockstep hosts)" in faults.output
 
 
 def test_a_shared_directory_is_asked_for(faults: FaultSession) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.exceptions import LaunchError
-from harness.hosts.addresses import resolve
-from harness.hosts.launchers import NodePlace, place_by_hand, place_of, refuse_launcher, without_launcher
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.addresses import resolve
+from lockstep.hosts.launchers import NodePlace, place_by_hand, place_of, refuse_launcher, without_launcher
 from suites.selftest.hosts.bed import Bed, behind_dashes, command
 from suites.selftest.project import wait_for
 
@@ -166,7 +166,7 @@ def test_two_hosts_with_one_number_are_named(bed: Bed) -> None:
 
 def test_another_version_of_lockstep_is_refused_on_both(bed: Bed, tmp_path: Path) -> None:
     """A host that has another torch, say: by a module that changes what a host says of itself."""
-    code = "import harness.hosts.meeting as meeting\nmeeting._version = lambda name: f'{name} 0.0'\n"
+    code = "import lockstep.hosts.meeting as meeting\nmeeting._version = lambda name: f'{name} 0.0'\n"
     (bed.directory(1) / "sitecustomize.py").write_text(code)
     other = bed.by_hand(1, PYTHONPATH=str(bed.directory(1)))
     ended = bed.end(bed.by_hand(0, "-q"), other)
@@ -232,13 +232,13 @@ def test_a_wrong_node_is_refused(text: str) -> None:
     [
         (
             variables("srun", 0),
-            "srun has started 2 .*: srun --ntasks-per-node=1 python -m harness hosts -- ARG",
+            "srun has started 2 .*: srun --ntasks-per-node=1 python -m lockstep hosts -- ARG",
         ),
         (
             variables("mpirun", 1),
-            "mpirun has started 2 .*: mpirun -npernode 1 python -m harness hosts -- ARG",
+            "mpirun has started 2 .*: mpirun -npernode 1 python -m lockstep hosts -- ARG",
         ),
-        (variables("mpiexec", 1), "mpiexec has started 2 .*: mpiexec -ppn 1 python -m harness hosts -- ARG"),
+        (variables("mpiexec", 1), "mpiexec has started 2 .*: mpiexec -ppn 1 python -m lockstep hosts -- ARG"),
         (
             variables("srun", 0) | {"SLURM_STEP_TASKS_PER_NODE": "2"},
             "pytest starts the ranks itself: pytest ARG",
@@ -265,9 +265,9 @@ def test_torchrun_with_several_processes_a_host_is_refused_with_the_line_to_type
         output.count("torchrun has started 4 processes, and each would run every test on ranks of its own")
         == 1
     )
-    assert "torchrun --nnodes N --nproc-per-node 1 ... -m harness hosts -- ARGUMENTS" in output
+    assert "torchrun --nnodes N --nproc-per-node 1 ... -m lockstep hosts -- ARGUMENTS" in output
     hosts = subprocess.run(
-        [sys.executable, "-m", "harness", "hosts"],
+        [sys.executable, "-m", "lockstep", "hosts"],
         env={**os.environ, **ranks},
         capture_output=True,
         text=True,
@@ -278,7 +278,7 @@ def test_torchrun_with_several_processes_a_host_is_refused_with_the_line_to_type
 
 
 def test_the_invitation_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.hosts.invitation import Invitation, SharedFile
+    from lockstep.hosts.invitation import Invitation, SharedFile
 
     monkeypatch.setenv("HOME", str(tmp_path))
     way = SharedFile(NodePlace(0, 2, "srun", job="7.0"))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from harness.exceptions import LaunchError
-from harness.hosts.placement import spread_of
-from harness.hosts.roster import HostInfo, Roster, write_roster
-from harness.hosts.wire import connect, listen, prove
-from harness.place import Place
-from harness.specification import HOSTS
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.placement import spread_of
+from lockstep.hosts.roster import HostInfo, Roster, write_roster
+from lockstep.hosts.wire import connect, listen, prove
+from lockstep.place import Place
+from lockstep.specification import HOSTS
 
 FIRST = HostInfo("a", "127.0.0.1", cpus=4, gpus=("0", "1"))
 ROSTER = Roster(b"secret", (FIRST, replace(FIRST, name="b")), {})

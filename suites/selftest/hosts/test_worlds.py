@@ -59,7 +59,7 @@ def test_a_failure_names_the_host_and_the_line_that_runs_it_again(run: Run) -> N
     report = text(run, "test_what_is_printed")
     assert report.splitlines()[0] == "rank 1 of 2 (host b) failed"
     rerun = report.partition("re-run (seed 0)")[2].splitlines()[1]
-    assert rerun.startswith("python -m harness hosts --name a ")
+    assert rerun.startswith("python -m lockstep hosts --name a ")
     assert " -- test_worlds.py::test_what_is_printed " in rerun
     assert "--ranks-per-host 2 --shared-dir " in rerun
 
@@ -96,7 +96,7 @@ def test_what_ranks_print_is_kept_where_pytest_runs(run: Run, test: str, kept: l
 
 def test_what_needs_more_hosts_is_skipped_and_counted(run: Run) -> None:
     assert run.outcome("test_three_hosts") == "skipped: the test needs 3 hosts, this run has 2"
-    assert "1 test skipped: 3 hosts needed (python -m harness hosts)" in run.output
+    assert "1 test skipped: 3 hosts needed (python -m lockstep hosts)" in run.output
 
 
 def test_a_mark_of_more_hosts_than_ranks_says_so(run: Run) -> None:

@@ -7,8 +7,8 @@ import datetime
 import pytest
 import torch.distributed as dist
 
-from harness.injection.faults import Fault
-from harness.injection.work import Watched
+from lockstep.injection.faults import Fault
+from lockstep.injection.work import Watched
 from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "injected" / "test_injected.py"

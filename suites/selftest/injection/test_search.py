@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, find, settings
 
-from harness import Fault, schedules
+from lockstep import Fault, schedules
 from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "schedules" / "test_schedules.py"

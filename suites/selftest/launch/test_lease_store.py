@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.controller import world_starter
-from harness.exceptions import LaunchError
-from harness.launch import lease_store
-from harness.launch import leases as leases_module
-from harness.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
-from harness.launch.leases import Lease, Leases
-from harness.specification import RankSpec, SessionSpec, WorldKey
+from lockstep.controller import world_starter
+from lockstep.exceptions import LaunchError
+from lockstep.launch import lease_store
+from lockstep.launch import leases as leases_module
+from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
+from lockstep.launch.leases import Lease, Leases
+from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from suites.selftest.project import PROJECTS, wait_for
 
 # One line for all

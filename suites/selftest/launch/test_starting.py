@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness.exceptions import LaunchError
-from harness.launch import processes, server
-from harness.launch.processes import ProcessLauncher, RankProgram
+from lockstep.exceptions import LaunchError
+from lockstep.launch import processes, server
+from lockstep.launch.processes import ProcessLauncher, RankProgram
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -107,6 +107,6 @@ def test_a_server_that_takes_too_long_is_reported_with_a_remedy(
     monkeypatch.setattr(server, "status_path", lambda _: tmp_path / "never")
     monkeypatch.setattr(processes, "_has_ended", lambda _: False)
     with pytest.raises(LaunchError, match=re.escape(said)):
-        ProcessLauncher("forkserver", RankProgram("harness.rank:Rank", preload=preload))._await_server(
+        ProcessLauncher("forkserver", RankProgram("lockstep.rank:Rank", preload=preload))._await_server(
             deadline=0.0
         )

@@ -1,4 +1,4 @@
-"""`python -m harness port`: what it writes, counts and returns."""
+"""`python -m lockstep port`: what it writes, counts and returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def run_port(path: Path, *args: str, prepare: str = "") -> subprocess.CompletedP
         prepare: code to run before it.
     """
     shutil.copytree(INPUTS, path, dirs_exist_ok=True)
-    code = f"import sys; {prepare or 'pass'}; from harness.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        f"import sys; {prepare or 'pass'}; from lockstep.commands import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "port", *args]
     return subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
 
@@ -91,11 +93,11 @@ def test_bad_input_is_refused_with_status_2(tmp_path: Path, args: list[str], why
 def test_without_libcst_it_says_what_to_install(tmp_path: Path) -> None:
     done = run_port(tmp_path, "test_left.py", prepare="sys.modules['libcst'] = None")
     assert done.returncode == 2
-    assert done.stderr == "python -m harness port needs libcst: pip install 'libcst>=1.5'\n"
+    assert done.stderr == "python -m lockstep port needs libcst: pip install 'libcst>=1.5'\n"
 
 
 def test_the_command_imports_neither_torch_nor_libcst_before_it_must() -> None:
-    code = "import sys, harness.__main__; print('torch' in sys.modules, 'libcst' in sys.modules)"
+    code = "import sys, lockstep.__main__; print('torch' in sys.modules, 'libcst' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -1,4 +1,4 @@
-"""Each construct that `python -m harness port` converts, and what it leaves with a comment."""
+"""Each construct that `python -m lockstep port` converts, and what it leaves with a comment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.port.module import port
+from lockstep.port.module import port
 from suites.selftest.project import PROJECTS
 
 HEAD = """\

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.port.module import port
+from lockstep.port.module import port
 from suites.selftest.project import PROJECTS, Run, run_pytest
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "porting"

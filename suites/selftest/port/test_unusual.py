@@ -1,4 +1,4 @@
-"""Constructs that `python -m harness port` must not convert by guess."""
+"""Constructs that `python -m lockstep port` must not convert by guess."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from harness.port.module import port
+from lockstep.port.module import port
 from suites.selftest.port.test_constructs import method, statement
 
 CASE = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.port.module import port
+from lockstep.port.module import port
 from suites.selftest.project import PROJECTS, Run, run_pytest
 
 INPUT = PROJECTS / "port" / "test_launched.py"
@@ -37,7 +37,7 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("ported")
     (path / INPUT.name).write_text(port(INPUT.read_text()).code)
     (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
-    return run_pytest(path, "-v", "-p", "harness.plugin", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    return run_pytest(path, "-v", "-p", "lockstep.plugin", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 
 def test_a_converted_file_has_the_verdicts_of_its_launchers(ported: Run) -> None:
@@ -83,6 +83,6 @@ def test_only_the_imports_that_are_used_stay(tmp_path: Path) -> None:
         "import pytest",
         "import torch",
         "import torch.distributed as dist",
-        "from harness.assertions import assert_equal",
+        "from lockstep.assertions import assert_equal",
         "from torch.distributed.tensor import Shard, distribute_tensor",
     ]

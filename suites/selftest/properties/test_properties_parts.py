@@ -14,17 +14,17 @@ from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.conjecture.data import ConjectureData
 
-from harness.controller.crashed_examples import CrashSearch
-from harness.properties.attempt import Attempt
-from harness.properties.crashed import CrashGuard
-from harness.properties.execution import LockstepDatabase, SharedConstants
-from harness.properties.messages import RunningExampleFile, read_running_example
-from harness.properties.plugin import Properties
-from harness.protocol import CrashedExample, Finished, RankStatus, RunItem, RunningExample, Search
-from harness.rank.world_fixture import RankWorld
-from harness.specification import RankSpec, SessionSpec, WorldKey
-from harness.world.diagnosis import Diagnosis
-from harness.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
+from lockstep.controller.crashed_examples import CrashSearch
+from lockstep.properties.attempt import Attempt
+from lockstep.properties.crashed import CrashGuard
+from lockstep.properties.execution import LockstepDatabase, SharedConstants
+from lockstep.properties.messages import RunningExampleFile, read_running_example
+from lockstep.properties.plugin import Properties
+from lockstep.protocol import CrashedExample, Finished, RankStatus, RunItem, RunningExample, Search
+from lockstep.rank.world_fixture import RankWorld
+from lockstep.specification import RankSpec, SessionSpec, WorldKey
+from lockstep.world.diagnosis import Diagnosis
+from lockstep.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
 
 KEY = b"key"
 FINISHED = Finished(True, 0, 0)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.protocol import Probe, RankStatus
-from harness.rank import flight_record, process_group
-from harness.rank.process_group import DefaultGroup
-from harness.rank.status import Activity, StatusReader
+from lockstep.protocol import Probe, RankStatus
+from lockstep.rank import flight_record, process_group
+from lockstep.rank.process_group import DefaultGroup
+from lockstep.rank.status import Activity, StatusReader
 from suites.selftest.project import Project
 
 

@@ -20,7 +20,7 @@ import pytest
 from suites.selftest.project import PROJECTS, copy_project, processes_with, wait_for
 
 if TYPE_CHECKING:
-    from harness.rank.world_fixture import RankWorld
+    from lockstep.rank.world_fixture import RankWorld
 
 PROMPT = "(Pdb) "
 STARTER = PROJECTS / "debugger" / "start.py"

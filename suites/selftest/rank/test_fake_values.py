@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.assertions import assert_equal, assert_same_across_ranks
-from harness.exceptions import FakeValueError
-from harness.rank.world_fixture import RankWorld
+from lockstep.assertions import assert_equal, assert_same_across_ranks
+from lockstep.exceptions import FakeValueError
+from lockstep.rank.world_fixture import RankWorld
 
 pytestmark = pytest.mark.ranks(1024, backend="fake", as_rank=511)
 OTHER = 512
@@ -198,7 +198,7 @@ def test_a_mode_of_the_test_is_not_taken_for_the_reader() -> None:
     """The engine reads under it what it has compared."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from harness.engine import FullyShardedDataParallel
+    from lockstep.engine import FullyShardedDataParallel
 
     class Passes(TorchDispatchMode):
         def __torch_dispatch__(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.rank import torch_internals
-from harness.rank.flight_record import StackReader
-from harness.rank.torch_internals import phases_by_code, recorded_calls
+from lockstep.rank import torch_internals
+from lockstep.rank.flight_record import StackReader
+from lockstep.rank.torch_internals import phases_by_code, recorded_calls
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness.rank.live import PrefixedStream
+from lockstep.rank.live import PrefixedStream
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project

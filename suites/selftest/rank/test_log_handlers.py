@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from _pytest.logging import LogCaptureHandler, catching_logs
 
-from harness.rank.pytest_internals import attach_log_handlers_quickly
+from lockstep.rank.pytest_internals import attach_log_handlers_quickly
 
 NAMES = ("", "lockstep-apart", "lockstep-apart.below", "lockstep-plain")
 

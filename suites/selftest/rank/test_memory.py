@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from harness.rank.torch_internals import DROP_EVERY, DTensorResults
+from lockstep.rank.torch_internals import DROP_EVERY, DTensorResults
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.output import OutputDirectory, read_truncated, truncate, truncate_lines
+from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines
 from suites.selftest.project import Run, copy_project, run_pytest
 
 OPTIONS = ("-p", "no:cacheprovider", "--world-timeout=20")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from harness.rank.status import Stacks
+from lockstep.rank.status import Stacks
 
 
 def busy(stop: threading.Event) -> None:

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from harness.protocol import Vote
-from harness.subtests import RunSubtests, describe_case, describe_value, parse_selection
+from lockstep.protocol import Vote
+from lockstep.subtests import RunSubtests, describe_case, describe_value, parse_selection
 from suites.selftest.project import copy_project
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from harness import RankWorld
+    from lockstep import RankWorld
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.reporting.differences import without_own_number
+from lockstep.reporting.differences import without_own_number
 from suites.selftest.project import Project
 
 TESTS = """

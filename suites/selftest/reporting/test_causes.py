@@ -1,6 +1,6 @@
 """Causes and consequences where several ranks failed."""
 
-from harness.reporting.problems import Problem, find_causes
+from lockstep.reporting.problems import Problem, find_causes
 
 
 def test_a_mismatch_beside_a_failure_of_another_kind_is_its_consequence() -> None:

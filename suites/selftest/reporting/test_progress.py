@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.controller import progress
-from harness.controller.progress import Progress, fit, way_of, width
-from harness.world.glance import Glance
+from lockstep.controller import progress
+from lockstep.controller.progress import Progress, fit, way_of, width
+from lockstep.world.glance import Glance
 from suites.selftest.project import Project
 from suites.selftest.screen import Screen, run_in_terminal
 
@@ -29,7 +29,7 @@ def looks(shared_project: Project) -> list[list[str]]:
             (shared_project.path / "seen-cases").touch()
 
     shared_project.copy("progress")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "harness.plugin", "--tb=no"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "lockstep.plugin", "--tb=no"]
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TERM": "xterm"}
     environ.pop("COLUMNS", None)  # a worker of xdist has it
     screen = run_in_terminal(command, shared_project.path, environ, 120, look)

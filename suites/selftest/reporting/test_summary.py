@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from harness.reporting.causes import Ran, cause_of, narrow
+from lockstep.reporting.causes import Ran, cause_of, narrow
 from suites.selftest.project import PROJECTS, Project, line_of
 
 FILE = PROJECTS / "many_failures" / "test_many.py"
@@ -26,7 +26,7 @@ def test_subtests_are_counted(output: list[str]) -> None:
 def test_failures_are_grouped_by_cause_below_all_else(output: list[str]) -> None:
     summary = output[output.index("9 failures, 4 causes:") : -1]
     check, bad = line_of("assert value", FILE), line_of("raise ValueError", FILE)
-    options = "-p no:cacheprovider -p harness.plugin"
+    options = "-p no:cacheprovider -p lockstep.plugin"
     rerun = f"pytest test_many.py::test_cases {options} --subtest"
     assert summary[1:7] == [
         f"    4 at test_many.py:{check}: AssertionError: value of N at ID",
@@ -55,7 +55,7 @@ def test_commands_are_of_the_directory_where_pytest_was_started(project: Project
 def test_tests_that_could_not_start_are_run_again_with_their_options(project: Project) -> None:
     project.write("def test_a(world): pass\ndef test_b(world): pass\n")
     output = project.run("-o", "ranks_at_once=1")
-    options = "-o ranks_at_once=1 -p no:cacheprovider -p harness.plugin"
+    options = "-o ranks_at_once=1 -p no:cacheprovider -p lockstep.plugin"
     assert f"      one of them: pytest test_sample.py::test_a {options}\n" in output
     assert f"      all of them: pytest test_sample.py {options}\n" in output
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-import harness.shm  # noqa: F401  registers the backend
+import lockstep.shm  # noqa: F401  registers the backend
 
 
 @pytest.fixture(params=["shm", "gloo"])

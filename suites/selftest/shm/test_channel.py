@@ -14,20 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.shm.channel import Channel
-from harness.shm.collectives import Collectives
-from harness.shm.errors import (
+from lockstep.shm.channel import Channel
+from lockstep.shm.collectives import Collectives
+from lockstep.shm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
     PeerLost,
     ShmError,
 )
-from harness.shm.meeting import meet
-from harness.shm.memory import Arena, Segment
-from harness.shm.p2p import ANY, Mailbox
-from harness.shm.peer import DEPTH, INLINE, PRESENT, Peer
-from harness.shm.work import Bundle, ShmWork
+from lockstep.shm.meeting import meet
+from lockstep.shm.memory import Arena, Segment
+from lockstep.shm.p2p import ANY, Mailbox
+from lockstep.shm.peer import DEPTH, INLINE, PRESENT, Peer
+from lockstep.shm.work import Bundle, ShmWork
 
 SECOND = datetime.timedelta(seconds=1)
 

@@ -81,7 +81,7 @@ def test_ranks_of_two_versions_are_refused_on_all_ranks(found: Found) -> None:
     expected = "group 0: rank 0 speaks version 1 of the protocol, rank 1 version 2"
     for kind, text in found["another_version"]:
         assert kind == "MeetingFailed"
-        assert text == f"{expected}; use one version of harness.shm on all ranks"
+        assert text == f"{expected}; use one version of lockstep.shm on all ranks"
 
 
 def test_ranks_of_two_torches_are_refused_on_all_ranks(found: Found) -> None:

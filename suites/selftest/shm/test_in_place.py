@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.shm import CollectiveMismatch
+from lockstep.shm import CollectiveMismatch
 
 pytestmark = pytest.mark.ranks(2, backend="shm")
 

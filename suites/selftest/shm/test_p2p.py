@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.shm import OutOfSharedMemory
+from lockstep.shm import OutOfSharedMemory
 from suites.selftest.shm.samples import same, sample
 
 only_shm = pytest.mark.parametrize("backend", ["shm"])

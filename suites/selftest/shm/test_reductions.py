@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engine import collectives
-from harness.engine.mesh import Axis, MeshInfo
+from lockstep.engine import collectives
+from lockstep.engine.mesh import Axis, MeshInfo
 from suites.selftest.shm.samples import INTEGERS, LOW, REAL, same, sample
 
 pytestmark = [

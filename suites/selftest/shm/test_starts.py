@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import harness.shm
+import lockstep.shm
 
 PROGRAMS = Path(__file__).parents[1] / "projects" / "shm"
 
 
 def run_program(*args: str) -> subprocess.CompletedProcess[str]:
     # Of this environment: pytest's import mode does not put the root of the repository on the path.
-    environ = {**os.environ, "PYTHONPATH": str(Path(harness.shm.__file__).parents[2])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(lockstep.shm.__file__).parents[2])}
     return subprocess.run(
         [sys.executable, *args], env=environ, text=True, timeout=120, capture_output=True, check=False
     )
@@ -43,7 +43,7 @@ def test_forked_and_spawned_ranks_on_each_store(tmp_path: Path) -> None:
 
 def test_a_rank_alone_on_a_hash_store() -> None:
     code = (
-        "import torch, torch.distributed as dist, harness.shm\n"
+        "import torch, torch.distributed as dist, lockstep.shm\n"
         "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
         "dist.all_reduce(tensor := torch.ones(2))\n"
         "print(tensor.tolist(), dist.get_backend(), dist.get_backend_config())\n"

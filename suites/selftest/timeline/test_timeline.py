@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.timeline import files
-from harness.timeline.trace import can_write_trace
+from lockstep.timeline import files
+from lockstep.timeline.trace import can_write_trace
 from suites.selftest.project import Project, line_of
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from harness.launch.processes import ChildProcess, RankProcess
-from harness.protocol import Probe
-from harness.specification import RankSpec, SessionSpec, WorldKey
-from harness.world import handle as module
-from harness.world.handle import RankHandle
-from harness.world.outcome import Died
-from harness.world.world import World
+from lockstep.launch.processes import ChildProcess, RankProcess
+from lockstep.protocol import Probe
+from lockstep.specification import RankSpec, SessionSpec, WorldKey
+from lockstep.world import handle as module
+from lockstep.world.handle import RankHandle
+from lockstep.world.outcome import Died
+from lockstep.world.world import World
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from harness.launch.processes import RankProcess
-from harness.protocol import (
+from lockstep.launch.processes import RankProcess
+from lockstep.protocol import (
     DEFAULT_GROUP,
     AbortGroup,
     Collecting,
@@ -25,10 +25,10 @@ from harness.protocol import (
     Reported,
     RunItem,
 )
-from harness.world import item_run
-from harness.world.handle import RankHandle
-from harness.world.item_run import ItemRun
-from harness.world.outcome import Stuck
+from lockstep.world import item_run
+from lockstep.world.handle import RankHandle
+from lockstep.world.item_run import ItemRun
+from lockstep.world.outcome import Stuck
 
 ORDER = RunItem("test_a.py::test_a", "test_a.py", None, "")
 FAILED = Reported({"outcome": "failed", "$report_type": "TestReport", "longrepr": ""})

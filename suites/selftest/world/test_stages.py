@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import harness
+import lockstep
 from suites.selftest.project import Run, copy_project, run_pytest
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
 
 SAVED = """
-import harness
+import lockstep
 
-@harness.stage(ranks=4)
+@lockstep.stage(ranks=4)
 def saved(world):
     (world.shared_tmp_path / str(world.rank)).touch()
 """
@@ -133,7 +133,7 @@ def test_each_world_of_a_stage_counts_against_ranks_at_once(project: Project) ->
 
 def test_a_test_off_ranks_is_refused(project: Project) -> None:
     (project.path / "test_sample.py").write_text(
-        "import harness\n\n@harness.stage(ranks=4)\ndef saved(): pass\n\ndef test_a(saved): pass\n"
+        "import harness\n\n@lockstep.stage(ranks=4)\ndef saved(): pass\n\ndef test_a(saved): pass\n"
     )
     output = project.run()
     assert re.search(r"test_a: the fixture `saved` exists only on ranks: mark the test", output)
@@ -163,15 +163,15 @@ def yields():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("use", "error"),
     [
-        (lambda: harness.stage(ranks="4"), r"stage\(ranks='4'\): ranks is a whole number"),
-        (lambda: harness.stage(plain), r"ranks is a whole number: write @harness.stage\(ranks=4\)"),
-        (lambda: harness.stage(ranks=True), "a whole number"),
-        (lambda: harness.stage(ranks=0), "at least 1 rank"),
-        (lambda: harness.stage(ranks=2, scope="test"), "choose function, class, module, package, session"),
-        (lambda: harness.stage(ranks=2)(yields), "stage `yields` yields"),
-        (lambda: harness.stage(ranks=2)(waits), "stage `waits` is a coroutine function"),
-        (lambda: harness.stage(ranks=2)(marked), "stage `marked` has a mark"),
-        (lambda: harness.stage(ranks=2)(Run), "is no function"),
+        (lambda: lockstep.stage(ranks="4"), r"stage\(ranks='4'\): ranks is a whole number"),
+        (lambda: lockstep.stage(plain), r"ranks is a whole number: write @lockstep.stage\(ranks=4\)"),
+        (lambda: lockstep.stage(ranks=True), "a whole number"),
+        (lambda: lockstep.stage(ranks=0), "at least 1 rank"),
+        (lambda: lockstep.stage(ranks=2, scope="test"), "choose function, class, module, package, session"),
+        (lambda: lockstep.stage(ranks=2)(yields), "stage `yields` yields"),
+        (lambda: lockstep.stage(ranks=2)(waits), "stage `waits` is a coroutine function"),
+        (lambda: lockstep.stage(ranks=2)(marked), "stage `marked` has a mark"),
+        (lambda: lockstep.stage(ranks=2)(Run), "is no function"),
     ],
 )
 def test_bad_input_is_refused(use, error: str) -> None:  # type: ignore[no-untyped-def]

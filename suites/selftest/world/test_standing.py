@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.protocol import Finished
-from harness.specification import RankSpec, SessionSpec, WorldKey
-from harness.standing import Standing, all_go_on, create_standing, read_standing
+from lockstep.protocol import Finished
+from lockstep.specification import RankSpec, SessionSpec, WorldKey
+from lockstep.standing import Standing, all_go_on, create_standing, read_standing
 
 PASSED = Finished(True, 3, 1, goes_on=True)
 ENDS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness import tracebacks
+from lockstep import tracebacks
 
 PYTESTS = """\
   File "/venv/lib/python3/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call

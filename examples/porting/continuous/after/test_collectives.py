@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from harness.assertions import assert_equal
+from lockstep.assertions import assert_equal
 
 
 @pytest.mark.ranks(2, backend="gloo")

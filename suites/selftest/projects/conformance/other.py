@@ -1,6 +1,6 @@
 """An engine that says that it is another."""
 
-from harness.conformance.adapters.lockstep import Lockstep
+from lockstep.conformance.adapters.lockstep import Lockstep
 
 
 class Other(Lockstep):

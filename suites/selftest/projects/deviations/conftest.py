@@ -1,7 +1,7 @@
 """Known deviations of the built-in engine, of the tests next to this file."""
 
-from harness.conformance import deviations
-from harness.conformance.deviations import Deviation
+from lockstep.conformance import deviations
+from lockstep.conformance.deviations import Deviation
 
 deviations._TABLES["lockstep"] = (
     Deviation(("test_it.py::test_breaks*",), "it breaks"),

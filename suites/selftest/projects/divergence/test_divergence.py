@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from harness.assertions import (
+from lockstep.assertions import (
     Trainee,
     Training,
     assert_parity,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.assertions import named_gradients, named_parameters
+from lockstep.assertions import named_gradients, named_parameters
 
 pytestmark = pytest.mark.ranks(2)
 

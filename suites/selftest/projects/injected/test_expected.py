@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import harness.shm  # noqa: F401
-from harness.engine import FullyShardedDataParallel
+import lockstep.shm  # noqa: F401
+from lockstep.engine import FullyShardedDataParallel
 
 BACKENDS = ["gloo", "shm"]
 on_2 = pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_fail(world, faults, backend):
 @pytest.fixture
 def stay_connected(faults, monkeypatch):
     """Let ranks close no connection when they fail: a collective with them never ends, as one of gloo may."""
-    monkeypatch.setattr("harness.injection.losses.GIVES_UP_AFTER", 0.5)
+    monkeypatch.setattr("lockstep.injection.losses.GIVES_UP_AFTER", 0.5)
     monkeypatch.setattr(faults._rank.group, "abort", lambda: None)
     return monkeypatch
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-import harness.shm  # noqa: F401
-from harness import Fault, InjectedFault
+import lockstep.shm  # noqa: F401
+from lockstep import Fault, InjectedFault
 
 BACKENDS = [pytest.param(name, marks=pytest.mark.ranks(2, backend=name)) for name in ("gloo", "shm")]
 on_each = pytest.mark.parametrize("backend", BACKENDS)

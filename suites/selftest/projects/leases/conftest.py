@@ -3,9 +3,9 @@
 import os
 import time
 
-import harness.launch.leases
+import lockstep.launch.leases
 
-harness.launch.leases.SAY_AFTER = 0
+lockstep.launch.leases.SAY_AFTER = 0
 
 
 def note(what):

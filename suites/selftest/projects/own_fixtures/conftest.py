@@ -2,9 +2,9 @@
 
 import pytest
 
-from harness.fixtures import collectives as rank_collectives
-from harness.fixtures import run_subtests as rank_subtests
-from harness.fixtures import world as rank_world
+from lockstep.fixtures import collectives as rank_collectives
+from lockstep.fixtures import run_subtests as rank_subtests
+from lockstep.fixtures import world as rank_world
 
 __all__ = ["rank_collectives", "rank_subtests", "rank_world"]
 

@@ -1,4 +1,4 @@
-"""Tests of DeepSpeed's launcher: the input of `python -m harness port`."""
+"""Tests of DeepSpeed's launcher: the input of `python -m lockstep port`."""
 
 import os
 

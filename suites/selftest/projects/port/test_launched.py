@@ -1,5 +1,5 @@
 # Owner(s): the header stays
-"""Test classes of torch's launchers, as their authors write them: the input of `python -m harness port`."""
+"""Test classes of torch's launchers, as their authors write them: the input of `python -m lockstep port`."""
 
 import os
 import unittest

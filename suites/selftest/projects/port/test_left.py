@@ -1,4 +1,4 @@
-"""Classes that `python -m harness port` leaves, as a whole or in part, with a comment that says why."""
+"""Classes that `python -m lockstep port` leaves, as a whole or in part, with a comment that says why."""
 
 import elsewhere
 import torch.distributed as dist

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.conformance import Precision, ShardSpec
-from harness.conformance.registry import find
+from lockstep.conformance import Precision, ShardSpec
+from lockstep.conformance.registry import find
 
 pytestmark = pytest.mark.ranks(2)
 TRIES = 20

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness import Fault, schedules
+from lockstep import Fault, schedules
 
 pytestmark = pytest.mark.ranks(2)
 

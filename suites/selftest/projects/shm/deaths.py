@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import harness.shm  # noqa: F401  registers the backend
+import lockstep.shm  # noqa: F401  registers the backend
 
 WAYS = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(4)),

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import harness.shm
-from harness.shm import meeting
+import lockstep.shm
+from lockstep.shm import meeting
 
 Scenario = Callable[[int], object]
 
@@ -250,5 +250,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert harness.shm
+    assert lockstep.shm
     main()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import harness.shm  # noqa: F401  registers the backend
+import lockstep.shm  # noqa: F401  registers the backend
 
 
 def make_store(kind: str, directory: str, rank: int) -> dist.Store:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import harness.shm  # noqa: F401  registers the backend
+import lockstep.shm  # noqa: F401  registers the backend
 
 
 def main() -> None:

@@ -11,12 +11,12 @@ BACKEND = str.lower("SHM")
 
 
 def test_imports_in_its_body(collectives):
-    assert "harness.shm" not in sys.modules
+    assert "lockstep.shm" not in sys.modules
     dist.all_reduce(torch.ones(3))
     assert len(collectives) == 1
-    import harness.shm
+    import lockstep.shm
 
-    assert harness.shm.record() == []
+    assert lockstep.shm.record() == []
     assert len(collectives) == 1
     group = dist.new_group(backend=BACKEND)
     dist.all_reduce(torch.ones(3), group=group)

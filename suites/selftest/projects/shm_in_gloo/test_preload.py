@@ -7,8 +7,8 @@ import pytest
 
 @pytest.mark.ranks(2, backend="shm")
 def test_is_preloaded(world):
-    import harness.shm
+    import lockstep.shm
 
     known = [each for each in gc.get_objects() if isinstance(each, dict)]
     assert any(each is globals() for each in known)
-    assert not any(each is vars(harness.shm) for each in known)
+    assert not any(each is vars(lockstep.shm) for each in known)

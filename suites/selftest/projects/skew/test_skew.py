@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import harness.shm  # noqa: F401
+import lockstep.shm  # noqa: F401
 
 BACKENDS = [pytest.param(name, marks=pytest.mark.ranks(2, backend=name)) for name in ("gloo", "shm")]
 on_each = pytest.mark.parametrize("backend", BACKENDS)

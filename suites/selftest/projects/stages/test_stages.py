@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import harness
+import lockstep
 
 pytestmark = pytest.mark.ranks(2, timeout=20)
 
@@ -13,7 +13,7 @@ def ranks_in(path):
     return sorted(int(file.name) for file in path.iterdir() if file.name.isdigit())
 
 
-@harness.stage(ranks=4)
+@lockstep.stage(ranks=4)
 def saved(world):
     assert world.size == dist.get_world_size() == 4
     torch.save(world.gather(world.rank), world.shared_tmp_path / str(world.rank))
@@ -53,13 +53,13 @@ def test_used(world):
     assert world.size == 2
 
 
-@harness.stage(ranks=1)
+@lockstep.stage(ranks=1)
 def first_of_one(world):
     assert world.size == 1
     (world.shared_tmp_path / "0").touch()
 
 
-@harness.stage(ranks=3)
+@lockstep.stage(ranks=3)
 def third(world, saved):
     (world.shared_tmp_path / f"{world.rank}").touch()
     assert ranks_in(saved) == [0, 1, 2, 3]
@@ -74,7 +74,7 @@ def letter(request):
     return request.param
 
 
-@harness.stage(ranks=3)
+@lockstep.stage(ranks=3)
 def written(world, number, letter, tmp_path):
     assert tmp_path.is_dir()
     if world.rank == 2:
@@ -89,7 +89,7 @@ def test_parameters(written, number, letter):
 class TestMethods:
     word = "of the class"
 
-    @harness.stage(ranks=1)
+    @lockstep.stage(ranks=1)
     def method(self, world):
         (world.shared_tmp_path / "text").write_text(self.word)
 
@@ -97,7 +97,7 @@ class TestMethods:
         assert (method / "text").read_text() == self.word
 
 
-@harness.stage(ranks=3, scope="module")
+@lockstep.stage(ranks=3, scope="module")
 def counted(world, kind):
     (world.shared_tmp_path / f"{kind}{world.rank}").touch()
 
@@ -138,7 +138,7 @@ def test_xfail_in_stage(fails):
     pass
 
 
-@harness.stage(ranks=4)
+@lockstep.stage(ranks=4)
 def skips(world):
     pytest.skip("nothing to save")
 
@@ -147,7 +147,7 @@ def test_skip_in_stage(skips):
     raise AssertionError
 
 
-@harness.stage(ranks=4)
+@lockstep.stage(ranks=4)
 def fails(world):
     print(f"printed on {world.rank}")
     assert world.rank != 3, "could not be saved"
@@ -162,7 +162,7 @@ def test_after_failure(saved):
     assert ranks_in(saved) == [0, 1, 2, 3]
 
 
-@harness.stage(ranks=3)
+@lockstep.stage(ranks=3)
 def dies(world):
     import os
     import signal
@@ -176,7 +176,7 @@ def test_dying_rank(dies):
     raise AssertionError("does not run")
 
 
-@harness.stage(ranks=3)
+@lockstep.stage(ranks=3)
 def hangs(world):
     if world.rank != 1:
         world.barrier()
@@ -186,7 +186,7 @@ def test_hang(hangs):
     raise AssertionError("does not run")
 
 
-@harness.stage(ranks=3, scope="module")
+@lockstep.stage(ranks=3, scope="module")
 def fails_once(world):
     with (world.shared_tmp_path.parent / f"runs-{world.rank}").open("a") as file:
         file.write("x")

@@ -72,7 +72,7 @@ def test_cases_after_that_pass(world, run_subtests):
 
 
 def test_all_meet_before_the_next_case(world, run_subtests, monkeypatch):
-    from harness.rank.process_group import DefaultGroup
+    from lockstep.rank.process_group import DefaultGroup
 
     join = DefaultGroup.join
 

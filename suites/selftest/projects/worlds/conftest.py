@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 
-import harness.world.pool
-import harness.world.world
+import lockstep.world.pool
+import lockstep.world.world
 
-harness.world.world.CLOSE_WITHIN = 0.1
-harness.world.pool.MOST_WARM = 2  # few worlds then crowd one out
+lockstep.world.world.CLOSE_WITHIN = 0.1
+lockstep.world.pool.MOST_WARM = 2  # few worlds then crowd one out
 
 
 def pytest_configure():

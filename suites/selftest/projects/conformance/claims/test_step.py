@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 if "RANK" in os.environ:
-    from harness.conformance import Capability, NotOffered
+    from lockstep.conformance import Capability, NotOffered
 
 
 def refuse(engine, capability):

@@ -1,6 +1,6 @@
 """Engines of one's own, and classes that are none."""
 
-from harness.conformance.adapters.lockstep import Lockstep
+from lockstep.conformance.adapters.lockstep import Lockstep
 
 
 class Other(Lockstep):

@@ -12,7 +12,7 @@ from healthy import test_healthy as test_healthy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engine import FullyShardedDataParallel, fully_shard
+from lockstep.engine import FullyShardedDataParallel, fully_shard
 
 pytestmark = pytest.mark.ranks(2, timeout=30)
 

@@ -55,7 +55,7 @@ def test_unlike_progress(world, data):
 @settings(phases=[Phase.generate, Phase.shrink])
 @given(st.integers(0, 1000))
 def test_ranks_part(world, number):
-    from harness.assertions import assert_same_across_ranks
+    from lockstep.assertions import assert_same_across_ranks
 
     layer = torch.nn.Linear(2, 2)
     if world.rank == 1 and number >= 10:
