@@ -102,8 +102,6 @@ class RunItem:
     """Of the item, as pytest has it: a rank need not look into the source for it."""
     fake: FakeRank | None = None
     """The rank to run it as, in a fake world."""
-    follows: bool = False
-    """Whether to run it only if all ranks go on from the item before, as soon as they have ended that."""
     stage: str = ""
     """Name of the stage to run in the place of the item."""
     stages: tuple[tuple[str, str], ...] = ()
@@ -418,8 +416,6 @@ class Finished:
     """The sends and receives of the test."""
     record: FlightRecord | None = None
     """The calls of the test, under `--timeline`."""
-    goes_on: bool = False
-    """Whether this rank has passed, and has nothing that the controller must look at before the next item."""
 
 
 # A rank's messages cross the wire in tuples: all messages of a passing test go out in one write.

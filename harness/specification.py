@@ -58,9 +58,10 @@ class SessionSpec:
     """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
 
 
-RankFile = Literal["log", "captured", "running", "stacks"]
+RankFile = Literal["log", "captured", "running", "stacks", "standing"]
 """Of a rank: its output outside of pytest's capture; the directory of the files that pytest captures in; the
-running example of a property test, if it dies; stacks by faulthandler, if it holds the GIL."""
+running example of a property test, if it dies; stacks by faulthandler, if it holds the GIL; how far it has
+come in its item."""
 
 
 @dataclass(frozen=True, slots=True)

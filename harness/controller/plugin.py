@@ -22,12 +22,11 @@ import pytest
 
 from lockstep.backends import BACKENDS, backends_of
 from lockstep.controller.crashed_examples import CrashSearch
-from lockstep.controller.debugging import Debugging, check_debuggers, debugged_rank
+from lockstep.controller.debugging import Debugging, check_debuggers
 from lockstep.controller.live import LiveOutput
 from lockstep.controller.pytest_internals import (
     add_failed_tear_down,
     basetemp_of,
-    has_to_tear_down,
     make_report,
     tear_down,
 )
@@ -43,7 +42,6 @@ from lockstep.exceptions import WorldError
 from lockstep.hosts.launchers import refuse_launcher
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
 from lockstep.options import adopted_kinds
-from lockstep.output import shows_live
 from lockstep.protocol import RunItem, Search
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
@@ -102,15 +100,7 @@ class Controller:
         shared_dir: str | None = config.getoption("ranks_shared_dir")
         own = f"lockstep-{secrets.token_hex(4)}"  # each worker of pytest-xdist has its own
         self._shared_dir = "" if shared_dir is None else f"{os.path.abspath(shared_dir)}/{own}"
-        self._coming: Demand | None = None
-        self._begun: Begun | None = None
         self._current: pytest.Item | None = None
-        self._looks_ahead = (
-            debugged_rank(config) is None
-            and config.getoption("capture", "no") in ("fd", "sys")
-            and not hasattr(config, "workerinput")
-            and not shows_live(config)
-        )
 
     # Before tests: find out what will be needed, and start it early
 
@@ -178,9 +168,6 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        if self._begun is not None and self._begun.demand.item is not item:  # pytest has passed over it
-            self._begun = None
-            self._worlds.drop_taken(TEAR_DOWN_WITHIN)
         self._current = item
         request = item.stash.get(_request_key, None)
         if request is None:
@@ -202,10 +189,6 @@ class Controller:
         outcomes = self._run(item, request, nextitem) if isinstance(request, Request) else request
         # Wider fixtures of unmarked items before this one, as pytest would between two items.
         torn_down = tear_down(item, nextitem)
-        coming, self._coming = self._coming, None
-        passed = isinstance(outcomes, Outcomes) and outcomes.passed and torn_down.excinfo is None
-        if coming is not None and passed and not (item.session.shouldstop or item.session.shouldfail):
-            self._begin_ahead(coming)
         reports = self._report(item, outcomes)
         if torn_down.excinfo is not None:
             add_failed_tear_down(item, torn_down, reports)
@@ -218,75 +201,56 @@ class Controller:
         if isinstance(paths, Stopped):
             return paths
         try:
-            begun, self._begun = self._begun, None
-            begun = begun or self._begin(self._demand(item, request, nextitem, paths))
-            self._coming = self._look_ahead(nextitem)  # while the ranks run
-            if self._coming is not None and self._goes_on(begun, self._coming):
-                begun.world.begin_next(self._coming.run)
-            reported = last = self._finish(begun)
-            if not (was_clean := last.is_clean()):
-                search, order = CrashSearch(), begun.demand.run.order
+            order = self._order(item, request, nextitem, paths)
+            reported = last = self._run_order(item, request, order)
+            if not last.is_clean():
+                search = CrashSearch()
                 while search.add(last):
-                    run = ItemRun(search.order(order), request.timeout, self._live)
-                    last = self._finish(self._begin(Demand(item, request, run)))
+                    last = self._run_order(item, request, search.order(order))
                 reported = search.to_report(last)
                 runs_again = self._debugging is None and not self._config.option.ranks_no_divergence
                 if runs_again and (case := diverged_case(last)) is not None:
-                    run = ItemRun(recorded_order(order, item, case), request.timeout, self._live)
-                    reported = self._explained(reported, Demand(item, request, run), case)
+                    order = recorded_order(order, item, case)
+                    reported = self._explained(reported, item, request, order, case)
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
-        return Outcomes(reported, last, was_clean and last.has_passed())
+        return Outcomes(reported, last)
 
-    def _explained(self, outcome: ItemOutcome, demand: Demand, case: str) -> ItemOutcome:
+    def _explained(
+        self, outcome: ItemOutcome, item: pytest.Item, request: Request, order: RunItem, case: str
+    ) -> ItemOutcome:
         """Return the outcome with what the recorded run says, or why there is none."""
         try:
-            recorded = self._finish(self._begin(demand))
+            recorded = self._run_order(item, request, order)
         except (WorldError, pytest.fail.Exception) as error:
             return replace(outcome, notes={case: f"the test could not run again, with recording: {error}"})
         return with_explanation(outcome, recorded, case)
 
     def _run_stage(self, item: pytest.Item, stage: StageRun) -> tuple[str, list[pytest.TestReport]]:
         order = replace(self._order(item, stage.request, item, stage.before), stage=stage.name)
-        run = ItemRun(order, stage.request.timeout, self._live)
-        outcome = self._finish(self._begin(Demand(item, stage.request, run)))
-        return order.shared_tmp_path, self._report(item, Outcomes(outcome, outcome, passed=False))
+        outcome = self._run_order(item, stage.request, order)
+        return order.shared_tmp_path, self._report(item, Outcomes(outcome, outcome))
 
-    def _begin(self, demand: Demand) -> Begun:
-        request = demand.request
+    def _run_order(self, item: pytest.Item, request: Request, order: RunItem) -> ItemOutcome:
+        """Run an order on a world of the kind that the item requests."""
         try:
             if request.key.spread:
-                self._launch().check_code(demand.item.path, self._config.rootpath, request.key)
+                self._launch().check_code(item.path, self._config.rootpath, request.key)
             world = self._worlds.take(request.key, fresh=request.fresh)
         except WorldError as error:
             raise WorldError(f"no world of {request.key}: {error}") from error
-        return self._begin_in(world, demand)
-
-    def _begin_in(self, world: World, demand: Demand) -> Begun:
-        self._last_items[world.name] = demand.item
-        try:
-            world.begin(demand.run)
-        except (WorldError, pytest.fail.Exception):
-            self._worlds.discard(world)
-            raise
-        return Begun(demand, world)
-
-    def _finish(self, begun: Begun) -> ItemOutcome:
-        world = begun.world
+        self._last_items[world.name] = item
         attending = contextlib.nullcontext() if self._debugging is None else self._debugging.attending(world)
         try:
             with attending:
-                outcome = world.finish()
+                outcome = world.run(ItemRun(order, request.timeout, self._live))
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
         if len(outcome.finished()) < len(outcome.ranks):
             self._worlds.discard(world)
-        elif self._coming is not None and world.runs_on():
-            self._last_items[world.name] = self._coming.item
-            self._begun, self._coming = Begun(self._coming, world), None
         else:
-            self._worlds.give_back(world, keep=outcome.is_clean() and not begun.demand.request.fresh)
+            self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         return outcome
 
     def _report(self, item: pytest.Item, outcomes: Outcomes | Refusal | Stopped) -> list[pytest.TestReport]:
@@ -301,47 +265,6 @@ class Controller:
         if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:
             files.write(str(item.nodeid), outcomes.reported, reports)
         return reports
-
-    # The next test, begun while this one is reported
-
-    def _look_ahead(self, item: pytest.Item | None) -> Demand | None:
-        """Return what to begin as soon as all ranks have passed the current test.
-
-        Nothing under pytest-xdist, where the item after the next one is unknown, and with it what to tear
-        down; nothing where ranks write, or talk, to the user directly.
-        """
-        if item is None or not self._looks_ahead:
-            return None
-        request = item.stash.get(_request_key, None)
-        if not isinstance(request, Request) or request.fresh or request.stages:
-            return None
-        if request.key.spread and (self._current is None or item.path != self._current.path):
-            return None  # its code is to be compared first
-        return self._demand(item, request, self._after(item))
-
-    def _goes_on(self, begun: Begun, coming: Demand) -> bool:
-        """Whether the ranks of a test may go on to the next one by themselves, once all have passed."""
-        request, item, session = begun.demand.request, coming.item, coming.item.session
-        return (
-            coming.request.key == request.key
-            and not request.fresh
-            and begun.world.can_begin_next()
-            and not (session.shouldstop or session.shouldfail)
-            and not has_to_tear_down(item)
-        )
-
-    def _begin_ahead(self, demand: Demand) -> None:
-        """Let ranks begin the next test while this process reports the one that all of them have passed."""
-        if (world := self._worlds.take_ahead(demand.request.key)) is not None:
-            # What is wrong with the world is reported in the test's turn; a plugin's deadline comes too late.
-            with contextlib.suppress(WorldError, pytest.fail.Exception):
-                self._begun = self._begin_in(world, demand)
-
-    def _demand(
-        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None, stages: Paths = ()
-    ) -> Demand:
-        run = ItemRun(self._order(item, request, nextitem, stages), request.timeout, self._live)
-        return Demand(item, request, run)
 
     def _order(
         self, item: pytest.Item, request: Request, nextitem: pytest.Item | None, stages: Paths
@@ -374,10 +297,6 @@ class Controller:
         # What is set up for one rank of a fake world is not for another, though the process is the same.
         return following if found is not None and found.fake == request.fake else None
 
-    def _after(self, item: pytest.Item) -> pytest.Item | None:
-        items, position = item.session.items, self._position(item) + 1
-        return items[position] if position < len(items) else None
-
     def _position(self, item: pytest.Item) -> int:
         items = item.session.items
         position = self._positions.get(item, len(items))
@@ -407,10 +326,8 @@ class Controller:
             self._interrupted = self._worlds.interrupt(TEAR_DOWN_WITHIN)
             raise
         except (pytest.Session.Failed, pytest.Session.Interrupted):  # -x, --maxfail, a session's timeout
-            self._worlds.drop_taken(TEAR_DOWN_WITHIN)
             self._worlds.close()
             raise
-        self._worlds.drop_taken(TEAR_DOWN_WITHIN)  # pytest has passed over the last test
         self._worlds.close()  # while what goes wrong can still fail the run
         return result
 
@@ -440,30 +357,11 @@ class Controller:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """A test, what it requests, and its run, which has not begun."""
-
-    item: pytest.Item
-    request: Request
-    run: ItemRun
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A test that a world runs."""
-
-    demand: Demand
-    world: World
-
-
-@dataclass(frozen=True, slots=True)
 class Outcomes:
     """The outcome to report, and that of the last run: a property test that ends worlds has several."""
 
     reported: ItemOutcome
     last: ItemOutcome
-    passed: bool
-    """Whether that is clear before reports are compared."""
 
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:

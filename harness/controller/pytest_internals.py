@@ -64,11 +64,6 @@ def add_failed_tear_down(
         reports[-1].outcome, reports[-1].longrepr = failed.outcome, failed.longrepr
 
 
-def has_to_tear_down(item: pytest.Item) -> bool:
-    """Return whether something is set up in this process that `tear_down` would tear down before an item."""
-    return not item.session._setupstate.stack.keys() <= set(item.listchain())
-
-
 def basetemp_of(config: pytest.Config) -> Path:
     """Return the directory that this run's `tmp_path`s are in.
 

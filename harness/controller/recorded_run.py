@@ -34,7 +34,6 @@ def recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
     """Return the order that runs the test, or one case of it, again."""
     return replace(
         order,
-        follows=False,
         next_item=None,
         is_recorded=True,
         subtests=(as_option(case),) if case and uses_run_subtests(item) else (),

@@ -37,7 +37,6 @@ from lockstep.launch.limits import explain
 from lockstep.launch.processes import ProcessLauncher, RankProcess
 from lockstep.place import moved_path
 from lockstep.specification import HOSTS, RankSpec
-from lockstep.standing import create_standing, read_line
 
 ATTACH_WITHIN = 10.0
 """Seconds that the connections of a rank may come after the order to start it."""
@@ -198,7 +197,6 @@ class _Service:
         launcher.restore_directory()
         directory = f"{launcher.directory}/{order.world}"
         os.makedirs(directory, mode=0o700)
-        create_standing(directory, order.size)
         ports = reserve_port(self._agent.address), reserve_port(self._agent.address)
         self._worlds[order.world] = _World(directory, ports)
         return Prepared(*(port.getsockname()[1] for port in ports))
@@ -235,7 +233,7 @@ class _Service:
                     files.append((name, start, file.read()))
                     if name.startswith(f"{stem}{KEPT}/"):  # it is the controller's from now on
                         path.unlink()
-        return Fetched(read_line(str(directory), order.rank), tuple(files))
+        return Fetched(tuple(files))
 
     def _end_world(self, name: str) -> None:
         if (world := self._worlds.pop(name, None)) is None:

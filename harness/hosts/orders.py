@@ -78,8 +78,6 @@ class Fetch:
 class Fetched:
     """The files of a rank."""
 
-    standing: bytes
-    """Its part of the file that all ranks of the world share."""
     files: tuple[tuple[str, int, bytes], ...]
     """Path below the world's directory; where the content begins, in bytes; the content."""
 

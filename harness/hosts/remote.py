@@ -38,7 +38,6 @@ from lockstep.hosts.wire import be_patient, connect
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
 from lockstep.place import Place
 from lockstep.specification import HOSTS, RankSpec, Spread, WorldKey
-from lockstep.standing import write_line
 
 ANSWER_WITHIN = 30.0
 """Seconds that an agent has to answer. One whose host is gone is noticed by its connection, long before."""
@@ -182,7 +181,6 @@ class RemoteRank:
         except LaunchError:
             return
         with contextlib.suppress(OSError):  # the directory was removed
-            write_line(str(directory), self._spec.rank, fetched.standing)
             captured = directory / f"{stem}.captured"
             for path in captured.glob("*"):
                 path.unlink()

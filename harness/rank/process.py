@@ -107,7 +107,6 @@ class Rank:
         self._abortable = ""
         self._orders: queue.SimpleQueue[RunItem | Close] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Agreed] = queue.SimpleQueue()
-        self._awaits_turn = False
         self.crash_reports = CrashReports(spec.path_of("stacks"))
         self.forks = Forks(self.world, self._detach)
         self._lease = lease
@@ -178,22 +177,12 @@ class Rank:
 
     def next_order(self) -> RunItem | Close:
         """Return the next order of the controller; `Close` as soon as the lease is recalled."""
-        while True:
-            order = self._take_order()
-            if isinstance(order, RunItem):
-                if order.follows and not self._gets_its_turn():
-                    continue
-                self._activity.state, self._activity.began = "runs", time.time_ns()
-                self._rendezvous.item += 1
-                self._activity.meeting = None
-            return order
-
-    def _gets_its_turn(self) -> bool:
-        """Wait for the other ranks; return whether all go on to the next item."""
-        self._awaits_turn = True
-        goes_on = self._standing.all_go_on()
-        self._awaits_turn = False
-        return goes_on
+        order = self._take_order()
+        if isinstance(order, RunItem):
+            self._activity.state, self._activity.began = "runs", time.time_ns()
+            self._rendezvous.item += 1
+            self._activity.meeting = None
+        return order
 
     def _take_order(self) -> RunItem | Close:
         if self._lease is None:
@@ -256,10 +245,10 @@ class Rank:
         self.world.stand_for(fake)
 
     def finish(self, message: Finished) -> None:
-        """Send the end of the item, to the controller first: it must have it before any rank goes on."""
+        """Send the end of the item."""
         self._activity.state, self._activity.case, self._activity.count = "idle", "", ""
         self.send(message)
-        self._standing.end_item(message, self._log_size())
+        self._standing.await_item(self._log_size())
 
     def stand_ready(self) -> None:
         """Wait for items from now on: what the rank has written so far belongs to none of them."""
@@ -341,8 +330,6 @@ class Rank:
                 return
             match message:
                 case Probe():
-                    if self._awaits_turn and self._standing.have_all_gone_on():
-                        self._activity.state = "runs"  # the main thread will, when it gets to run
                     self.send(self.status.answer(message))
                 case AbortGroup(case):
                     with self._aborting:
@@ -355,8 +342,7 @@ class Rank:
                     self.group.abort()  # the main thread may wait in a collective, where no signal reaches it
                     signal.pthread_kill(main, signal.SIGINT)
                 case RunItem():
-                    if not message.follows:
-                        self._activity.state = "runs"
+                    self._activity.state = "runs"
                     self._orders.put(message)
                 case Close():
                     self._orders.put(message)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 PHASES = ("setup", "call", "teardown")
 MAX_RAISED = 10
 """Exceptions of a chain that are named."""
-_ALL_PASSED = [(phase, "passed") for phase in PHASES]
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -39,7 +38,6 @@ class RankReporter:
         self.phases_over = 0
         self.names_raised = False
         self._raised: BaseException | None = None
-        self._outcomes: list[tuple[str, str]] = []
         self._is_property = False
         self._rank = rank
         self._guards = guards
@@ -55,14 +53,9 @@ class RankReporter:
     def begin(self, item: pytest.Item) -> None:
         """Expect the reports of this item."""
         self.phases_over = 0
-        self._outcomes.clear()
         self._output.begin(item)
         # Its search for a smaller example ends with a recorded run of that.
         self._is_property = bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
-
-    def has_passed(self) -> bool:
-        """Return whether the item has passed its three phases, without subtests."""
-        return self._outcomes == _ALL_PASSED
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -87,7 +80,6 @@ class RankReporter:
     def send(self, report: pytest.TestReport) -> None:
         """Send one report, at once if it is of a failure or has output that a death would lose."""
         data = self._serialise(report)
-        self._outcomes.append((data["when"], data["outcome"]))
         if notes := self._xml.take():
             data["xml_notes"] = notes
         if report.failed and self.names_raised:

@@ -197,12 +197,9 @@ class RankSession:
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = self.rank.group.stands() and self._state.is_restored and not self.rank.is_rebuilt
         exchanged = self.rank.exchanges.take() if order.fake is None else ()
-        # The controller compares what was sent between ranks, finds out what a directory is missing for, ...
-        goes_on = usable and not exchanged and not checks and self._reporter.has_passed()
-        goes_on = goes_on and os.path.isdir(self._spec.directory)
         record = self.rank.status.record() if self._config.getoption("timeline") else None
         counts = count_collectives(), count_groups()
-        self.rank.finish(Finished(usable, *counts, doing, exchanged, record, goes_on))
+        self.rank.finish(Finished(usable, *counts, doing, exchanged, record))
         self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:

@@ -76,9 +76,6 @@ class ItemRun:
         self._places: Places | None = None
         self._names_place = False
         self._timeout = timeout
-        self.following: ItemRun | None = None
-        """What all ranks have gone on to, after `finish`."""
-        self._next: ItemRun | None = None
         self._begun = self._deadline = 0.0
         self._grace = self._last_grace = float("inf")
         self._collecting: dict[int, str] = {}
@@ -94,39 +91,22 @@ class ItemRun:
         self._left_behind: set[int] = set()
         """The ranks that had died, as the test expects, when the others met in a new world."""
 
-    def begin(self, handles: Sequence[RankHandle]) -> None:
-        """Send the ranks the order; they run the item, also while the controller does something else.
+    def run(self, handles: Sequence[RankHandle]) -> ItemOutcome:
+        """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
 
         Args:
             handles: the ranks, in rank order.
-        """
-        self._expect(handles)
-        packed = pickle_message(self.order)
-        for handle in handles:
-            handle.begin(packed)
-
-    def begin_next(self, run: ItemRun) -> None:
-        """Send the order for the next item, which the ranks run once all go on; else they drop it."""
-        run._expect(self._handles)
-        self._next = run
-        packed = pickle_message(replace(run.order, follows=True))
-        for handle in self._handles:
-            handle.begin(packed)
-
-    def _expect(self, handles: Sequence[RankHandle]) -> None:
-        self._handles = handles
-        self._begun = time.monotonic()
-        self._outcomes = [RankOutcome(handle.rank, host=handle.host) for handle in handles]
-
-    def finish(self) -> ItemOutcome:
-        """Wait for the end of the item; return what each rank said of it. The deadline counts from now.
 
         Raises:
             WorldError: a rank has left its session.
         """
-        now = time.monotonic()
-        within = max(self._timeout, COLLECT_WITHIN) if self._collecting else self._timeout
-        self._deadline, self._next_probe = now + within, now + PROBE_EVERY
+        self._handles = handles
+        self._outcomes = [RankOutcome(handle.rank, host=handle.host) for handle in handles]
+        self._begun = now = time.monotonic()
+        self._deadline, self._next_probe = now + self._timeout, now + PROBE_EVERY
+        packed = pickle_message(self.order)
+        for handle in handles:
+            handle.begin(packed)
         try:
             while pending := self._pending():
                 grace = self._grace if self._without_failure(pending) else float("inf")
@@ -153,13 +133,9 @@ class ItemRun:
         missed = expected.missed() if expected else ()
         is_lost = expected is not None and not missed and expected.has_lost() and self._can_be_rebuilt()
         stage = self.order.stage
-        outcome = ItemOutcome(
+        return ItemOutcome(
             outcomes, self._timeout, timed_out, seconds, found, cases, fake, stage, missed, is_lost
         )
-        if self._next is not None and outcome.goes_on():
-            self.following = self._next
-            self.following._begun = now
-        return outcome
 
     def _can_be_rebuilt(self) -> bool:
         first = self._handles[0]
@@ -198,11 +174,7 @@ class ItemRun:
 
     def _listen(self, timeout: float) -> None:
         for rank, message in receive(self._handles, timeout):
-            run = self
-            if self._next is not None and self._outcomes[rank].fate is not None:
-                # It has gone on, though another's end is still to be read; or it answers a probe of this run.
-                run = self if isinstance(message, RankStatus | Progress) else self._next
-            run._handle(rank, message)
+            self._handle(rank, message)
 
     def _handle(self, rank: int, message: FromRank | Died) -> None:
         outcome = self._outcomes[rank]

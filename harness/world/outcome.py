@@ -17,7 +17,6 @@ from lockstep.fake_ranks import FakeRank
 from lockstep.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from lockstep.place import Moved
 from lockstep.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
-from lockstep.standing import all_go_on
 from lockstep.tracebacks import shorten
 from lockstep.world.diagnosis import Diagnosis
 
@@ -193,11 +192,6 @@ class ItemOutcome:
             and all(rank.has_passed() and rank.left_in_flight is None for rank in self.ranks)
             and all([report["when"] for report in rank.reports] == _PHASES for rank in self.ranks)
         )
-
-    def goes_on(self) -> bool:
-        """Whether ranks that had the order for the next item have begun it."""
-        finished = self.finished()
-        return len(finished) == len(self.ranks) and all_go_on(finished)
 
     def finished(self) -> list[Finished]:
         """Return the messages of the ranks that reached the end of the item, in rank order."""

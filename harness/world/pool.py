@@ -83,29 +83,6 @@ class WorldPool:
         self._taken = world = world or self._start(key, self.make_room)
         return world
 
-    def take_ahead(self, key: WorldKey) -> World | None:
-        """Return a warm world for the next test before the reports of this one are out.
-
-        None where there is none, or where something is wrong with it: `take` deals with that, in its turn.
-        """
-        world = self._warm.get(key)
-        if world is None or world.fault() or (world.lease is not None and not world.lease.resume()):
-            return None
-        self._taken = self._warm.pop(key)
-        return world
-
-    def drop_taken(self, within: float) -> None:
-        """Interrupt and end the world that runs a test which was begun ahead and is not wanted any more.
-
-        Args:
-            within: seconds that its ranks get to tear down.
-        """
-        if self._taken is not None:
-            with contextlib.suppress(WorldError):
-                self._taken.interrupt()
-            self._taken.reap(within)  # a tear-down over broken connections fails, which is no news
-            self._taken = None
-
     def give_back(self, world: World, *, keep: bool) -> None:
         """Keep a world warm, or make it tear down its session and end; it is not waited for."""
         self._taken = None

@@ -18,7 +18,6 @@ from lockstep.output import OutputDirectory
 from lockstep.properties.messages import read_running_example
 from lockstep.protocol import Close, Finished, Interrupt, Ready, StartFailed, Warned
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
-from lockstep.standing import create_standing
 from lockstep.world.diagnosis import place_of
 from lockstep.world.handle import RankHandle, receive, request_statuses
 from lockstep.world.item_run import ItemRun
@@ -48,7 +47,6 @@ class World:
         self._handles: list[RankHandle] = []
         self._port: socket.socket | None = None
         self._close_within = CLOSE_WITHIN
-        self._run: ItemRun | None = None
         self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
     def start(self, seed: int, basetemp: Path, timeout: float) -> None:
@@ -68,7 +66,6 @@ class World:
         deadline = time.monotonic() + timeout
         self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
-        create_standing(self._directory, self.key.size)
         self._port = _reserve_port()
         port = self._port.getsockname()[1]
         lease, gpus = (None, ()) if self.lease is None else (self.lease.path, self.lease.gpus)
@@ -97,46 +94,19 @@ class World:
         if self.lease is not None:
             self.lease.leave_to_ranks()
 
-    def begin(self, run: ItemRun) -> None:
-        """Make all ranks run one item; `finish` waits for its end.
+    def run(self, run: ItemRun) -> ItemOutcome:
+        """Return what each rank said of the item, soon after its timeout at the latest.
 
         Raises:
-            WorldError: what `--rank-output-dir` holds cannot be replaced.
+            WorldError: a rank has left its session, the world's directory is gone, or what
+                `--rank-output-dir` holds cannot be replaced.
         """
         if self._kept is not None:
             self._kept.clear(run.label)
-        self._run = run
-        run.begin(self._handles)
-
-    def begin_next(self, run: ItemRun) -> None:
-        """Make the ranks run another item after the current one, at once where all of them go on.
-
-        `runs_on` says, after `finish` of the current one, whether they do; otherwise they drop the order.
-        """
-        assert self._run is not None, "no item has begun"
-        self._run.begin_next(run)
-
-    def can_begin_next(self) -> bool:
-        """Whether `begin_next` is possible: not where the controller must do something between two items."""
-        return self.lease is None and self._kept is None and len(self.key.spread) < 2
-
-    def runs_on(self) -> bool:
-        """Whether the ranks have gone on to the next item."""
-        return self._run is not None
-
-    def finish(self) -> ItemOutcome:
-        """Return what each rank said of the item, soon after `timeout` seconds from now at the latest.
-
-        Raises:
-            WorldError: a rank has left its session, or the world's directory is gone.
-        """
-        run, self._run = self._run, None
-        assert run is not None, "no item has begun"
         try:
-            outcome = run.finish()
+            outcome = run.run(self._handles)
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
-        self._run = run.following
         if not outcome.is_clean():
             for handle, rank in zip(self._handles, outcome.ranks, strict=True):
                 rank.example = read_running_example(handle.spec.path_of("running"))

@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from lockstep.protocol import (
 from lockstep.world import item_run
 from lockstep.world.handle import RankHandle
 from lockstep.world.item_run import ItemRun
-from lockstep.world.outcome import Stuck
+from lockstep.world.outcome import ItemOutcome, Stuck
 
 ORDER = RunItem("test_a.py::test_a", "test_a.py", None, "")
 FAILED = Reported({"outcome": "failed", "$report_type": "TestReport", "longrepr": ""})
@@ -73,10 +72,8 @@ class SilentRank(RankHandle):
         return SimpleNamespace(captured=lambda: ())
 
 
-def _run(rank: SilentRank, timeout: float) -> ItemRun:
-    run = ItemRun(ORDER, timeout)
-    run.begin([rank])
-    return run
+def _run(rank: SilentRank, timeout: float) -> ItemOutcome:
+    return ItemRun(ORDER, timeout).run([rank])
 
 
 class FreedRank(SilentRank):
@@ -93,50 +90,10 @@ class FreedRank(SilentRank):
             self.theirs.send((next(self.answers, Finished(True, 0, 0)),))
 
 
-def test_the_deadline_of_a_test_begun_ahead_counts_from_its_turn() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    run = _run(SilentRank(ours), 0.05)
-    theirs.send((Finished(True, 0, 0),))
-    time.sleep(0.1)  # the controller reports the test before
-    outcome = run.finish()
-    assert outcome.finished() == [Finished(True, 0, 0)]
-    assert not outcome.timed_out
-
-
-def test_what_comes_after_the_end_on_a_rank_is_of_the_next_item() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    others, anothers = multiprocessing.Pipe()
-    ranks = [SilentRank(ours), SilentRank(others)]
-    ranks[1].rank = 1
-    run, following = ItemRun(ORDER, 10), ItemRun(ORDER, 10)
-    run.begin(ranks)
-    run.begin_next(following)
-    end = Finished(True, 0, 0, goes_on=True)
-    theirs.send((end, Reported({"outcome": "passed", "of": "the next"})))  # it has gone on already
-    anothers.send((end,))
-    outcome = run.finish()
-    assert outcome.goes_on()
-    assert [rank.reports for rank in outcome.ranks] == [[], []]
-    assert run.following is following
-    for wire in (theirs, anothers):
-        wire.send((Finished(True, 0, 0),))
-    assert [len(rank.reports) for rank in following.finish().ranks] == [1, 0]
-
-
-def test_what_is_not_passed_by_all_is_not_followed() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    run, following = ItemRun(ORDER, 10), ItemRun(ORDER, 10)
-    run.begin([SilentRank(ours)])
-    run.begin_next(following)
-    theirs.send((Finished(True, 0, 0),))
-    assert not run.finish().goes_on()
-    assert run.following is None
-
-
 def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) -> None:
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     rank = FreedRank()
-    outcome = _run(rank, 10).finish()
+    outcome = _run(rank, 10)
     assert rank.sent.count(AbortGroup("a=1")) == 1
     assert outcome.finished() == [Finished(True, 0, 0)]
 
@@ -145,7 +102,7 @@ def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> N
     monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
     ours, _theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
-    _run(rank, 0.5).finish()
+    _run(rank, 0.5)
     assert rank.sent == [Probe(), Probe(full=True)]
 
 
@@ -153,7 +110,7 @@ def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
     theirs.send((FAILED,))
-    outcome = _run(rank, 1.5).finish()
+    outcome = _run(rank, 1.5)
     assert outcome.timed_out
     assert rank.reads < 30
 
@@ -162,7 +119,7 @@ def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any
     monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
     ours, theirs = multiprocessing.Pipe()
     theirs.send((Collecting("test_endless.py"),))
-    (rank,) = _run(SilentRank(ours), 0.1).finish().ranks
+    (rank,) = _run(SilentRank(ours), 0.1).ranks
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.importing == "test_endless.py"
 
@@ -200,7 +157,7 @@ class LateRank(SilentRank):
 
 
 def test_a_rank_is_ended_with_its_whole_status() -> None:
-    (rank,) = _run(LateRank(*multiprocessing.Pipe()), 0.1).finish().ranks
+    (rank,) = _run(LateRank(*multiprocessing.Pipe()), 0.1).ranks
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.status.where == "save()"
     assert rank.record == FlightRecord((), {}, {}, 0, 0)
@@ -219,10 +176,8 @@ def test_a_rank_that_is_slow_to_answer_after_a_failure_reports_its_own() -> None
     ours, theirs = multiprocessing.Pipe()
     failed, slow = SilentRank(ours), SlowRank(*multiprocessing.Pipe())
     slow.rank = 1
-    run = ItemRun(ORDER, 30)
-    run.begin([failed, slow])
     theirs.send((FAILED, Finished(False, 0, 0)))
-    outcome = run.finish()
+    outcome = ItemRun(ORDER, 30).run([failed, slow])
     assert outcome.ranks[1].fate == Finished(False, 0, 0)
     assert slow.sent == [Probe(full=True)] * 2
 
@@ -246,8 +201,6 @@ def test_a_rank_that_has_not_begun_does_not_count_as_one_that_has_ended(monkeypa
     for rank, answer in zip(ranks, (waits, idle), strict=True):
         rank.answers = iter([answer] * 5)
     ranks[1].rank = 1
-    run = ItemRun(ORDER, 30)
-    run.begin(ranks)
-    outcome = run.finish()
+    outcome = ItemRun(ORDER, 30).run(ranks)
     assert outcome.diagnosis is None
     assert [rank.fate for rank in outcome.ranks] == [Finished(True, 0, 0)] * 2
