@@ -6,12 +6,14 @@ Used on both sides; must not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from lockstep.subtests import ExpectedFailure
+    from lockstep.world.outcome import ItemOutcome
 
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
@@ -28,3 +30,31 @@ def pytest_ranks_rerun(item: pytest.Item) -> Sequence[str] | None:
 
     The default is its own node id. Of an installed file it may be `--pyargs`, and the module for the path.
     """
+
+
+# Between the core and its features. They may change in any version.
+
+
+@dataclass(slots=True)
+class Ending:
+    """The end of an item on a rank, which features complete before the controller hears of it."""
+
+    usable: bool
+    """Whether the rank can run another item."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features send to their half in the controller, by the name of each."""
+
+
+@pytest.hookspec
+def pytest_ranks_finished(ending: Ending) -> None:
+    """Complete the end of an item. Called in each rank."""
+
+
+@pytest.hookspec
+def pytest_ranks_regrouped() -> None:
+    """Forget what belongs to old connections: there is a new default group. Called in each rank."""
+
+
+@pytest.hookspec
+def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
+    """Complete the outcome of an item before it is judged and reported. Called in the controller."""

@@ -13,6 +13,7 @@ from collections.abc import Generator
 import pytest
 
 from lockstep import hookspecs
+from lockstep.features import register_features
 from lockstep.fixtures import collectives, faults, golden, run_subtests, world
 from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
@@ -27,6 +28,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     add_options(parser)
+    register_features(pluginmanager)
     config = pluginmanager.get_plugin("pytestconfig")
     if (
         config is None or config.known_args_namespace.confcutdir is not None

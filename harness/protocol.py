@@ -378,28 +378,6 @@ class Debugger:
     state: DebuggerState
 
 
-ANY_RANK = -1
-"""Stands for the peer of a receive that takes what any rank sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """The sends of a rank to another one in a test, or the receives from it, of one group and tag."""
-
-    group: str
-    is_send: bool
-    peer: int
-    tag: int
-    begun: int
-    waited: int
-    """How many of them have ended while the test had their handles."""
-    call: str
-    """The function that was called for the latest, "isend" say."""
-    tensor: str
-    """Its dtype and shape."""
-    line: str
-
-
 @dataclass(frozen=True)
 class Finished:
     """The item's protocol is over."""
@@ -412,10 +390,10 @@ class Finished:
     """How many process groups were ever made, which names the next one."""
     status: RankStatus | None = None
     """The collectives of the test, under `--check-collectives`."""
-    exchanged: tuple[Exchanged, ...] = ()
-    """The sends and receives of the test."""
     record: FlightRecord | None = None
     """The calls of the test, under `--timeline`."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features add, by the name of each."""
 
 
 # A rank's messages cross the wire in tuples: all messages of a passing test go out in one write.

@@ -244,6 +244,7 @@ class Controller:
         try:
             with attending:
                 outcome = world.run(ItemRun(order, request.timeout, self._live))
+            self._config.hook.pytest_ranks_outcome(outcome=outcome)
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise

@@ -39,7 +39,6 @@ from lockstep.protocol import (
     ToRank,
     Vote,
 )
-from lockstep.rank.exchanges import Exchanges
 from lockstep.rank.live import prefix_streams
 from lockstep.rank.output import capture_into
 from lockstep.rank.process_group import DefaultGroup
@@ -89,6 +88,8 @@ class Rank:
         self.losses = Losses()
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
+        self.hook: pytest.HookRelay
+        """The hooks of the session, which sets it."""
         self.faults: Faults | None = None
         """The value of the fixture `faults`, once a test has used it."""
         self.interrupted = False
@@ -101,7 +102,6 @@ class Rank:
         self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
         self._activity = Activity()
         self._rendezvous = Rendezvous(spec, self._activity, self.group.meeting_store)
-        self.exchanges = Exchanges(spec.session.cwd, self.group.members)
         self.status = StatusReader(self._activity, self.group, spec.session.cwd)
         self._aborting = threading.Lock()
         self._abortable = ""
@@ -119,7 +119,6 @@ class Rank:
         self.group.join()
         open_lasting_pipe()
         self._rendezvous.install()
-        self.exchanges.install()
 
     def run(self) -> None:
         """Run items until the controller closes the session."""
@@ -310,9 +309,9 @@ class Rank:
             self._abortable = ""
 
     def _forget_connections(self) -> None:
-        """Forget what was lost and exchanged on those of before. All ranks are between two meetings."""
-        self.exchanges.clear()
+        """Forget what was lost on those of before. All ranks are between two meetings."""
         self.losses.clear()
+        self.hook.pytest_ranks_regrouped()
 
     def reseed(self) -> None:
         """Seed every generator of this process with the seed of the world."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lockstep.fake_ranks import FakeRank
-from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.hookspecs import RANK_PLUGIN, Ending
 from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem, Search
 from lockstep.rank import debugger
 from lockstep.rank.coverage import RankCoverage
@@ -100,6 +100,7 @@ class RankSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, object, object]:
         self._config = config
+        self.rank.hook = config.hook
         options = vars(config.option)
         self._has_log_file = wants_log_file(config)
         options.update({name: value for name, value in _CONTROLLER_OPTIONS.items() if name in options})
@@ -177,7 +178,6 @@ class RankSession:
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
-            self.rank.exchanges.see_shm()
             if self._config.getoption("timeline"):
                 self.rank.status.keep_stacks()
             self.stages = dict(order.stages)
@@ -196,10 +196,11 @@ class RankSession:
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = self.rank.group.stands() and self._state.is_restored and not self.rank.is_rebuilt
-        exchanged = self.rank.exchanges.take() if order.fake is None else ()
         record = self.rank.status.record() if self._config.getoption("timeline") else None
         counts = count_collectives(), count_groups()
-        self.rank.finish(Finished(usable, *counts, doing, exchanged, record))
+        ending = Ending(usable)
+        self._config.hook.pytest_ranks_finished(ending=ending)
+        self.rank.finish(Finished(ending.usable, *counts, doing, record, ending.parts))
         self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lockstep.properties.messages import EXAMPLE
-from lockstep.protocol import ANY_RANK, DEFAULT_GROUP, MEETING, Exchanged, Issued, RankStatus
+from lockstep.protocol import DEFAULT_GROUP, MEETING, Issued, RankStatus
 
 # In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(
@@ -69,33 +69,6 @@ def find_mismatch(
         include_ended: whether to compare collectives, too, that have ended on all ranks.
     """
     return _Ranks(_renumber(statuses), size).mismatch(include_ended=include_ended)
-
-
-def find_unpaired(exchanged: Mapping[int, Iterable[Exchanged]]) -> dict[int, str]:
-    """Return the ranks that have left a send or a receive in flight which no other rank took up, and which.
-
-    What a rank has waited for was taken up, if not by what is counted: compiled code bypasses that.
-
-    Args:
-        exchanged: of all ranks, by rank.
-    """
-    left: dict[int, str] = {}
-    for rank, channels in exchanged.items():
-        for each in channels:
-            taken_up = sum(
-                other.begun
-                for number, others in exchanged.items()
-                for other in others
-                if each.peer in (number, ANY_RANK)
-                and other.peer in (rank, ANY_RANK)
-                and (other.group, other.tag, other.is_send) == (each.group, each.tag, not each.is_send)
-            )
-            if each.waited < each.begun and taken_up < each.begun:
-                peer = "any rank" if each.peer == ANY_RANK else f"rank {each.peer}"
-                way, verb = ("to", "received") if each.is_send else ("from", "sent")
-                what = f"{each.call} {way} {peer} ({each.tensor}) at {each.line} in flight"
-                left[rank] = f"{what}: it was not {verb}"
-    return left
 
 
 def in_flight(status: RankStatus) -> Issued | None:

@@ -39,7 +39,7 @@ from lockstep.protocol import (
     Vote,
     Warned,
 )
-from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, find_unpaired, in_flight, name_of
+from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
 from lockstep.world.expectations import Expectations
 from lockstep.world.glance import Glance, Onlooker, Places
 from lockstep.world.handle import ANSWER_WITHIN, RankHandle, receive
@@ -88,8 +88,6 @@ class ItemRun:
         self._failed_cases: dict[str, dict[int, RankStatus]] = {}
         """By case, what the ranks that failed in it had begun then."""
         self._aborted = ""
-        self._left_behind: set[int] = set()
-        """The ranks that had died, as the test expects, when the others met in a new world."""
 
     def run(self, handles: Sequence[RankHandle]) -> ItemOutcome:
         """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
@@ -264,7 +262,8 @@ class ItemRun:
         if any(outcome.vote and not outcome.vote.inside for outcome in voters):
             self._aborted = ""
         if all(outcome.vote and outcome.vote.outcome == REBUILT for outcome in voters):
-            self._left_behind = {each.rank for each in self._outcomes if each.is_expected}
+            for each in self._outcomes:
+                each.has_left_world = each.is_expected
             self._suspicion = None  # of the groups of before
             self._expectations.note_rebuilt()
         if all(vote.renews_deadline for vote in votes):
@@ -315,11 +314,11 @@ class ItemRun:
 
     def _has_lost(self) -> bool:
         """Whether a rank has died as was expected, and the others are still in its world, and differ."""
-        return any(each.is_expected and each.rank not in self._left_behind for each in self._outcomes)
+        return any(each.is_expected and not each.has_left_world for each in self._outcomes)
 
     def _size(self) -> int:
         """Return how many ranks the world has now."""
-        return len(self._handles) - len(self._left_behind)
+        return sum(not each.has_left_world for each in self._outcomes)
 
     def _let_look(self, pending: set[int]) -> None:
         if self._onlooker is None:
@@ -444,17 +443,11 @@ class ItemRun:
     def _look_for_work_in_flight(self) -> None:
         """Find out what is still in flight on ranks that ended after unequal numbers of collectives.
 
-        The number alone proves nothing: it counts sends and receives too. Of these, what a rank has left in
-        a test that passed is known; after a failure it is a consequence.
+        The number alone proves nothing: it counts sends and receives too.
         """
         if self._has_lost():
             return
         finished = {each.rank: each.fate for each in self._outcomes if isinstance(each.fate, Finished)}
-        exchanged = {rank: fate.exchanged for rank, fate in finished.items()}
-        in_world = [each for each in self._outcomes if each.rank not in self._left_behind]
-        if any(exchanged.values()) and all(each.has_passed() for each in in_world):
-            for rank, left in find_unpaired(exchanged).items():
-                self._outcomes[rank].left_in_flight = left
         if len({fate.collectives for fate in finished.values()}) < 2:
             return
         for rank, status in self._request_statuses(set(finished)).items():

@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.protocol import ANY_RANK, DEFAULT_GROUP, Exchanged
+from lockstep.features.exchanges.exchanged import ANY_RANK, FEATURE, Exchanged
+from lockstep.hookspecs import Ending
+from lockstep.protocol import DEFAULT_GROUP
 from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True  # a send that fails is the user's, and torch's
@@ -65,9 +68,19 @@ class Exchanges:
         group.send = self._recorded(group.send, is_send=True)
         group.recv = self._recorded(group.recv, is_send=False)
         group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
-        self.see_shm()
+        self.pytest_runtest_setup()
 
-    def see_shm(self) -> None:
+    def pytest_ranks_regrouped(self) -> None:
+        self.clear()
+
+    def pytest_ranks_finished(self, ending: Ending) -> None:
+        """Send what the test has exchanged; where handles were dropped, the world cannot be used again."""
+        if exchanged := self.take():
+            ending.parts[FEATURE] = exchanged
+            ending.usable = ending.usable and all(each.waited == each.begun for each in exchanged)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
         """See those of shm too, which has methods of its own, once a file of tests has imported it."""
         shm = sys.modules.get("lockstep.shm")
         if shm is None or self._sees_shm:

@@ -1,0 +1,19 @@
+"""Features: folders that add to the core by hooks, options and fixtures, and that the core does not know.
+
+Each has a module `plugin`, which every pytest process loads, controllers and ranks: it must not import torch, and
+imports the rest of its folder when that is needed. A folder that is deleted takes its feature with it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+
+
+def register_features(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the plugin of each feature."""
+    for folder in iter_modules(__path__, f"{__name__}."):
+        name = f"{folder.name}.plugin"
+        pluginmanager.register(import_module(name), name)

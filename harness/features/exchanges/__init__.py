@@ -1,0 +1,1 @@
+"""Sends and receives: a test fails that leaves one which no other rank has taken up."""
