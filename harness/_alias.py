@@ -1,6 +1,6 @@
 """`import harness` gives the modules of `lockstep`, unless a project has a `harness` of its own.
 
-Our modules are always named `lockstep.x`. Runs where `harness` is imported; standard library only.
+Our modules are always named `lockstep.x`. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OURS = [(Path(__file__).parents[1] / name).resolve() for name in ("harness", "lockstep")]
-
 
 def resolve_harness() -> None:
     """Put the package that `import harness` gives into `sys.modules`; called while ours is imported."""
     if theirs := _other_package():
         sys.modules["harness"] = module_from_spec(theirs)
-        assert theirs.loader is not None
-        theirs.loader.exec_module(sys.modules["harness"])
+        if theirs.loader is not None:  # as that of a folder without `__init__.py` is
+            theirs.loader.exec_module(sys.modules["harness"])
     else:
         sys.modules["harness"] = sys.modules["lockstep"]
         sys.meta_path.insert(0, _HarnessFinder())
@@ -35,18 +33,21 @@ def come_first() -> None:
 
 def _other_package() -> ModuleSpec | None:
     """Return the spec of a `harness` that comes after ours on the path, or that another finder knows."""
-    entries = [entry for entry in sys.path if Path(entry, "harness").resolve() not in OURS]
+    entries = [entry for entry in sys.path if not _is_ours(Path(entry, "harness"))]
     for finder in sys.meta_path:
         spec = finder.find_spec("harness", entries if finder is PathFinder else None)
-        if spec and spec.loader:
-            folders = [Path(each).resolve() for each in spec.submodule_search_locations or ()]
-            if not set(folders) & set(OURS) and (spec.origin or any(map(_has_modules, folders))):
+        if spec is not None:
+            folders = [Path(each) for each in spec.submodule_search_locations or ()]
+            if not any(map(_is_ours, folders)) and (spec.origin or any(map(_has_modules, folders))):
                 return spec
     return None
 
 
+def _is_ours(folder: Path) -> bool:
+    return (folder / Path(__file__).name).exists() and (folder / "hookspecs.py").exists()
+
+
 def _has_modules(folder: Path) -> bool:
-    """Return whether a folder without `__init__.py` has more than tests."""
     return any(not path.name.startswith(("test_", "conftest.")) for path in folder.glob("*.py"))
 
 

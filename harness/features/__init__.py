@@ -1,7 +1,7 @@
 """Features: folders that add to the core by hooks, options and fixtures, and that the core does not know.
 
-Each has a module `plugin`, which every pytest process loads, controllers and ranks: it must not import torch, and
-imports the rest of its folder when that is needed. A folder that is deleted takes its feature with it.
+Each has a module `plugin`, which every pytest process loads, controllers and ranks: it must not import torch,
+and imports the rest of its folder when that is needed. A folder that is deleted takes its feature with it.
 """
 
 from __future__ import annotations

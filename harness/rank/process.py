@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
+from pluggy import HookRelay
 
 from lockstep.exceptions import PeerFailed
 from lockstep.fake_ranks import FakeRank
@@ -88,7 +89,7 @@ class Rank:
         self.losses = Losses()
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
-        self.hook: pytest.HookRelay
+        self.hook: HookRelay
         """The hooks of the session, which sets it."""
         self.faults: Faults | None = None
         """The value of the fixture `faults`, once a test has used it."""

@@ -41,6 +41,7 @@ def sources() -> Iterator[str]:
             name = path.relative_to(CHECKOUT).as_posix()
             if (
                 path.is_file()
+                and (folder != "harness" or path.suffix in (".py", ".typed"))  # what type checkers read
                 and "__pycache__" not in name
                 and not re.match("lockstep_suites/(selftest|engine)/", name)
             ):

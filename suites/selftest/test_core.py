@@ -1,0 +1,108 @@
+"""The core knows no feature: what it still imports of features is on a list that may only get shorter."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from suites.selftest.test_laws import MODULES, imports
+
+CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
+"""Folders of the core; the files beside them are of the core as well."""
+FEATURES = (
+    "features",
+    "adopt",
+    "controller.crashed_examples",
+    "controller.debugging",
+    "controller.live",
+    "controller.progress",
+    "controller.recorded_run",
+    "controller.rerunfailures_internals",
+    "controller.stages",
+    "controller.timeout_internals",
+    "controller.unsupported",
+    "fake_ranks",
+    "goldens",
+    "hosts",
+    "injection",
+    "launch.lease_store",
+    "launch.leases",
+    "properties",
+    "rank.coverage",
+    "rank.debugger",
+    "rank.fake_values",
+    "rank.live",
+    "rank.plugins",
+    "stages",
+    "timeline",
+    "world.expectations",
+    "world.glance",
+)
+"""Folder of the features, and modules that are still to move there."""
+
+STILL_IMPORTED = {
+    "controller.plugin": (
+        "controller.crashed_examples controller.debugging controller.live "
+        "controller.recorded_run controller.rerunfailures_internals controller.stages "
+        "controller.unsupported hosts.launchers hosts.remote "
+        "timeline"
+    ),
+    "controller.requests": (
+        "controller.debugging controller.timeout_internals controller.unsupported "
+        "fake_ranks hosts.placement injection.schedule "
+        "stages"
+    ),
+    "controller.rerun": "hosts.roster",
+    "controller.world_starter": "controller.debugging launch.lease_store launch.leases",
+    "fixtures": "goldens.golden injection.injector",
+    "launch.bootstrap": "launch.lease_store",
+    "marker": "fake_ranks",
+    "plugin": "adopt.plugin fake_ranks timeline.files",
+    "protocol": "fake_ranks",
+    "rank.flight_record": "timeline.entries",
+    "rank.process": "fake_ranks injection.injector injection.losses properties.messages rank.live",
+    "rank.process_group": "fake_ranks",
+    "rank.session": (
+        "fake_ranks injection.item properties.plugin "
+        "rank.coverage rank.debugger rank.fake_values "
+        "rank.live rank.plugins"
+    ),
+    "rank.status": "properties",
+    "rank.world_fixture": "fake_ranks",
+    "reporting.explain": "properties.messages timeline.text timeline.timeline",
+    "reporting.merge": "properties.messages",
+    "reporting.problems": "properties.messages",
+    "reporting.rank_reports": "properties.messages",
+    "reporting.summary": "goldens.summary",
+    "world.diagnosis": "properties.messages",
+    "world.item_run": "properties.messages world.expectations world.glance",
+    "world.outcome": "fake_ranks",
+    "world.world": "launch.leases properties.messages",
+}
+"""Features that a module of the core still imports. Nothing may be added, and what is unused must be removed."""
+
+
+def feature_of(name: str) -> str | None:
+    below = name.removeprefix("lockstep.")
+    return next((each for each in FEATURES if below == each or below.startswith(f"{each}.")), None)
+
+
+def modules_of_core() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the core's modules; not the package itself, whose public names features define."""
+    packages = {name.split(".")[1] for name in MODULES if name.count(".") > 1}
+    for name, tree in MODULES.items():
+        room = name.partition(".")[2].partition(".")[0]
+        if room and feature_of(name) is None and (room in CORE or room not in packages):
+            yield name, tree
+
+
+def test_the_core_imports_no_feature_but_those_that_are_listed() -> None:
+    found: dict[str, str] = {}
+    for name, tree in modules_of_core():
+        features = {each for each in imports(tree, lazy=True, types=True) if feature_of(each)}
+        features.discard("lockstep.features")  # it registers the folders that there are
+        if features:
+            modules = (each if each in MODULES else each.rpartition(".")[0] for each in features)
+            short = sorted({each.removeprefix("lockstep.") for each in modules})
+            found[name.removeprefix("lockstep.")] = " ".join(short)
+    assert found == STILL_IMPORTED
