@@ -43,3 +43,7 @@ class WorldError(RuntimeError):
 
 class LaunchError(WorldError):
     """Ranks cannot be started on this machine; the message says why and what to do."""
+
+
+class MessageRefused(ConnectionError):
+    """A message from another host is not what that host has sent, or not in its place."""

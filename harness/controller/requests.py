@@ -255,6 +255,7 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError("--world-timeout: write a number of seconds above 0")
     if config.getoption("ranks_adopt_cpu") and "torch" not in adopted_kinds(config):
         raise pytest.UsageError("--ranks-adopt-cpu: add --ranks-adopt torch, whose tests it is for")
+    _check_hosts(config)
     debugging.check_options(config)
     try:
         parse_selection(config.getoption("subtest"))
@@ -273,6 +274,16 @@ def check_options(config: pytest.Config) -> None:
         value = config.getini(name)
         if value not in choices:
             raise pytest.UsageError(f"{name} = {value!r}: choose {', '.join(choices)}")
+
+
+def _check_hosts(config: pytest.Config) -> None:
+    for option in ("hosts", "per-host"):
+        number: int | None = config.getoption(f"ranks_{option.replace('-', '_')}")
+        if number is not None and number < 1:
+            raise pytest.UsageError(f"--ranks-{option} {number}: write a whole number above 0")
+    shared: str | None = config.getoption("ranks_shared_dir")
+    if shared is not None and not os.path.isdir(shared):
+        raise pytest.UsageError(f"--shared-dir {shared}: no such directory; make it where all hosts see it")
 
 
 def _check_leases(config: pytest.Config) -> None:

@@ -12,14 +12,14 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from lockstep.exceptions import LaunchError
 from lockstep.hosts.code import digests
+from lockstep.hosts.listener import Listener
 from lockstep.hosts.orders import (
     KEPT,
-    Attach,
     Digest,
     EndWorld,
     Fetch,
@@ -32,7 +32,7 @@ from lockstep.hosts.orders import (
     Signal,
     StartRanks,
 )
-from lockstep.hosts.wire import be_patient, listen, prove
+from lockstep.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, listen
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import ProcessLauncher, RankProcess
 from lockstep.place import moved_path
@@ -47,15 +47,15 @@ class Agent:
 
     Args:
         address: of the interface that leads to the other hosts; nothing else is listened at.
-        secret: of the run.
+        node: number of this host.
+        credentials: of the run.
     """
 
-    def __init__(self, address: str, secret: bytes) -> None:
+    def __init__(self, address: str, node: int, credentials: Credentials) -> None:
         self.address = address
-        self._secret = secret
-        self._listener = listen(address)
-        self.port: int = self._listener.getsockname()[1]
-        self._attached: dict[Attach, Connection] = {}
+        self._listener = Listener(listen(address), node, credentials, ("control", "wire", "end"), self._admit)
+        self.port: int = self._listener.port
+        self._attached: dict[Purpose, SignedConnection] = {}
         self._attaching = threading.Condition()
         self._starting = threading.Lock()
         self._launcher: ProcessLauncher | None = None
@@ -63,10 +63,7 @@ class Agent:
 
     def serve(self, stop: int) -> None:
         """Serve controllers until the descriptor `stop` can be read."""
-        while stop not in wait([self._listener, stop]):
-            with contextlib.suppress(OSError):
-                accepted, _ = self._listener.accept()
-                threading.Thread(target=self._admit, args=(accepted,), daemon=True).start()
+        self._listener.serve(stop)
 
     def close(self) -> None:
         """End all ranks and the server."""
@@ -75,31 +72,30 @@ class Agent:
             if self._launcher is not None:
                 self._launcher.stop()
 
-    def _admit(self, accepted: socket.socket) -> None:
-        connection = prove(accepted, self._secret)
-        if connection is None:
+    def _admit(self, connection: SignedConnection, call: Call) -> None:
+        if call.purpose.kind == "control":
+            threading.Thread(target=self._serve_controller, args=(connection,), daemon=True).start()
             return
-        with contextlib.suppress(EOFError, OSError):
-            attach: Attach = connection.recv()
-            if attach.purpose == "control":
-                _Service(self, connection).run()
-                return
-            if attach.purpose == "wire":
-                be_patient(connection)
-            with self._attaching:
-                self._attached[attach] = connection
-                self._attaching.notify_all()
+        if call.purpose.kind == "wire":
+            be_patient(connection)
+        with self._attaching:
+            self._attached[call.purpose] = connection
+            self._attaching.notify_all()
 
-    def attached(self, attach: Attach) -> Connection:
+    def _serve_controller(self, control: SignedConnection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            _Service(self, control).run()
+
+    def attached(self, purpose: Purpose) -> SignedConnection:
         """Return the connection that came for a purpose.
 
         Raises:
             LaunchError: it does not come.
         """
         with self._attaching:
-            if not self._attaching.wait_for(lambda: attach in self._attached, ATTACH_WITHIN):
-                raise LaunchError(f"rank {attach.rank}: its connection did not come")
-            return self._attached.pop(attach)
+            if not self._attaching.wait_for(lambda: purpose in self._attached, ATTACH_WITHIN):
+                raise LaunchError(f"rank {purpose.rank}: its connection did not come")
+            return self._attached.pop(purpose)
 
     def prestart(self, order: Prestart) -> None:
         """Start the server that ranks are forked from; all controllers of a run have the same."""
@@ -113,7 +109,7 @@ class Agent:
         return self._launcher
 
     def start(
-        self, specs: list[RankSpec], wires: dict[int, Connection], deadline: float
+        self, specs: list[RankSpec], wires: dict[int, SignedConnection], deadline: float
     ) -> list[RankProcess]:
         with self._starting:  # multiprocessing is not made for threads
             return self.launcher().start(specs, deadline, wires)
@@ -130,13 +126,13 @@ class _World:
         self.directory = directory
         self.ports = ports
         self.ranks: dict[int, RankProcess] = {}
-        self.ends: dict[int, Connection] = {}
+        self.ends: dict[int, SignedConnection] = {}
 
 
 class _Service:
     """The part of the agent for one controller, until that is gone."""
 
-    def __init__(self, agent: Agent, control: Connection) -> None:
+    def __init__(self, agent: Agent, control: SignedConnection) -> None:
         self._agent = agent
         self._control = control
         self._worlds: dict[str, _World] = {}
@@ -207,11 +203,11 @@ class _Service:
         for name in (*order.removed, HOSTS):
             environ.pop(name, None)
         specs = [_as_here(spec, world.directory, environ) for spec in order.specs]
-        wires: dict[int, Connection] = {}
+        wires: dict[int, SignedConnection] = {}
         try:
             for spec in specs:
-                wires[spec.rank] = self._agent.attached(Attach("wire", order.world, spec.rank))
-                world.ends[spec.rank] = self._agent.attached(Attach("end", order.world, spec.rank))
+                wires[spec.rank] = self._agent.attached(Purpose("wire", order.world, spec.rank))
+                world.ends[spec.rank] = self._agent.attached(Purpose("end", order.world, spec.rank))
             started = self._agent.start(specs, wires, time.monotonic() + order.patience)
         except BaseException:
             for wire in wires.values():

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +24,20 @@ import pytest
 from lockstep.exceptions import LaunchError
 from lockstep.hosts.addresses import address_towards, is_here, resolve
 from lockstep.hosts.invitation import (
-    ByHand,
     Invitation,
     Known,
     SharedFile,
     Store,
+    WithoutSecret,
     meeting_point,
+    needed_secret,
     new_secret,
-    secret_by_hand,
+    take_secret,
 )
 from lockstep.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of, without_launcher
 from lockstep.hosts.meeting import Comer, Meeting, Way, versions
 from lockstep.hosts.roster import HostInfo, this_host
+from lockstep.hosts.wire import Credentials
 from lockstep.specification import HOSTS
 
 if TYPE_CHECKING:
@@ -42,7 +45,8 @@ if TYPE_CHECKING:
 
 NOT_RUN, INTERRUPTED, LOST = 4, 130, 1
 """Exit status: pytest was not started; Ctrl-C before it was, or on a host that serves; node 0 is gone."""
-WAIT = 300.0
+WAIT, LONGEST_WAIT = 300.0, 1e6
+MOST_HOSTS = 1024
 _NOWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the default route leads there."""
 
@@ -67,7 +71,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help="with --meet: a file with the same secret on all hosts, that you alone can read "
+        help="a file with the same secret on all hosts, that you alone can read; needed with --meet "
         "(default: the variable LOCKSTEP_HOSTS_SECRET)",
     )
     parser.add_argument(
@@ -87,14 +91,15 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
     try:
         if others:
             raise LaunchError(f"unknown arguments: {' '.join(others)}; those of pytest come behind --")
+        secret = take_secret(options.secret_file, os.environ)
         place = _place(options)
         if place.nodes == 1:
             _forget_launcher()
             return _run_pytest(options.arguments)
         if place.node == 0:
-            return _lead(place, options)
+            return _lead(place, options, secret)
         with _interrupted_by_sigterm():
-            return _serve(place, options)
+            return _serve(place, options, secret)
     except LaunchError as error:
         _say(str(error))
         return NOT_RUN
@@ -120,36 +125,40 @@ def _place(options: argparse.Namespace) -> NodePlace:
             "--node 0/2 --meet ADDRESS:PORT, and --node 1/2 on the other host"
         )
     check_one_each(place)
+    if place.nodes > MOST_HOSTS:
+        raise LaunchError(f"{place}: a run has at most {MOST_HOSTS} hosts; start fewer")
+    if not 0 <= options.wait <= LONGEST_WAIT:  # not a number is in no range
+        raise LaunchError(
+            f"--wait {options.wait:g}: give seconds from 0 to {LONGEST_WAIT:g}: --wait {WAIT:g}"
+        )
     if not (options.meet or place.launcher):
         raise LaunchError("--node needs --meet ADDRESS:PORT: where node 0 waits for the others")
     return place
 
 
-def _by_hand(options: argparse.Namespace) -> Invitation | None:
+def _by_hand(options: argparse.Namespace, secret: bytes | None) -> Invitation | None:
     """Return the invitation that the user gives; None where it is the launcher's to hand over."""
     if not options.meet:
-        if options.secret_file is not None:
-            raise LaunchError("--secret-file is for --meet; without that the launcher hands over a secret")
         return None
     address, port = meeting_point(options.meet)
-    return Invitation(address, port, secret_by_hand(ByHand(options.meet, options.secret_file), os.environ))
+    return Invitation(address, port, needed_secret(secret))
 
 
-def _way(place: NodePlace, by_hand: Invitation | None) -> Way:
+def _way(place: NodePlace, by_hand: Invitation | None, secret: bytes | None) -> Way:
     if by_hand is not None:
         return Known(by_hand)
-    return SharedFile(place) if place.store is None else Store(place)
+    return WithoutSecret(SharedFile(place) if place.store is None else Store(place), secret)
 
 
-def _lead(place: NodePlace, options: argparse.Namespace) -> int:
+def _lead(place: NodePlace, options: argparse.Namespace, secret: bytes | None) -> int:
     """Meet the others, and run pytest; return its status."""
-    by_hand = _by_hand(options)
+    by_hand = _by_hand(options, secret)
     if by_hand is not None and not is_here(by_hand.address):
         raise LaunchError(
             f"--meet {options.meet}: {by_hand.address} is no address of this host, which is node 0"
         )
-    invitation = by_hand or Invitation(_own_address(place, options.address), 0, new_secret())
-    way = _way(place, by_hand)
+    invitation = by_hand or Invitation(_own_address(place, options.address), 0, secret or new_secret())
+    way = _way(place, by_hand, secret)
     directory = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
     meeting, status = None, NOT_RUN
     try:
@@ -157,7 +166,7 @@ def _lead(place: NodePlace, options: argparse.Namespace) -> int:
         this = _this_host(options.name, invitation.address, 0)
         meeting = Meeting(place, this, invitation, directory / "roster.json", environ)
         with _interrupted_by_sigterm():  # pytest handles it for itself
-            way.publish(meeting.invitation)
+            way.publish(meeting.invitation, time.monotonic() + options.wait)
             hosts = meeting.await_all(options.wait, _say)
         _say(f"{len(hosts)} hosts: " + ", ".join(f"{host.name} ({host.address})" for host in hosts))
         os.environ[HOSTS] = str(directory / "roster.json")
@@ -178,23 +187,23 @@ def _run_pytest(arguments: Sequence[str]) -> int:
     return int(pytest.console_main())
 
 
-def _serve(place: NodePlace, options: argparse.Namespace) -> int:
+def _serve(place: NodePlace, options: argparse.Namespace, secret: bytes | None) -> int:
     """Serve ranks until pytest has ended on node 0; return its status."""
     from lockstep.hosts.agent import Agent
 
-    by_hand = _by_hand(options)
+    by_hand = _by_hand(options, secret)
     given = resolve(options.address) if options.address else ""
     if given and not is_here(given):
         raise LaunchError(f"--address {options.address} is no address of this host")
-    way = _way(place, by_hand)
+    way = _way(place, by_hand, secret)
     _forget_launcher()
     opened: list[Agent] = []
 
-    def describe(invitation: Invitation) -> HostInfo:
-        address = given or address_towards(invitation.address)
+    def describe(node_0: str, credentials: Credentials) -> HostInfo:
+        address = given or address_towards(node_0)
         while opened:  # node 0 was started again meanwhile, and has another secret
             opened.pop().close()
-        opened.append(Agent(address, invitation.secret))
+        opened.append(Agent(address, place.node, credentials))
         return _this_host(options.name, address, opened[0].port)
 
     try:

@@ -7,16 +7,19 @@ takes, is imported in a process of its own (`python -m lockstep.hosts.invitation
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import secrets
+import select
 import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.exceptions import LaunchError
@@ -28,7 +31,9 @@ SHORTEST_SECRET = 16
 LOOK_EVERY = 0.2
 """Seconds between looks at a file that is not there yet, or has an invitation that is no longer good."""
 END_WITHIN = 10.0
-"""Seconds that the process which reads torchrun's store has to end."""
+"""Seconds that the process which reads torchrun's store has to end, or to answer after its deadline."""
+IMPORT_WITHIN = 60.0
+"""Seconds that it has to import torch, before any deadline counts."""
 _KEY = "lockstep/hosts/invitation"
 _MAKE_ONE = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > secret), copied to the others, "
@@ -43,24 +48,25 @@ class Invitation:
     address: str
     port: int
     secret: bytes
+    """Empty on its way where the user has given it to all hosts."""
 
     def pack(self) -> str:
         return json.dumps([self.address, self.port, self.secret.hex()])
 
 
 def unpack(text: str) -> Invitation:
-    """Read what `Invitation.pack` has written."""
-    address, port, secret = json.loads(text)
-    return Invitation(address, port, bytes.fromhex(secret))
+    """Read what `Invitation.pack` has written.
 
-
-@dataclass(frozen=True, slots=True)
-class ByHand:
-    """The words of the user about the meeting."""
-
-    meet: str = ""
-    """`ADDRESS:PORT` of node 0."""
-    secret_file: Path | None = None
+    Raises:
+        LaunchError: something else has.
+    """
+    try:
+        address, port, secret = json.loads(text)
+        return Invitation(str(ipaddress.IPv4Address(address)), int(port), bytes.fromhex(secret))
+    except (ValueError, TypeError) as error:
+        raise LaunchError(
+            f"what the launcher hands over is no invitation ({error}): give --meet and --secret-file"
+        ) from None
 
 
 def meeting_point(meet: str) -> tuple[str, int]:
@@ -70,37 +76,42 @@ def meeting_point(meet: str) -> tuple[str, int]:
         LaunchError: it has no such form, or the host is not known.
     """
     host, _, port = meet.rpartition(":")
-    if not (host and port.isdigit()):
+    if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise LaunchError(
-            f"--meet {meet}: give an address of node 0 and a free port there: --meet 10.0.0.1:29400"
+            f"--meet {meet}: give an address of node 0 and a free port there (1 to 65535): "
+            "--meet 10.0.0.1:29400"
         )
     return resolve(host), int(port)
 
 
-def secret_of(by_hand: ByHand, environ: Mapping[str, str]) -> bytes | None:
+def take_secret(path: Path | None, environ: MutableMapping[str, str]) -> bytes | None:
     """Return the secret that the user gives, in a file or in the environment; None if there is none.
 
+    It is taken out of the environment, which ranks get, and all that tests start.
+
     Raises:
-        LaunchError: others can read it, or it is too short.
+        LaunchError: others can read it, it is too short, or no text.
     """
-    if by_hand.secret_file is None:
-        text, where = environ.get(SECRET_VARIABLE), SECRET_VARIABLE
-    else:
-        text, where = _read_private(by_hand.secret_file), str(by_hand.secret_file)
+    text, where = environ.pop(SECRET_VARIABLE, None), SECRET_VARIABLE
+    if path is not None:
+        text, where = _read_private(path), str(path)
     if text is None:
         return None
     if len(text.strip()) < SHORTEST_SECRET:
         raise LaunchError(f"the secret in {where} has less than {SHORTEST_SECRET} characters: {_MAKE_ONE}")
-    return text.strip().encode()
+    try:
+        return text.strip().encode()
+    except UnicodeEncodeError:
+        raise LaunchError(f"the secret in {where} is no text (UTF-8): {_MAKE_ONE}") from None
 
 
-def secret_by_hand(by_hand: ByHand, environ: Mapping[str, str]) -> bytes:
+def needed_secret(secret: bytes | None) -> bytes:
     """Return the secret that the user gives.
 
     Raises:
         LaunchError: there is none; it says how to make one.
     """
-    if (secret := secret_of(by_hand, environ)) is None:
+    if secret is None:
         raise LaunchError(f"--meet needs a secret that all hosts have: on one host {_MAKE_ONE}")
     return secret
 
@@ -116,6 +127,8 @@ def _read_private(path: Path) -> str:
             text = file.read()
     except OSError as error:
         raise LaunchError(f"cannot read the secret {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"the secret in {path} is no text (UTF-8): {_MAKE_ONE}") from None
     if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
         raise LaunchError(
             f"the secret {path} can be read by others than you (mode {stat.S_IMODE(status.st_mode):o}): "
@@ -145,6 +158,8 @@ class Store:
             str(port),
             str(int(is_master)),
         ]
+        self._where = f"{host}:{port}"
+        self._has_imported = False
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -154,8 +169,13 @@ class Store:
             start_new_session=True,  # a Ctrl-C is not for it: it ends with its input
         )
 
-    def publish(self, invitation: Invitation) -> None:
-        self._ask("set", invitation.pack())
+    def publish(self, invitation: Invitation, until: float) -> None:
+        """Leave the invitation for the others.
+
+        Raises:
+            LaunchError: the store could not be reached until that moment (monotonic).
+        """
+        self._ask("set", until, invitation.pack())
 
     def find(self, until: float) -> Invitation:
         """Return the invitation, as soon as there is one.
@@ -163,18 +183,28 @@ class Store:
         Raises:
             LaunchError: there was none until that moment (monotonic).
         """
-        return unpack(self._ask("get", str(max(until - time.monotonic(), 1.0))))
+        return unpack(self._ask("get", until))
 
-    def _ask(self, *words: str) -> str:
+    def _ask(self, verb: str, until: float, *words: str) -> str:
+        seconds = max(until - time.monotonic(), 1.0)
+        if not self._has_imported:
+            self._has_imported = bool(self._read(IMPORT_WITHIN))
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.write(json.dumps([verb, seconds, *words]) + "\n")
             self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            error = self._process.communicate()[1].strip().rpartition("\n")[2]
-            raise LaunchError(f"the store of torchrun handed over no invitation: {error or 'it is gone'}")
+        return self._read(seconds + END_WITHIN)
+
+    def _read(self, seconds: float) -> str:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            self._process.kill()
+        if not (answer := self._process.stdout.readline()):
+            error = self._process.communicate()[1].strip().rpartition("\n")[2] or "no answer in time"
+            raise LaunchError(
+                f"the store of torchrun at {self._where} handed over no invitation: {error}. "
+                "Was torchrun started on all hosts, and can they reach that?"
+            )
         text: str = json.loads(answer)
         return text
 
@@ -201,7 +231,12 @@ class SharedFile:
         self._launcher = place.launcher
         self._is_ours = False
 
-    def publish(self, invitation: Invitation) -> None:
+    def publish(self, invitation: Invitation, until: float) -> None:
+        """Leave the invitation for the others, at once.
+
+        Raises:
+            LaunchError: the home directory takes no file.
+        """
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -241,7 +276,7 @@ class Known:
     def __init__(self, invitation: Invitation) -> None:
         self._invitation = invitation
 
-    def publish(self, invitation: Invitation) -> None:
+    def publish(self, invitation: Invitation, until: float) -> None:
         """Do nothing: all know it."""
 
     def find(self, until: float) -> Invitation:
@@ -251,6 +286,33 @@ class Known:
         """Do nothing."""
 
 
+class WithoutSecret:
+    """Another way, which hands over a secret only where the user has not given one to all hosts."""
+
+    def __init__(self, way: Store | SharedFile, secret: bytes | None) -> None:
+        self._way = way
+        self._secret = secret
+        self.close = way.close
+
+    def publish(self, invitation: Invitation, until: float) -> None:
+        """Leave the invitation for the others."""
+        self._way.publish(invitation if self._secret is None else replace(invitation, secret=b""), until)
+
+    def find(self, until: float) -> Invitation:
+        """Return the invitation; a secret that comes with it does not count where the user has given one.
+
+        Raises:
+            LaunchError: there was none until that moment (monotonic), or neither has a secret.
+        """
+        invitation = self._way.find(until)
+        if not (secret := self._secret or invitation.secret):
+            raise LaunchError(
+                f"node 0 was given a secret, and this host was not: set {SECRET_VARIABLE}, or give "
+                "--secret-file, on all hosts"
+            )
+        return replace(invitation, secret=secret)
+
+
 def _serve_store(host: str, port: int, is_master: bool) -> None:
     """Answer questions on standard input with what torchrun's store says; in a process of its own."""
     from datetime import timedelta
@@ -258,23 +320,30 @@ def _serve_store(host: str, port: int, is_master: bool) -> None:
     from torch.distributed import TCPStore
 
     listening = socket.create_server((host, port)).detach() if is_master else None  # at that address alone
-    store = TCPStore(
-        host,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=300),
-        master_listen_fd=listening,
-    )
+    _write("has imported torch")
+    store = None
     for line in sys.stdin:
-        match json.loads(line):
-            case ["set", text]:
-                store.set(_KEY, text)
-            case ["get", seconds]:
-                store.wait([_KEY], timedelta(seconds=float(seconds)))
-                text = store.get(_KEY).decode()
-        sys.stdout.write(json.dumps(text) + "\n")
-        sys.stdout.flush()
+        verb, seconds, *texts = json.loads(line)
+        patience = timedelta(seconds=seconds)
+        store = store or TCPStore(
+            host,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=patience,
+            master_listen_fd=listening,
+        )
+        if verb == "set":
+            store.set(_KEY, texts[0])
+        else:
+            store.wait([_KEY], patience)
+            texts = [store.get(_KEY).decode()]
+        _write(texts[0])
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(json.dumps(text) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

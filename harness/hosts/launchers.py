@@ -136,7 +136,7 @@ def place_by_hand(text: str) -> NodePlace:
     Raises:
         LaunchError: it is none.
     """
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise LaunchError(
             f"--node {text}: give the host's number, from 0, and how many there are: --node 0/2"
@@ -165,7 +165,11 @@ def refuse_launcher(environ: Mapping[str, str] = os.environ) -> None:
         pytest.UsageError: it says what to type.
     """
     launcher = _launcher_of(environ)
-    if launcher is None or not environ[launcher.size].isdigit() or (size := int(environ[launcher.size])) == 1:
+    if (
+        launcher is None
+        or not environ[launcher.size].isdecimal()
+        or (size := int(environ[launcher.size])) == 1
+    ):
         return
     has_hosts = _local_size(environ, launcher) < size
     remedy = f"{launcher.one_each} lockstep hosts -- ARGUMENTS" if has_hosts else "pytest ARGUMENTS, alone"
@@ -195,11 +199,11 @@ def _launcher_of(environ: Mapping[str, str]) -> _Launcher | None:
 def _local_size(environ: Mapping[str, str], launcher: _Launcher) -> int:
     """Return the number of processes on the host that has most: Slurm says "2(x3),1"."""
     text = re.sub(r"\(x\d+\)", "", environ.get(launcher.local_size, "1"))
-    return max((int(each) for each in text.split(",") if each.isdigit()), default=1)
+    return max((int(each) for each in text.split(",") if each.isdecimal()), default=1)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
-    if not text.isdigit():
+    if not text.isdecimal():
         raise LaunchError(f"{name}={text!r} is no number, though a launcher has set it")
     return int(text)

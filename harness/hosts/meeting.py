@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import select
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,13 +24,16 @@ from lockstep.exceptions import LaunchError
 from lockstep.hosts.addresses import words
 from lockstep.hosts.invitation import Invitation
 from lockstep.hosts.launchers import NodePlace
+from lockstep.hosts.listener import Listener
 from lockstep.hosts.roster import HostInfo, Roster, write_roster
-from lockstep.hosts.wire import GONE_AFTER, connect, listen, prove
+from lockstep.hosts.wire import GONE_AFTER, RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
 
 SAY_AFTER = 5.0
 """Seconds of waiting after which a host says whom it waits for."""
 TRY_EVERY = 0.3
 """Seconds between attempts to come to a meeting that is not open yet."""
+NAMED = 16
+"""Hosts that are missing which a message names."""
 HELLO_WITHIN = 5.0
 """Seconds that a host with the secret gets to say who it is."""
 
@@ -39,7 +41,7 @@ HELLO_WITHIN = 5.0
 class Way(Protocol):
     """A way for the invitation from node 0 to the others."""
 
-    def publish(self, invitation: Invitation) -> None: ...
+    def publish(self, invitation: Invitation, until: float) -> None: ...
     def find(self, until: float) -> Invitation: ...
     def close(self) -> None: ...
 
@@ -85,20 +87,25 @@ class Meeting:
         self, place: NodePlace, this: HostInfo, invitation: Invitation, path: Path, environ: dict[str, str]
     ) -> None:
         self._place = place
-        self._secret = invitation.secret
+        self._credentials = Credentials(invitation.secret, os.urandom(RUN))
         self._path = path
         self._environ = environ
         self._hosts: dict[int, HostInfo] = {0: this}
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, SignedConnection] = {}
         self._changed = threading.Condition()
         self._refused = ""
         try:
-            self._listener = listen(invitation.address, invitation.port)
+            listening = listen(invitation.address, invitation.port)
         except OSError as error:
             where = f"{invitation.address}:{invitation.port}"
             raise LaunchError(f"node 0 cannot wait for the others at {where}: {words(error)}") from None
-        self.invitation = replace(invitation, port=self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="hosts-meeting", daemon=True).start()
+        self._listener = Listener(listening, 0, self._credentials, ("meeting",), self._admit)
+        self.invitation = replace(invitation, port=self._listener.port)
+        reading, self._stop = os.pipe()
+        self._serving = threading.Thread(
+            target=self._serve, args=(reading,), name="hosts-meeting", daemon=True
+        )
+        self._serving.start()
 
     def await_all(self, seconds: float, say: Callable[[str], object]) -> tuple[HostInfo, ...]:
         """Wait until all hosts have come; write the roster, and return it.
@@ -123,9 +130,8 @@ class Meeting:
 
     def end(self, status: int) -> None:
         """Tell all hosts with which status pytest has ended; take in none any more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        os.close(self._stop)
+        self._serving.join()
         with self._changed:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -138,6 +144,8 @@ class Meeting:
 
     def _missing(self) -> str:
         absent = [str(node) for node in range(self._place.nodes) if node not in self._hosts]
+        if len(absent) > NAMED:
+            absent[NAMED:] = [f"and {len(absent) - NAMED} more"]
         return f"node {', '.join(absent)} of {self._place.nodes}" if absent else ""
 
     def _where(self) -> str:
@@ -145,37 +153,35 @@ class Meeting:
 
     def _write(self) -> tuple[HostInfo, ...]:
         hosts = tuple(self._hosts[node] for node in range(self._place.nodes))
-        write_roster(self._path, Roster(self._secret, hosts, self._environ, _command()))
+        write_roster(self._path, Roster(self._credentials, hosts, self._environ, _command()))
         return hosts
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            # In a thread of its own: who has no secret may say nothing for long.
-            threading.Thread(target=self._admit, args=(accepted,), name="hosts-admit", daemon=True).start()
+    def _serve(self, stop: int) -> None:
+        self._listener.serve(stop)
+        self._listener.close()
+        os.close(stop)
 
-    def _admit(self, accepted: socket.socket) -> None:
-        connection = prove(accepted, self._secret)
-        if connection is None:
-            return
+    def _admit(self, connection: SignedConnection, call: Call) -> None:
+        # In a thread of its own: it may take its time to describe itself.
+        greeting = threading.Thread(target=self._greet, args=(connection, call.caller), daemon=True)
+        greeting.start()
+
+    def _greet(self, connection: SignedConnection, node: int) -> None:
         with contextlib.suppress(
             OSError, EOFError, ValueError, KeyError, TypeError
         ):  # it has gone, or is no host
             if connection.poll(HELLO_WITHIN):
                 hello = json.loads(connection.recv_bytes())
                 with self._changed:
-                    answer = self._answer(hello, connection)
+                    answer = self._answer(node, hello, connection)
                     connection.send_bytes(json.dumps(answer).encode())
                     self._changed.notify_all()
                 if "name" in answer:
                     return
         connection.close()
 
-    def _answer(self, hello: dict[str, Any], connection: Connection) -> dict[str, Any]:
-        node, nodes = int(hello["node"]), int(hello["nodes"])
+    def _answer(self, node: int, hello: dict[str, Any], connection: SignedConnection) -> dict[str, Any]:
+        nodes = int(hello["nodes"])
         host = HostInfo(**hello["host"] | {"gpus": tuple(hello["host"]["gpus"])})
         who = f"{host.name} ({host.address})"
         if nodes != self._place.nodes or not 0 < node < nodes:
@@ -223,7 +229,7 @@ def _difference(first: HostInfo, other: HostInfo) -> str:
     return ""
 
 
-def _has_ended(connection: Connection) -> bool:
+def _has_ended(connection: SignedConnection) -> bool:
     """Whether the other end is gone: it never sends a second message."""
     return bool(select.select([connection], [], [], 0)[0])
 
@@ -239,7 +245,7 @@ class Membership:
     """Of this host, as reports have it."""
     first: str
     """Name of node 0."""
-    connection: Connection
+    connection: SignedConnection
 
     def read_end(self) -> int | None:
         """Return the status with which pytest has ended on node 0, once there is something to read.
@@ -257,12 +263,12 @@ class Comer:
     """A host on its way to the meeting.
 
     Args:
-        describe: returns the host, with an agent at the interface that leads to node 0.
+        describe: returns the host, with an agent at the interface that leads to the address of node 0.
     """
 
     place: NodePlace
     way: Way
-    describe: Callable[[Invitation], HostInfo]
+    describe: Callable[[str, Credentials], HostInfo]
     say: Callable[[str], object]
     is_by_hand: bool
 
@@ -279,9 +285,7 @@ class Comer:
             invitation = self.way.find(start + seconds)
             where = f"{invitation.address}:{invitation.port}"
             try:
-                return self._introduce(
-                    connect(invitation.address, invitation.port, invitation.secret), invitation
-                )
+                return self._introduce(invitation)
             except OSError as error:
                 why = f"node 0 cannot be reached at {where}: {words(error)}"
             except EOFError:
@@ -299,9 +303,11 @@ class Comer:
                 self.say(f"{why}; trying for {seconds:g} s")
             time.sleep(TRY_EVERY)
 
-    def _introduce(self, connection: Connection, invitation: Invitation) -> Membership:
-        host = self.describe(invitation)
-        hello = {"node": self.place.node, "nodes": self.place.nodes, "host": asdict(host)}
+    def _introduce(self, invitation: Invitation) -> Membership:
+        call = Call(Purpose("meeting"), self.place.node, 0, invitation.address, invitation.port)
+        connection = connect(call, Credentials(invitation.secret))
+        host = self.describe(invitation.address, Credentials(invitation.secret, connection.run))
+        hello = {"nodes": self.place.nodes, "host": asdict(host)}
         connection.send_bytes(json.dumps(hello).encode())
         if not connection.poll(HELLO_WITHIN):
             raise TimeoutError("no answer in time")

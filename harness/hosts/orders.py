@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from lockstep.launch.processes import RankProgram
 from lockstep.place import Moved
@@ -11,20 +10,6 @@ from lockstep.specification import RankSpec
 
 KEPT = "kept"
 """Suffix of the folder in which a rank keeps its output for `--rank-output-dir`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """The first message of a connection: its purpose.
-
-    "control" carries orders and an answer to each; "wire" becomes the wire of a rank; "end" gets the exit
-    code of a rank's process once it has ended.
-    """
-
-    purpose: Literal["control", "wire", "end"]
-    world: str = ""
-    """Name of the world, that no other controller uses."""
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

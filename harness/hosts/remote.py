@@ -12,16 +12,15 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from lockstep.exceptions import LaunchError
+from lockstep.exceptions import LaunchError, MessageRefused
 from lockstep.hosts.agent import reserve_port
 from lockstep.hosts.code import CodeComparison, Digests
 from lockstep.hosts.orders import (
     KEPT,
-    Attach,
     Digest,
     EndWorld,
     Fetch,
@@ -34,7 +33,7 @@ from lockstep.hosts.orders import (
     StartRanks,
 )
 from lockstep.hosts.roster import HostInfo, Roster, read_roster
-from lockstep.hosts.wire import be_patient, connect
+from lockstep.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, connect
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
 from lockstep.place import Place
 from lockstep.specification import HOSTS, RankSpec, Spread, WorldKey
@@ -50,26 +49,27 @@ GROWING = ("log", "stacks")
 class Host:
     """Another host: a controller's connection to its agent."""
 
-    def __init__(self, number: int, info: HostInfo, secret: bytes) -> None:
+    def __init__(self, number: int, info: HostInfo, credentials: Credentials) -> None:
         self.number = number
         self.info = info
         self.is_gone = False
-        self._secret = secret
+        self._credentials = credentials
         try:
-            self._control = self.attach(Attach("control"))
+            self._control = self.attach(Purpose("control"))
         except OSError as error:
             where = f"{info.address}:{info.port}"
             raise LaunchError(f"host {info.name} is gone ({where}: {error.strerror or error})") from None
+        except LaunchError as error:  # its agent has ended, and something else has its port
+            raise LaunchError(f"host {info.name} is gone ({error})") from None
 
-    def attach(self, attach: Attach) -> Connection:
+    def attach(self, purpose: Purpose) -> SignedConnection:
         """Return a new connection for a purpose.
 
         Raises:
             OSError: the host cannot be reached.
+            LaunchError: who listens there is not its agent.
         """
-        connection = connect(self.info.address, self.info.port, self._secret)
-        connection.send(attach)
-        return connection
+        return connect(Call(purpose, 0, self.number, self.info.address, self.info.port), self._credentials)
 
     def send(self, order: Order) -> None:
         """Send an order; its answer is to be read before the next one is sent.
@@ -93,6 +93,9 @@ class Host:
         """
         try:
             received = self._control.recv() if self._control.poll(within) else None
+        except MessageRefused as error:
+            self.drop()
+            raise LaunchError(f"host {self.info.name} is given up: {error}") from None
         except (EOFError, OSError):
             received = None
         except BaseException:  # Ctrl-C, or a plugin's deadline: the next order must not get this answer
@@ -124,7 +127,9 @@ class Host:
 class RemoteRank:
     """A started rank of another host: the form of `StartedRank` for it."""
 
-    def __init__(self, host: Host, world: str, spec: RankSpec, wire: Connection, end: Connection) -> None:
+    def __init__(
+        self, host: Host, world: str, spec: RankSpec, wire: SignedConnection, end: SignedConnection
+    ) -> None:
         self.wire = wire
         self.host = host.info.name
         self.moved = spec.place.moved if spec.place is not None else ()
@@ -256,7 +261,7 @@ class HostsLauncher:
             raise LaunchError(f"host {info.name} is gone")
         self._tried[number] = now
         self._comparison, self._compared = None, set()  # it may have other code than before
-        self._hosts[number] = host = Host(number, self._roster.hosts[number], self._roster.secret)
+        self._hosts[number] = host = Host(number, self._roster.hosts[number], self._roster.credentials)
         host.send(self._prestart)
         return host
 
@@ -308,9 +313,9 @@ class HostsLauncher:
 
     def _attach(self, host: Host, world: str, spec: RankSpec) -> RemoteRank:
         try:
-            wire = host.attach(Attach("wire", world, spec.rank))
+            wire = host.attach(Purpose("wire", world, spec.rank))
             be_patient(wire)
-            end = host.attach(Attach("end", world, spec.rank))
+            end = host.attach(Purpose("end", world, spec.rank))
         except OSError:
             host.drop()
             raise host.gone() from None

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lockstep.hosts.wire import Credentials
 from lockstep.specification import HOSTS
 
 
@@ -61,7 +62,7 @@ def _gpus() -> tuple[str, ...]:
 class Roster:
     """The hosts of a run, by number, and what their connections begin with."""
 
-    secret: bytes
+    credentials: Credentials
     hosts: tuple[HostInfo, ...]
     environ: dict[str, str]
     """The environment of the first host before pytest ran; what changes in it, ranks elsewhere get."""
@@ -72,7 +73,8 @@ class Roster:
 def write_roster(path: Path, roster: Roster) -> None:
     """Write the file, for its owner alone, in one step."""
     content = {
-        "secret": roster.secret.hex(),
+        "secret": roster.credentials.secret.hex(),
+        "run": roster.credentials.run.hex(),
         "hosts": [asdict(host) for host in roster.hosts],
         "environ": roster.environ,
         "command": roster.command,
@@ -94,4 +96,5 @@ def read_roster() -> Roster | None:
         return None
     content = json.loads(Path(path).read_text(encoding="utf-8", errors="surrogateescape"))
     hosts = tuple(HostInfo(**host | {"gpus": tuple(host["gpus"])}) for host in content["hosts"])
-    return Roster(bytes.fromhex(content["secret"]), hosts, content["environ"], tuple(content["command"]))
+    credentials = Credentials(bytes.fromhex(content["secret"]), bytes.fromhex(content["run"]))
+    return Roster(credentials, hosts, content["environ"], tuple(content["command"]))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 from pluggy import HookRelay
 
-from lockstep.exceptions import PeerFailed
+from lockstep.exceptions import MessageRefused, PeerFailed
 from lockstep.fake_ranks import FakeRank
 from lockstep.injection.losses import Losses
 from lockstep.properties.messages import GroupState
@@ -324,7 +324,9 @@ class Rank:
         while True:
             try:
                 message: ToRank = self._wire.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
+                if isinstance(error, MessageRefused):
+                    os.write(2, f"rank {self.spec.rank}: {error}\n".encode())
                 # The controller is gone: end, with all that tests have started.
                 os.killpg(0, signal.SIGKILL)
                 return

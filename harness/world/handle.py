@@ -17,6 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from lockstep.exceptions import MessageRefused
 from lockstep.launch.multiprocessing_internals import pickle_message
 from lockstep.launch.processes import StartedRank
 from lockstep.protocol import DebuggerState, FromRank, Probe, RankStatus, ToRank
@@ -89,15 +90,17 @@ class RankHandle:
         if self.died:
             return []
         messages: list[FromRank | Died] = []
+        refused = ""
         try:
             if source is self._wire:
                 return [*self._wire.recv()]
             while self._wire.poll():  # its last words
                 messages.extend(self._wire.recv())
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            refused = f"{error}\n" if isinstance(error, MessageRefused) else ""
             self.started.join(15.0)  # its exit status follows the end of the wire, on a busy machine late
         code, gone = self.started.exitcode, self.lost_host()
-        output = self.output().read(MOST_OUTPUT)
+        output = refused + self.output().read(MOST_OUTPUT)
         over = 1 if gone else self.phases_over()  # what cannot be asked any more: most time is of the call
         self.died = Died(code, output, time.time(), over, host_gone=gone)
         return [*messages, self.died]

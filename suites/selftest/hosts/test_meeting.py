@@ -125,7 +125,10 @@ def test_a_host_with_another_secret_gets_no_answer_and_node_0_goes_on_waiting(be
     place = ("--node", "1/2", "--meet", f"{bed.addresses[0]}:{bed.port}", "--wait", "60")
     refused = bed.end(bed.hosts(1, options=(*place, "--secret-file", str(other))))
     where = f"{bed.addresses[0]}:{bed.port}"
-    assert refused.output == f"hosts: {where} has another secret, or is no host of Lockstep\n"
+    assert (
+        refused.output
+        == f"hosts: {where} has another secret, or is no host of Lockstep that listens at that address\n"
+    )
     assert refused.statuses == (4,)
     assert bed.end(first, bed.by_hand(1)).statuses == (0, 0)
 

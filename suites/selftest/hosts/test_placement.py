@@ -1,25 +1,21 @@
-"""The placement of ranks on hosts, and the proof of a secret."""
+"""The placement of ranks on hosts."""
 
 from __future__ import annotations
 
-import socket
-import threading
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.exceptions import LaunchError
 from lockstep.hosts.placement import spread_of
 from lockstep.hosts.roster import HostInfo, Roster, write_roster
-from lockstep.hosts.wire import connect, listen, prove
+from lockstep.hosts.wire import Credentials
 from lockstep.place import Place
 from lockstep.specification import HOSTS
 
 FIRST = HostInfo("a", "127.0.0.1", cpus=4, gpus=("0", "1"))
-ROSTER = Roster(b"secret", (FIRST, replace(FIRST, name="b")), {})
+ROSTER = Roster(Credentials(b"secret", b"run"), (FIRST, replace(FIRST, name="b")), {})
 
 
 def spread(size: int, on: int | None = None, *, gpus: bool = False, per_host: int | None = None) -> Any:
@@ -72,59 +68,3 @@ def test_directories_of_the_first_host_stand_for_those_of_another() -> None:
     assert place.path("/home/me/work/test_x.py") == "/w/test_x.py"
     assert place.path("/home/me/work") == "/w"
     assert place.path("/home/me/workshop/test_x.py") == "/home/me/workshop/test_x.py"
-
-
-def admitted(listener: socket.socket, found: list[Connection | None]) -> threading.Thread:
-    thread = threading.Thread(target=lambda: found.append(prove(listener.accept()[0], b"right")))
-    thread.start()
-    return thread
-
-
-def test_a_peer_with_the_secret_is_admitted() -> None:
-    found: list[Connection | None] = []
-    with listen("127.0.0.1") as listener:
-        thread = admitted(listener, found)
-        with connect("127.0.0.1", listener.getsockname()[1], b"right") as ours:
-            thread.join(60)
-            assert found[0] is not None
-            with found[0] as theirs:
-                theirs.send("hello")
-                assert ours.recv() == "hello"
-
-
-def test_a_peer_without_the_secret_gets_no_answer() -> None:
-    found: list[Connection | None] = []
-    with listen("127.0.0.1") as listener:
-        thread = admitted(listener, found)
-        with pytest.raises(LaunchError, match="has another secret"):
-            connect("127.0.0.1", listener.getsockname()[1], b"wrong")
-        thread.join(60)
-    assert found == [None]
-
-
-def test_what_a_peer_sends_before_its_proof_is_never_unpickled() -> None:
-    found: list[Connection | None] = []
-    with listen("127.0.0.1") as listener:
-        thread = admitted(listener, found)
-        with socket.create_connection(listener.getsockname()) as peer:
-            import pickle
-
-            message = pickle.dumps(_Bomb())
-            peer.sendall(len(message).to_bytes(4, "big") + message)
-            thread.join(60)
-            peer.settimeout(60)
-            received = b"".join(iter(lambda: _receive(peer), b""))
-    assert found == [None]
-    assert len(received) == 4 + 32  # its challenge, and nothing more
-
-
-def _receive(peer: socket.socket) -> bytes:
-    try:
-        return peer.recv(1000)
-    except ConnectionError:
-        return b""
-
-
-class _Bomb:
-    def __reduce__(self) -> tuple[object, ...]:
-        return exec, ("raise SystemExit('unpickled')",)
