@@ -200,7 +200,9 @@ class Store:
         if not select.select([self._process.stdout], [], [], seconds)[0]:
             self._process.kill()
         if not (answer := self._process.stdout.readline()):
-            error = self._process.communicate()[1].strip().rpartition("\n")[2] or "no answer in time"
+            error = (
+                self._process.communicate()[1].strip().rpartition("\n")[2].rstrip(".") or "no answer in time"
+            )
             raise LaunchError(
                 f"the store of torchrun at {self._where} handed over no invitation: {error}. "
                 "Was torchrun started on all hosts, and can they reach that?"

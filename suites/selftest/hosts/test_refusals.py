@@ -1,0 +1,120 @@
+"""What is typed wrong is one sentence with what to do, and an exit status: no traceback, and no hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.exceptions import LaunchError
+from lockstep.hosts.invitation import SECRET_VARIABLE, Invitation, unpack
+from lockstep.hosts.launchers import place_of
+from suites.selftest.project import Project
+
+SECRET = {SECRET_VARIABLE: "a secret of tests, and of nothing else"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "9",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def hosts(*arguments: str, **environ: str) -> tuple[int, str]:
+    """Return the exit status of a host's part, and what it has printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "hosts", *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def wait(seconds: str) -> tuple[list[str], str]:
+    arguments = ["--node", "1/2", "--meet", "127.0.0.1:9", "--wait", seconds]
+    return arguments, f"--wait {seconds}: give seconds from 0 to 1e+06: --wait 300"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        *(
+            (
+                ["--node", "0/2", "--meet", f"127.0.0.1:{port}"],
+                f"--meet 127.0.0.1:{port}: give an address of node 0 and a free port there (1 to 65535): "
+                "--meet 10.0.0.1:29400",
+            )
+            for port in ("99999", "0", "²", "٣")
+        ),
+        *map(wait, ("nan", "inf", "-1", "1e+300")),
+        (
+            ["--node", "0/3000000", "--meet", "127.0.0.1:9"],
+            "node 0 of 3000000: a run has at most 1024 hosts; start fewer",
+        ),
+        (
+            ["--node", "0/²", "--meet", "127.0.0.1:9"],
+            "--node 0/²: give the host's number, from 0, and how many there are: --node 0/2",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    assert hosts(*arguments, **SECRET) == (4, f"hosts: {sentence}\n")
+
+
+def test_a_secret_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"\xff" * 40)
+    secret.chmod(0o600)
+    place = ("--node", "1/2", "--meet", "127.0.0.1:9")
+    status, output = hosts(*place, "--secret-file", str(secret))
+    assert (status, output.count("\n")) == (4, 1)
+    assert output.startswith(f"hosts: the secret in {secret} is no text (UTF-8): (umask 077; python -c ")
+    status, output = hosts(*place, **{SECRET_VARIABLE: "\udcff" * 40})
+    assert (status, output.count("\n")) == (4, 1)
+    assert output.startswith(f"hosts: the secret in {SECRET_VARIABLE} is no text (UTF-8): ")
+
+
+def test_a_store_of_torchrun_that_is_not_there_is_waited_for_as_long_as_asked() -> None:
+    status, output = hosts("--wait", "1", **TORCHRUN)
+    assert (status, output.count("\n")) == (4, 1)
+    assert output.startswith("hosts: the store of torchrun at 127.0.0.1:9 handed over no invitation: ")
+    assert "timed out after 1000ms" in output or "timed out after 9" in output
+    assert output.endswith(". Was torchrun started on all hosts, and can they reach that?\n")
+
+
+def test_a_number_of_a_launcher_that_is_none_is_refused() -> None:
+    with pytest.raises(LaunchError, match="RANK='²' is no number, though a launcher has set it"):
+        place_of({**TORCHRUN, "RANK": "²"})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '["x", 1, "00"]', '["10.0.0.1", 1, "no digits"]', "{"])
+def test_something_else_than_an_invitation_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="what the launcher hands over is no invitation"):
+        unpack(text)
+    invitation = Invitation("10.0.0.1", 1, b"secret")
+    assert unpack(invitation.pack()) == invitation
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("--ranks-hosts", "0", "write a whole number above 0"),
+        ("--ranks-per-host", "-3", "write a whole number above 0"),
+        ("--shared-dir", "nosuch", "no such directory; make it where all hosts see it"),
+    ],
+)
+def test_an_option_about_hosts_is_checked_where_there_is_one_host(
+    project: Project, option: str, value: str, remedy: str
+) -> None:
+    project.write("def test_it(): pass\n")
+    assert f"ERROR: {option} {value}: {remedy}\n" in project.run(option, value)
