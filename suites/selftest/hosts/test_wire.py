@@ -24,6 +24,7 @@ from lockstep.hosts.meeting import Comer, Meeting
 from lockstep.hosts.remote import Host
 from lockstep.hosts.roster import HostInfo
 from lockstep.hosts.wire import RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
+from suites.selftest.hosts.bed import Bed
 from suites.selftest.project import wait_for
 
 HERE = "127.0.0.1"
@@ -322,3 +323,13 @@ def test_a_connection_goes_on_in_the_process_that_gets_it(ends: Ends) -> None:
             ours.send(number)
             assert ours.recv() == ("seen", number)
     process.join(60)
+
+
+def test_the_report_says_that_a_message_was_changed(bed: Bed) -> None:
+    bed.copy("hosts_tampered")
+    ended = bed.run("-q")
+    assert ended.count() == "2 failed, 1 passed", ended.output
+    for name in ("test_from_a_rank", "test_to_a_rank"):
+        report = ended.output.partition(f"_ {name} ")[2].partition("re-run")[0]
+        assert "rank 1 of 2 (host b) died: SIGKILL" in report
+        assert "a message between hosts was changed, or came twice or out of order" in report
