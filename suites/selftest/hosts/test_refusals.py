@@ -1,4 +1,4 @@
-"""What is typed wrong is one sentence with what to do, and an exit status: no traceback, and no hang."""
+"""A wrong option is refused in one sentence, with what to do and an exit status; nothing hangs."""
 
 from __future__ import annotations
 
