@@ -285,7 +285,7 @@ def test_the_invitation_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setenv("HOME", str(tmp_path))
     way = SharedFile(NodePlace(0, 2, "srun", job="7.0"))
-    way.publish(Invitation("10.0.0.1", 4000, b"secret"))
+    way.publish(Invitation("10.0.0.1", 4000, b"secret"), until=0)
     (path,) = tmp_path.rglob("hosts-srun-7.0")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert SharedFile(NodePlace(1, 2, "srun", job="7.0")).find(0) == Invitation("10.0.0.1", 4000, b"secret")
