@@ -56,6 +56,9 @@ class SessionSpec:
     """Of `--rank-debugpy`, where an IDE attaches to the debugged rank; 0 without that option."""
     output_directory: str = ""
     """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
+    rootdir: str = ""
+    inifile: str = ""
+    """Path of the ini file, empty if there is none."""
 
 
 RankFile = Literal["log", "captured", "running", "stacks", "standing"]

@@ -223,15 +223,31 @@ def output_directory_of(config: pytest.Config) -> str:
     return "" if path is None else str(config.invocation_params.dir / path)
 
 
-def _check_output_directory(config: pytest.Config) -> None:
-    if not (path := output_directory_of(config)):
-        return
-    if config.getoption("capture", "no") == "no":
+def _check_folders(config: pytest.Config) -> None:
+    """Make the folders that options name, or refuse them.
+
+    Under `pytest -n` none stays, and who writes makes it: workers are given the same arguments, and those that
+    exist decide their rootdir. Ranks get that of their controller.
+    """
+    if output_directory_of(config) and config.getoption("capture", "no") == "no":
         raise pytest.UsageError("--rank-output-dir: with -s no output is captured; remove one of the two")
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise pytest.UsageError(f"--rank-output-dir: cannot make the folder: {error}") from None
+    if hasattr(config, "workerinput"):
+        return
+    for name in ("timeline", "rank_output_dir"):
+        option, given = f"--{name.replace('_', '-')}", config.getoption(name)
+        if given == "":
+            raise pytest.UsageError(f"{option} '': write the path of a folder")
+        if given is None:
+            continue
+        path = config.invocation_params.dir / given
+        made = [each for each in (path, *path.parents) if not each.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if getattr(config.option, "dist", "no") != "no":
+                for each in made:
+                    each.rmdir()
+        except OSError as error:
+            raise pytest.UsageError(f"{option}: cannot make the folder: {error}") from None
 
 
 def check_options(config: pytest.Config) -> None:
@@ -268,7 +284,7 @@ def check_options(config: pytest.Config) -> None:
             Schedule.parse(skew)
         except ValueError as error:
             raise pytest.UsageError(f"--skew {error}") from None
-    _check_output_directory(config)
+    _check_folders(config)
     _check_leases(config)
     for name, choices in CHOICES.items():
         value = config.getini(name)

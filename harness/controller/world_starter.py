@@ -104,6 +104,8 @@ class WorldStarter:
             debugpy_port=debugging.debugpy_port(config),
             captures=config.getoption("capture", "no") in ("fd", "sys"),
             output_directory=self._output_directory,
+            rootdir=str(config.rootpath),
+            inifile=str(config.inipath or ""),
         )
 
 

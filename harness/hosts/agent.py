@@ -262,6 +262,8 @@ def _as_here(spec: RankSpec, directory: str, environ: dict[str, str]) -> RankSpe
         session,
         args=tuple(map(here, session.args)),
         cwd=here(session.cwd),
+        rootdir=here(session.rootdir),
+        inifile=here(session.inifile),
         sys_path=tuple(map(here, session.sys_path)),
         environ=environ,
         output_directory=f"{directory}/rank-{spec.rank}.{KEPT}" if session.output_directory else "",

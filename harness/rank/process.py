@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -43,7 +44,7 @@ from lockstep.protocol import (
 from lockstep.rank.live import prefix_streams
 from lockstep.rank.output import capture_into
 from lockstep.rank.process_group import DefaultGroup
-from lockstep.rank.pytest_internals import attach_log_handlers_quickly
+from lockstep.rank.pytest_internals import attach_log_handlers_quickly, set_root
 from lockstep.rank.rendezvous import Rendezvous
 from lockstep.rank.reporter import describe_raised
 from lockstep.rank.session import RankSession, seed_everything
@@ -129,9 +130,11 @@ class Rank:
         if not self.spec.session.captures and self.spec.rank != self.spec.session.debugged_rank:
             prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
+        given = self.spec.session
+        set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
         session = RankSession(self)
         try:
-            status = pytest.main(list(self.spec.session.args), plugins=[session])
+            status = pytest.main(list(given.args), plugins=[session])
         except BaseException as error:
             if not session.started:  # sys.exit in a conftest: the process would end without a message
                 self.send(StartFailed(f"it raised before it ran a test\n{describe_raised(error)}"))

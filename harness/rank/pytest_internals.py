@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from _pytest import capture
+from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
 from _pytest.assertion.rewrite import assertstate_key
 from _pytest.config import create_terminal_writer
@@ -46,6 +48,27 @@ is_of_user = filter_traceback
 """Whether pytest shows an entry of a traceback: it is not pytest's own, nor pluggy's."""
 is_interactive = check_interactive_exception
 """Whether pytest would debug what a call has raised: no skip and no expected failure."""
+
+
+def set_root(rootdir: Path, inifile: Path | None) -> None:
+    """Give the pytest session that starts next this rootdir and ini file, whatever its arguments are.
+
+    pytest finds them by the arguments that exist, among them values of options that plugins add: a folder
+    that the run has made for `--timeline DIR` would change them.
+
+    If it moves: what `Config.parse` finds the rootdir by.
+    """
+    patched: Any = pytest_config
+    find = patched.determine_setup
+
+    def determine_setup(**given: Any) -> tuple[Any, ...]:
+        patched.determine_setup = find  # a test may start other sessions
+        # A file that is not regular has no configuration, and no other one is looked for.
+        given.update(inifile=str(inifile or os.devnull), args=[], rootdir_cmd_arg=None)
+        _, _, *others = find(**given)
+        return (rootdir, inifile, *others)
+
+    patched.determine_setup = determine_setup
 
 
 def attach_log_handlers_quickly() -> None:

@@ -174,7 +174,8 @@ class RankSession:
         self.rank.group.begin_item()
         item, next_item = self._collect(session, order)
         if item is None:
-            self._reporter.send(_missing(order, self._collection.errors[order.path]))
+            error = self._collection.errors[order.path] or self._differing_rootdir()
+            self._reporter.send(_missing(order, error))
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
@@ -215,6 +216,15 @@ class RankSession:
             self._state.adopt(before)
             self.rank.send(ItemStarted())
         return found if order.next_item else [*found, None]
+
+    def _differing_rootdir(self) -> str:
+        here, there = str(self._config.rootpath), self._spec.session.rootdir
+        if here == there:
+            return ""
+        return (
+            f"this rank has the rootdir {here}, where the pytest that you started has {there}, so that its node "
+            f"ids are others: give it with --rootdir={there}"
+        )
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         try:

@@ -21,17 +21,9 @@ _FAKE = "none: a fake world keeps no record of what its ranks call, and no rank 
 
 
 def register(config: pytest.Config) -> None:
-    """Write timelines to the folder of `--timeline`, else those of faults to that of `--rank-output-dir`.
-
-    Raises:
-        pytest.UsageError: the folder cannot be made.
-    """
+    """Write timelines to the folder of `--timeline`, else those of faults to that of `--rank-output-dir`."""
     option = "timeline" if config.option.timeline else "rank_output_dir"
     folder = config.invocation_params.dir / getattr(config.option, option)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise pytest.UsageError(f"--{option.replace('_', '-')}: cannot make the folder: {error}") from None
     files = TimelineFiles(config, str(folder), is_for_all=option == "timeline")
     config.pluginmanager.register(files, TIMELINES)
 
@@ -108,6 +100,7 @@ class TimelineFiles:
         if not self._is_for_all or hasattr(session.config, "workerinput"):
             return
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)  # no worker may have written
             lines = [
                 line
                 for path in sorted(self._folder.glob("tests-*.jsonl"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import HEADER, Project, Run, copy_project, run_pytest
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +73,43 @@ def test_asserts_are_rewritten_in_a_file_of_any_name(tmp_path: Path) -> None:
         "import pytest\n\n@pytest.mark.ranks(2)\ndef test_sum(world):\n    assert [world.size] == [3]\n"
     )
     assert "assert [2] == [3]" in run_pytest(tmp_path, "checks.py").output
+
+
+# The rootdir
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
+@pytest.mark.parametrize("has_ini", [True, False])
+def test_a_folder_that_the_run_makes_changes_no_rootdir(
+    project: Project, has_ini: bool, workers: tuple[str, ...]
+) -> None:
+    """pytest takes arguments that exist for its rootdir: also the value of an option, behind a blank."""
+    tests, other = project.path / "tests", project.path / "other"
+    tests.mkdir()
+    other.mkdir()
+    (other / "pytest.ini").write_text("[pytest]\naddopts = --unknown\n")
+    if has_ini:
+        (tests / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (tests / "test_sample.py").write_text(
+        f"{HEADER}def test_root(pytestconfig):\n"
+        f"    assert str(pytestconfig.rootpath) == {str(tests)!r}\n"
+        f"    assert (pytestconfig.inipath is not None) == {has_ini}\n"
+    )
+    project.plugins = True  # an option is then known late, as it is to every user
+    args = ["--timeline", str(other / "pages"), "--rank-output-dir", "below/kept", *workers]
+    output = project.start(*args, cwd="tests").communicate(timeout=120)[0]
+    assert "= 1 passed in" in output
+    assert (other / "pages/index.html").exists()
+
+
+def test_a_rank_with_another_rootdir_says_so(project: Project) -> None:
+    (project.path / "conftest.py").write_text(
+        "import os, pathlib\n\n"
+        "def pytest_configure(config):\n"
+        "    if 'RANK' in os.environ:\n"
+        "        config._rootpath = pathlib.Path('/')\n"
+    )
+    project.write("def test_x(world):\n    pass\n")
+    output = project.run()
+    assert f"has the rootdir /, where the pytest that you started has {project.path}, so that its" in output
+    assert "depend on the rank" not in output

@@ -194,6 +194,9 @@ def test_output_that_python_captures_in_memory_is_shown(tmp_path: Path) -> None:
             "--rank-output-dir: with -s no output is captured; remove one of the two",
         ),
         (["--rank-output-dir=test_faults.py"], "--rank-output-dir: cannot make the folder: "),
+        (["--timeline=test_faults.py/below"], "--timeline: cannot make the folder: "),
+        (["--timeline="], "--timeline '': write the path of a folder"),
+        (["--rank-output-dir="], "--rank-output-dir '': write the path of a folder"),
     ],
 )
 def test_an_output_folder_that_cannot_be_filled_is_refused(
