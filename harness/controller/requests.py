@@ -226,8 +226,8 @@ def output_directory_of(config: pytest.Config) -> str:
 def _check_folders(config: pytest.Config) -> None:
     """Make the folders that options name, or refuse them.
 
-    Under `pytest -n` none stays, and who writes makes it: workers are given the same arguments, and those that
-    exist decide their rootdir. Ranks get that of their controller.
+    Under `pytest -n` none stays, and who writes makes it: workers are given the same arguments, and those
+    that exist decide their rootdir. Ranks get that of their controller.
     """
     if output_directory_of(config) and config.getoption("capture", "no") == "no":
         raise pytest.UsageError("--rank-output-dir: with -s no output is captured; remove one of the two")

@@ -35,6 +35,8 @@ BUSY, IDLE, RECALLED = "busy", "idle", "recalled"
 """Suffixes of the mark of a granted lease: a test uses its world; the world is kept warm, without a test; it
 was recalled then, whereupon its ranks end. Renaming is atomic: of two processes one succeeds. It also takes a
 tenth of the time of making a file."""
+MOST_BYTES = 1 << 20
+"""Of a lease's file that are read."""
 SUFFIXES = (NEW, TURN, LEASE, BUSY, IDLE, RECALLED)
 
 
@@ -53,8 +55,10 @@ class ResourceRequest:
     exclusive: bool = False
     """Whether no other world may use these GPUs meanwhile."""
 
-    def competes(self, other: ResourceRequest) -> bool:
+    def competes(self, other: ResourceRequest | Unreadable) -> bool:
         """Whether one of the two may have to wait for the other."""
+        if isinstance(other, Unreadable):
+            return True
         if self.ranks and other.ranks:
             return True
         return (self.exclusive or other.exclusive) and not set(self.gpus).isdisjoint(other.gpus)
@@ -63,6 +67,17 @@ class ResourceRequest:
         words = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"] if self.ranks else []
         words += [f"GPU {', '.join(self.gpus)}"] if self.gpus else []
         return f"pid {self.pid} in {self.where} ({'; '.join(words)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A request that a living process keeps and that cannot be read: it may be for all of the machine."""
+
+    path: Path
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, which cannot be read ({self.why}) and counts as all of the machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +93,15 @@ class Requirement:
     at_once: int | None = None
     """How many ranks may run at once; None: any number."""
 
-    def choose(self, held: Iterable[ResourceRequest]) -> tuple[str, ...] | None:
+    def choose(self, held: Iterable[ResourceRequest | Unreadable]) -> tuple[str, ...] | None:
         """Return the GPUs to take (none for a world on CPUs), or None while what is held leaves too little.
 
         Unused GPUs come first; the order is the request's.
         """
-        held = list(held)
-        request = self.request
+        all_held, request = list(held), self.request
+        held = [other for other in all_held if isinstance(other, ResourceRequest)]
+        if len(held) < len(all_held):
+            return None
         if self.at_once is not None and sum(other.ranks for other in held) + request.ranks > self.at_once:
             return None
         barred = {gpu for other in held if request.exclusive or other.exclusive for gpu in other.gpus}
@@ -111,7 +128,7 @@ class StoredLease:
     name: str
     """Names sort by age."""
     kind: str
-    request: ResourceRequest
+    request: ResourceRequest | Unreadable
     idle_since: float | None = None
     """Moment (wall clock) from which no test has used the lease's world; None while one does."""
     recalled: bool = False
@@ -183,8 +200,8 @@ class LeaseStore:
         with contextlib.suppress(FileNotFoundError):
             for file in os.listdir(self.directory):
                 if file.endswith(f".{TURN}"):
-                    with contextlib.suppress(FileNotFoundError, ValueError):
-                        yield _parse((self.directory / file).read_text())
+                    with contextlib.suppress(OSError, ValueError), _opened(self.directory / file) as opened:
+                        yield _read_request(opened)
 
     def remove_if_dead(self, name: str) -> None:
         """Remove a lease with its marks, unless a process still holds it."""
@@ -192,19 +209,27 @@ class LeaseStore:
             self._read(name, kind)
 
     def _read(self, name: str, kind: str) -> StoredLease | None:
+        path = self.path(name, kind)
+        request: ResourceRequest | Unreadable
         try:
-            with self.path(name, kind).open() as file:
-                if _lock(file.fileno(), fcntl.LOCK_EX):  # no process holds it
-                    for suffix in SUFFIXES:
-                        self.path(name, suffix).unlink(missing_ok=True)
+            with _opened(path) as file:
+                if _lock(file, fcntl.LOCK_EX):  # no process holds it
+                    self._remove(name)
                     return None
-                request = _parse(file.read())
+                request = _read_request(file)
         except FileNotFoundError:  # its world has just ended, or it has given up waiting
             return None
+        except (OSError, ValueError) as error:
+            request = Unreadable(path, getattr(error, "strerror", None) or str(error))
         idle_since = None
         with contextlib.suppress(FileNotFoundError):
             idle_since = self.path(name, IDLE).stat().st_mtime
         return StoredLease(name, kind, request, idle_since, self.path(name, RECALLED).exists())
+
+    def _remove(self, name: str) -> None:
+        for suffix in SUFFIXES:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # no directory is a lease of ours
+                self.path(name, suffix).unlink()
 
     # The mark
 
@@ -259,8 +284,40 @@ def default_directory() -> Path:
     return Path(chosen).absolute() if chosen else Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
 
 
-def _parse(text: str) -> ResourceRequest:
-    fields = json.loads(text)
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open what may be anything, for reading: the open of a FIFO would wait for somebody who writes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+_FIELDS = {"pid": int, "where": str, "ranks": int, "gpus": list, "exclusive": bool}
+
+
+def _read_request(file: int) -> ResourceRequest:
+    """Read what a lease's file has; fields of another version of Lockstep are ignored.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds something else; the message says what.
+    """
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise ValueError("it is no regular file")
+    try:
+        given = json.loads(os.pread(file, MOST_BYTES, 0).decode() or "null")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(given, dict):
+        raise ValueError("it has no request")
+    for name, kind in _FIELDS.items():
+        if type(given.get(name)) is not kind:
+            raise ValueError(f"its `{name}` is {given.get(name)!r}")
+    fields = {name: given[name] for name in _FIELDS}
+    if fields["ranks"] < 0 or not all(isinstance(gpu, str) for gpu in fields["gpus"]):
+        raise ValueError(f"it is for {fields['ranks']} ranks and the GPUs {fields['gpus']}")
     return ResourceRequest(**{**fields, "gpus": tuple(fields["gpus"])})
 
 

@@ -222,8 +222,8 @@ class RankSession:
         if here == there:
             return ""
         return (
-            f"this rank has the rootdir {here}, where the pytest that you started has {there}, so that its node "
-            f"ids are others: give it with --rootdir={there}"
+            f"this rank has the rootdir {here}, where the pytest that you started has {there}, so that its "
+            f"node ids are others: give it with --rootdir={there}"
         )
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:

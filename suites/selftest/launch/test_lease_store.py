@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -258,6 +260,58 @@ def test_ranks_are_spread_over_the_gpus_of_their_world() -> None:
     key = WorldKey(4, "gloo", "cuda")
     assert [RankSpec(n, key, session, 0, "/", "/", None, ("5", "7")).gpu for n in range(4)] == [0, 1, 0, 1]
     assert RankSpec(3, key, session, 0, "/", "/").gpu is None
+
+
+# Files that cannot be read
+
+
+def write_bytes(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+REQUEST = {"pid": 7, "where": "/there", "ranks": 3, "gpus": [], "exclusive": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (write_bytes(b""), "it has no request"),
+        (write_bytes(b"\0\xff garbage"), "invalid start byte"),
+        (write_bytes(b"[" * 100_000), "it is nested too deeply"),
+        (write_bytes(json.dumps({**REQUEST, "ranks": "3"}).encode()), "its `ranks` is '3'"),
+        (write_bytes(json.dumps({**REQUEST, "ranks": -3}).encode()), "it is for -3 ranks and the GPUs []"),
+        (write_bytes(json.dumps({"size": 3}).encode()), "its `pid` is None"),
+        (os.mkfifo, "it is no regular file"),
+        (os.mkdir, "it is no regular file"),
+    ],
+    ids=["empty", "garbage", "deep", "type", "negative", "other", "fifo", "directory"],
+)
+@pytest.mark.parametrize("kind", ["lease", "turn"])
+def test_a_living_lease_that_cannot_be_read_is_held_and_named(
+    machine: Machine, make: Callable[[Path], object], why: str, kind: str
+) -> None:
+    path = machine.store.path("0", kind)
+    make(path)
+    keeper = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.flock(keeper, fcntl.LOCK_SH)
+    named = re.escape(str(path)) + rf", which cannot be read \(.*{re.escape(why)}.*\) and counts as all"
+    for requirement in (ranks(1), gpus(1, "0", exclusive=False)):
+        with pytest.raises(LaunchError, match=named):
+            machine.take(requirement)
+    assert list(machine.store.waiting()) == []
+    os.close(keeper)
+    machine.take(ranks(4)).end()
+    assert path.is_dir() or not path.exists()
+
+
+def test_a_lease_of_another_version_counts_with_what_is_known(machine: Machine) -> None:
+    path = machine.store.path("0", "lease")
+    path.write_text(json.dumps({**REQUEST, "memory": 5}))
+    keeper = hold(str(path))
+    with pytest.raises(LaunchError, match=r"held by pid 7 in /there \(3 ranks\)"):
+        machine.take(ranks(2))
+    machine.take(ranks(1)).end()
+    os.close(keeper)
 
 
 # The directory
