@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.bounds import is_whole, shown
+
 PLACE = "ranks_place"
 """The parameter of an item of a fake world: its rank and the size of the world."""
 
@@ -40,19 +42,19 @@ def check_options(options: Mapping[str, Any], sizes: Sequence[int]) -> dict[str,
     """
     given, shows = options.get("as_rank"), options.get("made_up_values", False)
     if not isinstance(shows, bool):
-        raise ValueError(f"ranks(made_up_values={shows!r}): made_up_values is True or False")
+        raise ValueError(f"ranks(made_up_values={shown(shows)}): made_up_values is True or False")
     if options.get("backend") != "fake":
-        option = "made_up_values=True" if given is None else f"as_rank={given!r}"
+        option = "made_up_values=True" if given is None else f"as_rank={shown(given)}"
         raise ValueError(f"ranks({option}): only in a fake world: add backend='fake'")
     return dict(options) if given is None else {**options, "as_rank": _checked_ranks(given, min(sizes))}
 
 
 def _checked_ranks(given: Any, size: int) -> tuple[int, ...]:
     """Return a rank or a list of ranks of a world of `size` as a tuple."""
-    error = f"ranks(as_rank={given!r})"
+    error = f"ranks(as_rank={shown(given)})"
     ranks = tuple(given) if isinstance(given, list | tuple) else (given,)
     for rank in ranks:
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        if not is_whole(rank):
             raise ValueError(f"{error}: write a rank, or a list of ranks: as_rank=[0, 511]")
         if not 0 <= rank < size:
             raise ValueError(f"{error}: a world of {size} has the ranks 0 to {size - 1}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.backends import NEEDS, check_backend
+from lockstep.bounds import MOST_RANKS, RANKS, SECONDS, are_seconds, is_whole, shown
 
 
 class MarkError(ValueError):
@@ -79,13 +80,13 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
     if not sizes:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise MarkError(f"ranks({size!r}): a world size is a whole number: write ranks(2)")
-        if size < 1:
-            raise MarkError(f"ranks({size}): a world has at least 1 rank")
+        if not is_whole(size):
+            raise MarkError(f"ranks({shown(size)}): a world size is a whole number: write ranks(2)")
+        if not 1 <= size <= MOST_RANKS:
+            raise MarkError(f"ranks({shown(size)}): {RANKS}")
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
-    if options.get("as_rank") is not None or options.get("made_up_values"):
+    if options.get("as_rank") is not None or options.get("made_up_values", False) is not False:
         from lockstep.fake_ranks import check_options
 
         try:
@@ -100,14 +101,13 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
             raise MarkError(str(error)) from None
     for name in ("fresh", "group"):
         if not isinstance(value := getattr(mark, name), bool):
-            raise MarkError(f"ranks({name}={value!r}): {name} is True or False")
+            raise MarkError(f"ranks({name}={shown(value)}): {name} is True or False")
     if mark.backend == "fake" and not mark.group:
         raise MarkError("ranks(group=False): a fake world always has its group; leave out backend='fake'")
-    is_number = isinstance(mark.timeout, (int, float)) and not isinstance(mark.timeout, bool)
-    if mark.timeout is not None and not (is_number and mark.timeout > 0):
-        raise MarkError(f"ranks(timeout={mark.timeout!r}): a timeout is a number of seconds above 0")
-    if not isinstance(mark.needs, tuple | list) or not set(mark.needs) <= NEEDS.keys():
-        raise MarkError(f"ranks(needs={mark.needs!r}): needs is a tuple of words of: {', '.join(NEEDS)}")
+    if mark.timeout is not None and not are_seconds(mark.timeout):
+        raise MarkError(f"ranks(timeout={shown(mark.timeout)}): a timeout is {SECONDS}")
+    if not isinstance(mark.needs, tuple | list) or any(each not in list(NEEDS) for each in mark.needs):
+        raise MarkError(f"ranks(needs={shown(mark.needs)}): needs is a tuple of words of: {', '.join(NEEDS)}")
     return mark
 
 

@@ -137,7 +137,9 @@ def add_short_options(parser: pytest.Parser, taken: Container[str]) -> None:
 def default_backend(config: pytest.Config) -> str:
     """Return the backend of items that name none: `--backend`, else what suits `--device`."""
     backend: str | None = config.getoption("ranks_backend")
-    return backend or ("nccl" if config.getoption("ranks_device") == "cuda" else "gloo")
+    if backend is not None:
+        return backend
+    return "nccl" if config.getoption("ranks_device") == "cuda" else "gloo"
 
 
 def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:

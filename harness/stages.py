@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
+from lockstep.bounds import MOST_PROCESSES, is_whole, shown
 from lockstep.fixtures import session_of
 
 __all__ = ["stage"]
@@ -53,12 +54,14 @@ def stage(ranks: int, scope: Scope = "function") -> Callable[[Callable[..., obje
         TypeError: an argument, or the function, cannot be that of a stage.
         ValueError: there is no world of that size, or no such scope.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int):
-        raise TypeError(f"stage(ranks={ranks!r}): ranks is a whole number: write @lockstep.stage(ranks=4)")
-    if ranks < 1:
-        raise ValueError(f"stage(ranks={ranks}): a world has at least 1 rank")
+    if not is_whole(ranks):
+        raise TypeError(
+            f"stage(ranks={shown(ranks)}): ranks is a whole number: write @lockstep.stage(ranks=4)"
+        )
+    if not 1 <= ranks <= MOST_PROCESSES:
+        raise ValueError(f"stage(ranks={shown(ranks)}): a world has 1 to {MOST_PROCESSES} ranks")
     if scope not in get_args(Scope):
-        raise ValueError(f"stage(scope={scope!r}): choose {', '.join(get_args(Scope))}")
+        raise ValueError(f"stage(scope={shown(scope)}): choose {', '.join(get_args(Scope))}")
 
     def make_fixture(function: Callable[..., object]) -> Any:
         _check(function)

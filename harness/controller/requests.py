@@ -6,6 +6,7 @@ Runs in the controller; imports torch only where GPUs are requested.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 import pytest
 
 from lockstep.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
+from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
 from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import fixture_of, make_report
 from lockstep.controller.rerun import rerun_line
@@ -101,6 +103,9 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         return Refusal("skipped" if mark.backend is None else "failed", why)
     fake = _fake_rank(item, mark) if backend == "fake" else None
     size = size or (_size_of(item, mark) if fake is None else 1)
+    if size > MOST_PROCESSES:
+        remedy = "fake worlds (backend='fake') are larger"
+        return Refusal("failed", f"ranks({size}): {MOST_PROCESSES} ranks at most under {backend}; {remedy}")
     device = config.getoption("ranks_device") or devices_of(backend)[0]
     if device not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
@@ -177,7 +182,10 @@ def _deadline(item: pytest.Item, mark: RanksMark) -> float:
     option: float = item.config.getoption("world_timeout")
     if option == DEFAULTS["world_timeout"]:
         option = limits.of_run or option
-    return mark.timeout or limits.of_mark or option
+    seconds = mark.timeout or limits.of_mark or option
+    if math.isnan(seconds):
+        raise MarkError(f"timeout of pytest-timeout is nan: write {SECONDS}, or 0 for none")
+    return seconds
 
 
 def _size_of(item: pytest.Item, mark: RanksMark) -> int:
@@ -267,8 +275,10 @@ def check_options(config: pytest.Config) -> None:
     if (uses(backend, "nccl") or device == "cuda") and count_gpus() == 0:
         requested = "--device cuda" if device == "cuda" else f"--backend {backend}"
         raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
-    if config.getoption("world_timeout") <= 0:
-        raise pytest.UsageError("--world-timeout: write a number of seconds above 0")
+    if not are_seconds(seconds := config.getoption("world_timeout")):
+        raise pytest.UsageError(f"--world-timeout {seconds}: write {SECONDS}")
+    if (seed := config.getoption("world_seed")) not in SEEDS:
+        raise pytest.UsageError(f"--world-seed {shown(seed)}: write a whole number from -2**63 to 2**64 - 1")
     if config.getoption("ranks_adopt_cpu") and "torch" not in adopted_kinds(config):
         raise pytest.UsageError("--ranks-adopt-cpu: add --ranks-adopt torch, whose tests it is for")
     _check_hosts(config)

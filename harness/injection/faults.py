@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.bounds import MOST_SECONDS, SEEDS, is_whole, shown
 from lockstep.exceptions import InjectedFault
 from lockstep.injection.calls import Call
 from lockstep.recorders.collectives import OPS, Collective
@@ -107,17 +109,22 @@ class Fault:
             near = difflib.get_close_matches(op, sorted(OPS), 3, 0.5)
             known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(OPS))}"
             return f"torch.distributed has no collective {op!r}; {known}"
-        if not _is_number(self.nth) or self.nth < 1:
+        if not is_whole(self.nth) or not 1 <= self.nth <= sys.maxsize:
             return "nth counts from 1"
         for name, wanted, what in _TYPES:
-            if (value := getattr(self, name)) is not None and not isinstance(value, wanted):
+            value: Any = getattr(self, name)
+            if value is None and name != "seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, wanted):
                 return f"{name} is {what}"
         if self.kind == "corrupt" and op in _WITHOUT_OUTPUT:
             return f"{op} has no output"
-        if self.rank is not None and (not _is_number(self.rank) or self.rank < 0):
+        if self.rank is not None and (not is_whole(self.rank) or self.rank < 0):
             return "rank is the number of a rank, or None for every one"
-        if (self.kind == "delay") != (self.seconds > 0) or not math.isfinite(self.seconds):
-            return "a delay has seconds above 0, and nothing else has"
+        if (self.kind == "delay") != (self.seconds > 0) or not self.seconds <= MOST_SECONDS:
+            return f"a delay has seconds above 0, at most {MOST_SECONDS}, and nothing else has"
+        if isinstance(self.value, int) and self.value not in SEEDS:
+            return "value is a number of 64 bits at most"
         for name, kind in (("value", "corrupt"), ("error", "fail")):
             if getattr(self, name) is not None and self.kind != kind:
                 return f"{name}= is for faults.{kind}"
@@ -205,10 +212,6 @@ class Fault:
         printer.text(repr(self))  # Hypothesis, whose reports show examples, would list all fields
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
 
@@ -230,7 +233,7 @@ def _literal(value: Any) -> str:
         case _ if callable(value):
             return _name(value)
         case _:
-            return repr(value)
+            return shown(value)
 
 
 def corrupt(tensors: list[Tensor], value: float | None) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.bounds import SECONDS, are_seconds, shown
 from lockstep.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
 from lockstep.injection.expectation import WITHIN, Expectation, ExpectingRank
 from lockstep.injection.faults import Fault, corrupt
@@ -175,8 +176,8 @@ class Faults:
                 f"faults.expect({text!r}): the text is a part of a report's words, such as "
                 '"rank 1 of 2 died: SIGKILL" or "rank 0 of 2 failed: ValueError"'
             )
-        if not isinstance(within, int | float) or not within > 0:
-            raise ValueError(f"faults.expect(within={within!r}): within is a number of seconds above 0")
+        if not are_seconds(within):
+            raise ValueError(f"faults.expect(within={shown(within)}): within is {SECONDS}")
         return Expectation(self._rank, self, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:

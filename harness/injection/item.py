@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.bounds import MOST_CASES, is_number, is_whole, shown
 from lockstep.injection.pytest_internals import fixture_value
-from lockstep.injection.schedule import MILLISECONDS, Schedule
+from lockstep.injection.schedule import LONGEST, MILLISECONDS, Schedule, is_seed
 from lockstep.injection.skew import Skew
 from lockstep.subtests import RunSubtests, VotingRank, describe_case, parse_selection
 
@@ -85,7 +86,8 @@ class SkewedItems:
 
 def _is_exempt(mark: pytest.Mark | None) -> bool:
     """Return whether a test has the mark `skew(seeds=[])`: it touches tensors too early on purpose."""
-    return mark is not None and mark.kwargs.get("seeds") in ([], ())
+    seeds = None if mark is None else mark.kwargs.get("seeds")
+    return isinstance(seeds, list | tuple) and not seeds
 
 
 def schedules_of(mark: pytest.Mark) -> dict[int, Schedule]:
@@ -97,12 +99,14 @@ def schedules_of(mark: pytest.Mark) -> dict[int, Schedule]:
     given = {"seeds": 5, "milliseconds": MILLISECONDS, **mark.kwargs}
     seeds, longest = given.pop("seeds"), given.pop("milliseconds")
     if mark.args or given:
-        wrong = f"{next(iter(given))}=..." if given else repr(mark.args[0])
+        wrong = f"{next(iter(given))}=..." if given else shown(mark.args[0])
         pytest.fail(f"skew({wrong}): write skew(seeds=5) or skew(seeds=[3], milliseconds=20)", pytrace=False)
-    listed = range(1, seeds + 1) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
+    listed = range(1, seeds + 1) if is_whole(seeds) else seeds
     is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
-    if not is_list or not listed or not all(isinstance(seed, int) and seed >= 0 for seed in listed):
-        pytest.fail(f"skew(seeds={seeds!r}): a number above 0, or a list of seeds", pytrace=False)
-    if not isinstance(longest, int | float) or not 0 < longest <= 60_000:
-        pytest.fail(f"skew(milliseconds={longest!r}): above 0 and at most 60000", pytrace=False)
+    # In this order: a range may be longer than `len` can return.
+    if not is_list or not listed or listed[MOST_CASES:] or not all(map(is_seed, listed)):
+        allowed = f"a number from 1 to {MOST_CASES}, or a list of at most as many seeds from 0 to 2**64 - 1"
+        pytest.fail(f"skew(seeds={shown(seeds)}): {allowed}", pytrace=False)
+    if not is_number(longest) or not 0 < longest <= LONGEST:
+        pytest.fail(f"skew(milliseconds={shown(longest)}): above 0 and at most {LONGEST}", pytrace=False)
     return {seed: Schedule(seed, longest) for seed in listed}

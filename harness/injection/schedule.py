@@ -6,8 +6,12 @@ import hashlib
 from dataclasses import dataclass
 from typing import Self
 
+from lockstep.bounds import SEEDS, is_whole, shown
+
 MILLISECONDS = 3.0
 """The longest delay, unless the option or the mark says otherwise."""
+LONGEST = 60_000
+"""Milliseconds that a delay may have."""
 CHANCE = 0.25
 """Of a delay at each point: with most points undisturbed, ranks are apart by different collectives."""
 
@@ -37,9 +41,10 @@ class Schedule:
         try:
             schedule = cls(int(seed), float(longest) if colon else MILLISECONDS)
         except ValueError:
-            raise ValueError(f"{text!r}: {_FORM}") from None
-        if schedule.seed < 0 or not 0 < schedule.milliseconds <= 60_000:
-            raise ValueError(f"{text!r}: a seed is 0 or more, a delay above 0 and at most 60000 milliseconds")
+            raise ValueError(f"{shown(text)}: {_FORM}") from None
+        if not is_seed(schedule.seed) or not 0 < schedule.milliseconds <= LONGEST:
+            allowed = f"a seed is from 0 to 2**64 - 1, a delay above 0 and at most {LONGEST} milliseconds"
+            raise ValueError(f"{shown(text)}: {allowed}")
         return schedule
 
     def __str__(self) -> str:
@@ -56,3 +61,8 @@ class Schedule:
         chance = int.from_bytes(drawn[:8], "big") / 2**64
         length = int.from_bytes(drawn[8:], "big") / 2**64
         return length * self.milliseconds / 1000 if chance < CHANCE else 0.0
+
+
+def is_seed(value: object) -> bool:
+    """Return whether a value is the seed of a schedule."""
+    return is_whole(value) and value in SEEDS[2**63 :]

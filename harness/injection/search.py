@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import get_args
 
 from hypothesis import strategies as st
 
+from lockstep.bounds import is_number, is_whole, shown
 from lockstep.injection.faults import ANY, OF_OPERATION, Fault, Kind
+from lockstep.injection.schedule import LONGEST
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -39,8 +42,9 @@ def schedules(
     Raises:
         ValueError: an argument makes no sense.
     """
-    if not all(isinstance(number, int) and number > 0 for number in (ranks, collectives)):
-        raise ValueError(f"schedules({ranks!r}, {collectives!r}): ranks and collectives are 1 or more")
+    if not all(is_whole(number) and 0 < number <= sys.maxsize for number in (ranks, collectives)):
+        given = f"{shown(ranks)}, {shown(collectives)}"
+        raise ValueError(f"schedules({given}): ranks and collectives are 1 or more")
     if isinstance(kinds, str) or isinstance(milliseconds, int | float):
         raise ValueError(
             f"schedules(kinds={kinds!r}, milliseconds={milliseconds!r}): each is a list, such as "
@@ -48,8 +52,9 @@ def schedules(
         )
     if not kinds or (wrong := [kind for kind in kinds if kind not in _KINDS]):
         raise ValueError(f"schedules(kinds={kinds!r}): {_refusal(wrong[0] if kinds else '')}")
-    if not milliseconds or min(milliseconds) <= 0:
-        raise ValueError(f"schedules(milliseconds={milliseconds!r}): one or more, above 0")
+    if not milliseconds or not all(is_number(each) and 0 < each <= LONGEST for each in milliseconds):
+        allowed = f"one or more numbers above 0, at most {LONGEST}"
+        raise ValueError(f"schedules(milliseconds={shown(milliseconds)}): {allowed}")
     return _schedules(ranks, collectives, tuple(kinds), tuple(milliseconds))
 
 

@@ -98,14 +98,15 @@ class Requirement:
 
         Unused GPUs come first; the order is the request's.
         """
-        all_held, request = list(held), self.request
-        held = [other for other in all_held if isinstance(other, ResourceRequest)]
-        if len(held) < len(all_held):
+        request, others = self.request, list[ResourceRequest]()
+        for other in held:
+            if isinstance(other, Unreadable):
+                return None
+            others.append(other)
+        if self.at_once is not None and sum(each.ranks for each in others) + request.ranks > self.at_once:
             return None
-        if self.at_once is not None and sum(other.ranks for other in held) + request.ranks > self.at_once:
-            return None
-        barred = {gpu for other in held if request.exclusive or other.exclusive for gpu in other.gpus}
-        uses = Counter(gpu for other in held for gpu in other.gpus)
+        barred = {gpu for each in others if request.exclusive or each.exclusive for gpu in each.gpus}
+        uses = Counter(gpu for each in others for gpu in each.gpus)
         free = sorted((gpu for gpu in request.gpus if gpu not in barred), key=lambda gpu: uses[gpu])
         chosen = free[: self.size]
         enough = self.size if request.exclusive else min(1, len(request.gpus))

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.backends import BACKENDS, backends_of, uses
+from lockstep.bounds import shown
 from lockstep.fake_ranks import FakeRank
 from lockstep.rank.torch_internals import (
     TakenGroups,
@@ -136,11 +137,14 @@ class DefaultGroup:
             if self._server is None:
                 self._server = self._make_server(place)
         # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
+        recorded = os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
+        if not recorded.isdecimal() or len(recorded) > 9:
+            problem = f"TORCH_FR_BUFFER_SIZE={shown(recorded)}"
+            raise ValueError(f"{problem}: set it to the number of calls that torch records, or not at all")
         if uses(key.backend, "nccl"):
             os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MAX_RECORDED))
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or "1"))
+        torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
         if uses(key.backend, "gloo"):
             _do_not_preempt()
         if self.device.type == "cuda":
@@ -151,7 +155,7 @@ class DefaultGroup:
             if module := BACKENDS[name].module:
                 importlib.import_module(module)
         if shm := sys.modules.get("lockstep.shm"):  # the server may have imported it before
-            shm.keep(int(os.environ["TORCH_FR_BUFFER_SIZE"]))
+            shm.keep(int(recorded))
 
     def begin_item(self) -> None:
         """Let the groups that a test makes meet under keys of its own, which all ranks count alike.
@@ -285,6 +289,12 @@ class DefaultGroup:
         destructor = threading.Thread(target=groups.clear, name="destroys-groups", daemon=True)
         destructor.start()
         destructor.join(_DESTROYED_WITHIN)
+
+
+def _threads(variable: str) -> int:
+    """Return the number in OMP_NUM_THREADS, the first of a list; 1 where there is none."""
+    first = variable.partition(",")[0].strip()
+    return max(int(first), 1) if first.isdecimal() and len(first) < 6 else 1
 
 
 def _do_not_preempt() -> None:

@@ -112,6 +112,11 @@ class Entry:
 Observer = Callable[[Entry], None]
 
 
+def _buffer_size() -> int:
+    text = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
+    return int(text) if text.isdecimal() and len(text) < 10 else 2000
+
+
 class Recorder:
     """The latest calls of this process, and functions that are called with each."""
 
@@ -136,7 +141,7 @@ class Recorder:
 
 
 # The one of this process, as torch's flight recorder is.
-recorder = Recorder(int(os.environ.get("TORCH_FR_BUFFER_SIZE") or 2000))
+recorder = Recorder(_buffer_size())
 
 
 def keep(number: int) -> None:

@@ -40,10 +40,12 @@ def test_an_unmarked_node_has_no_mark() -> None:
     ("args", "kwargs", "message"),
     [
         ((), {}, "ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items"),
-        ((0,), {}, "ranks(0): a world has at least 1 rank"),
-        ((2, -1), {}, "ranks(-1): a world has at least 1 rank"),
+        ((0,), {}, "ranks(0): a world has 1 to 1000000 ranks"),
+        ((2, -1), {}, "ranks(-1): a world has 1 to 1000000 ranks"),
         (("2",), {}, "ranks('2'): a world size is a whole number: write ranks(2)"),
         ((2.0,), {}, "ranks(2.0): a world size is a whole number: write ranks(2)"),
+        ((10**8,), {}, "ranks(100000000): a world has 1 to 1000000 ranks"),
+        ((10**30,), {}, f"ranks({10**30}): a world has 1 to 1000000 ranks"),
         ((True,), {}, "ranks(True): a world size is a whole number: write ranks(2)"),
         (([2, 4],), {}, "ranks([2, 4]): a world size is a whole number: write ranks(2)"),
         ((2, 4, 2), {}, "ranks(2, 4, 2): a world size is given twice"),
@@ -117,10 +119,36 @@ def test_an_unmarked_node_has_no_mark() -> None:
             {"backend": "cpu:fake"},
             "backend 'cpu:fake': a fake world has no other backend: write 'fake'",
         ),
-        ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0"),
-        ((2,), {"timeout": "5"}, "ranks(timeout='5'): a timeout is a number of seconds above 0"),
-        ((2,), {"timeout": True}, "ranks(timeout=True): a timeout is a number of seconds above 0"),
-        ((2,), {"timeout": float("nan")}, "ranks(timeout=nan): a timeout is a number of seconds above 0"),
+        ((2,), {"timeout": 0}, "ranks(timeout=0): a timeout is a number of seconds above 0, at most 1000000"),
+        (
+            (2,),
+            {"timeout": "5"},
+            "ranks(timeout='5'): a timeout is a number of seconds above 0, at most 1000000",
+        ),
+        (
+            (2,),
+            {"timeout": True},
+            "ranks(timeout=True): a timeout is a number of seconds above 0, at most 1000000",
+        ),
+        (
+            (2,),
+            {"timeout": float("nan")},
+            "ranks(timeout=nan): a timeout is a number of seconds above 0, at most 1000000",
+        ),
+        (
+            (2,),
+            {"timeout": float("inf")},
+            "ranks(timeout=inf): a timeout is a number of seconds above 0, at most 1000000",
+        ),
+        (
+            (2,),
+            {"timeout": 10**400},
+            f"ranks(timeout=1{'0' * 59}... (401 characters)): a timeout is a number of seconds above 0, "
+            "at most 1000000",
+        ),
+        ((2,), {"needs": [["x"]]}, "ranks(needs=[['x']]): needs is a tuple of words of: values"),
+        ((2,), {"made_up_values": None}, "ranks(made_up_values=None): made_up_values is True or False"),
+        ((2,), {"backend": ""}, "unknown backend ''; there are gloo, nccl, shm, fake"),
         ((2,), {"needs": ("value",)}, "ranks(needs=('value',)): needs is a tuple of words of: values"),
         ((2,), {"needs": "values"}, "ranks(needs='values'): needs is a tuple of words of: values"),
     ],
@@ -131,6 +159,16 @@ def test_an_invalid_mark_says_what_to_write(
     with pytest.raises(MarkError) as caught:
         mark_of(*args, **kwargs)
     assert str(caught.value) == message
+
+
+def test_an_int_without_digits_is_refused_by_its_kind() -> None:
+    """Python converts no int of more than 4,300 digits to text, and raises in the middle of a message."""
+    with pytest.raises(
+        MarkError, match=r"^ranks\(<int without a repr: .*\): a world has 1 to 1000000 ranks$"
+    ):
+        mark_of(10**5000)
+    with pytest.raises(MarkError, match=r"^ranks\(timeout=<int without a repr: .*\): a timeout is a number"):
+        mark_of(2, timeout=10**5000)
 
 
 # What is collected, and what is refused then
@@ -198,7 +236,7 @@ def test_a_broken_mark_is_an_error_that_names_the_test(
     (none,) = (line for line in lines if line.startswith("test_none.py::test_x: "))
     assert none.startswith("test_none.py::test_x: ranks() needs at least one world size: write ranks(2)")
     assert "test_unknown.py::test_x: unknown backend 'mpi'; there are gloo, nccl, shm, fake" in lines
-    assert "test_zero.py::test_x: ranks(0): a world has at least 1 rank" in lines
+    assert "test_zero.py::test_x: ranks(0): a world has 1 to 1000000 ranks" in lines
     assert [node_ids(collected, file) for file in ("none", "unknown", "zero", "late_world")] == [[]] * 4
     assert ", 4 errors" in lines[-1]
     assert "Traceback" not in collected.stdout
@@ -276,7 +314,7 @@ def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pyt
     result.stdout.fnmatch_lines(
         [
             "ranks(2, 4): several world sizes work only on a test function; give one size here",
-            "ranks(0): a world has at least 1 rank",
+            "ranks(0): a world has 1 to 1000000 ranks",
         ]
     )
 

@@ -113,7 +113,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"ranks": "2", "collectives": 3}, r"schedules\('2', 3\): ranks and collectives are 1 or more"),
     "kind": ({"ranks": 2, "collectives": 3, "kinds": "delay"}, "kinds='delay', .*: each is a list"),
     "number": ({"ranks": 2, "collectives": 3, "milliseconds": 5}, "milliseconds=5.: each is a list"),
-    "time": ({"ranks": 2, "collectives": 3, "milliseconds": [0, 5]}, "one or more, above 0"),
+    "time": ({"ranks": 2, "collectives": 3, "milliseconds": [0, 5]}, "one or more numbers above 0"),
+    "nan": ({"ranks": 2, "collectives": 3, "milliseconds": [float("nan")]}, r"nan\]\): one or more numbers"),
+    "overflow": ({"ranks": 10**5000, "collectives": 3}, r"<int .*, 3\): ranks and collectives are 1"),
 }
 
 

@@ -106,7 +106,7 @@ def test_a_wrong_mark_says_what_to_write(mark: Run, option: Run) -> None:
         assert "skew(seeds=0): a number above 0, or a list of seeds" in failure(run, "test_wrong_mark")
 
 
-@pytest.mark.parametrize("text", ["x", "1:", "-1", "1:0", "1:x"])
+@pytest.mark.parametrize("text", ["x", "1:", "-1", "1:0", "1:x", "1:nan", "9" * 40, "9" * 5000])
 def test_a_wrong_option_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"SEED|seed"):
         Schedule.parse(text)
