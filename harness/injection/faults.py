@@ -123,7 +123,8 @@ class Fault:
             return "rank is the number of a rank, or None for every one"
         if (self.kind == "delay") != (self.seconds > 0) or not self.seconds <= MOST_SECONDS:
             return f"a delay has seconds above 0, at most {MOST_SECONDS}, and nothing else has"
-        if isinstance(self.value, int) and self.value not in SEEDS:
+        value = self.value
+        if isinstance(value, int) and value not in SEEDS:
             return "value is a number of 64 bits at most"
         for name, kind in (("value", "corrupt"), ("error", "fail")):
             if getattr(self, name) is not None and self.kind != kind:

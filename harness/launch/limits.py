@@ -40,7 +40,11 @@ def check_open_files(size: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
-    need = len(os.listdir("/dev/fd")) + FILES_OF_A_RANK * size + FILES_AT_LEAST
+    try:
+        is_open = len(os.listdir("/dev/fd"))
+    except OSError:  # which is a link into /proc
+        is_open = 0
+    need = is_open + FILES_OF_A_RANK * size + FILES_AT_LEAST
     if need > limit:
         raise LaunchError(
             f"{size} ranks need about {need} open files and this process may have {limit}: "

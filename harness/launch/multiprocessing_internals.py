@@ -69,10 +69,12 @@ def close_server_pipe() -> None:
 def private_directory() -> str:
     """Return the directory (mode 0700) of the forkserver's socket; it is removed as the interpreter ends.
 
-    It is made in /tmp where TMPDIR is so deep that the socket would have too long a name to be bound.
+    It is made in /tmp where TMPDIR is so deep that the socket would have too long a name to be bound, and
+    where its name is no UTF-8: torch opens no file there.
     """
     chosen = tempfile.gettempdir()
-    if len(chosen) > MAX_TEMPORARY_DIRECTORY:
+    name = os.fsencode(chosen)
+    if len(name) > MAX_TEMPORARY_DIRECTORY or name != chosen.encode(errors="replace"):
         tempfile.tempdir = "/tmp"
     try:
         directory: str = util.get_temp_dir()

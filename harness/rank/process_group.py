@@ -329,9 +329,12 @@ def _gloo_connections() -> Iterator[int]:
 
     They differ from Python's in that gloo leaves its sockets open across exec.
     """
-    for name in os.listdir("/dev/fd"):
+    try:
+        descriptors = [*map(int, os.listdir("/dev/fd"))]
+    except OSError:  # without /proc, into which it is a link
+        descriptors = [*range(min(os.sysconf("SC_OPEN_MAX"), 1 << 16))]
+    for fd in descriptors:
         try:
-            fd = int(name)
             if not stat.S_ISSOCK(os.fstat(fd).st_mode) or fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 continue
             with socket.socket(fileno=os.dup(fd)) as copy:

@@ -57,9 +57,20 @@ class Card:
 
 
 def this_host() -> str:
-    """Return what processes have in common that can see each other in /proc: a boot, and a name space."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{os.uname().nodename} (boot {boot}, {os.readlink('/proc/self/ns/pid')})"
+    """Return what processes have in common that can see each other in /proc: a boot, and a name space.
+
+    Raises:
+        RuntimeError: there is no /proc that can be read.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError as error:
+        raise RuntimeError(
+            f"the backend shm opens the memory of other ranks through /proc, and cannot read it: {error}. "
+            "Mount /proc, or use gloo"
+        ) from None
+    return f"{os.uname().nodename} (boot {boot}, {space})"
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> Channel:

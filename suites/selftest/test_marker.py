@@ -333,7 +333,6 @@ def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytest
     [
         (["--backend=mpi"], "--backend: unknown backend 'mpi'; there are gloo, nccl, shm, fake"),
         (["--backend=nccl", "--device=cpu"], "--backend nccl does not work with --device cpu"),
-        (["--world-timeout=0"], "--world-timeout: write a number of seconds above 0"),
         (["-o", "ranks_start_method=fork"], "ranks_start_method = 'fork': choose forkserver, spawn"),
         (["--backend=cpu:nccl"], "--backend: backend 'cpu:nccl': nccl works on cuda, not on 'cpu'"),
         (["--backend=cpu:gloo", "--device=cuda"], "--backend cpu:gloo does not work with --device cuda"),

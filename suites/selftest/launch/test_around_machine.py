@@ -34,6 +34,14 @@ def test_a_full_temporary_directory_is_reported_with_a_remedy(project: Project, 
     project.assert_nothing_is_left()
 
 
+def test_a_temporary_directory_may_have_any_name(project: Project) -> None:
+    """Also one that is no UTF-8, which torch refuses for the files that ranks meet in."""
+    project.write("def test_x(world, tmp_path):\n    world.barrier()\n    (tmp_path / 'file').touch()\n")
+    directory = Path(os.fsdecode(os.fsencode(project.path / "tmp") + b"/\xff"))
+    directory.mkdir()
+    assert "= 1 passed in" in project.run(tmpdir=directory)
+
+
 def test_too_few_file_descriptors_are_reported_with_a_remedy(project: Project) -> None:
     project.write("@pytest.mark.ranks(8)\ndef test_a(world): pass")
     process = project.start(prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)))

@@ -1,0 +1,79 @@
+"""Values of options, ini options and environment variables that no session can use, and their errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from suites.selftest.project import Project
+
+SECONDS = "a number of seconds above 0, at most 1000000"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--world-timeout=0"], f"--world-timeout 0.0: write {SECONDS}"),
+        (["--world-timeout=nan"], f"--world-timeout nan: write {SECONDS}"),
+        (["--world-timeout=inf"], f"--world-timeout inf: write {SECONDS}"),
+        (["--world-timeout=1e300"], f"--world-timeout 1e+300: write {SECONDS}"),
+        (
+            ["--world-seed", "9" * 27],
+            f"--world-seed {'9' * 27}: write a whole number from -2**63 to 2**64 - 1",
+        ),
+        (["--world-seed=-9223372036854775809"], "--world-seed -9223372036854775809: write a whole number"),
+        (["--rank-pdb=-1"], "--rank-pdb -1: ranks count from 0"),
+        (["--rank-debugpy", "9" * 5000], f"--rank-debugpy {'9' * 40}: write RANK or RANK:PORT"),
+        (["--rank-debugpy", f"1:{'9' * 5000}"], f"--rank-debugpy 1:{'9' * 38}: write RANK or RANK:PORT"),
+        (["--backend="], "--backend: unknown backend ''; there are gloo, nccl, shm, fake"),
+        (
+            ["--skew=1:nan"],
+            "--skew '1:nan': a seed is from 0 to 2**64 - 1, a delay above 0 and at most 60000",
+        ),
+        (["--skew", "9" * 5000], f"--skew '{'9' * 59}... (5002 characters): write SEED or SEED:MILLISECONDS"),
+        (["--skew="], "--skew '': write SEED or SEED:MILLISECONDS"),
+        (["-o", "ranks_at_once=0"], "ranks_at_once = 0: write a whole number above 0"),
+        (["-o", "ranks_at_once=two"], "ranks_at_once: write a whole number above 0"),
+        (["-o", f"ranks_at_once={'9' * 5000}"], "ranks_at_once: write a whole number above 0"),
+        (["-o", "ranks_wait=nan"], "ranks_wait = nan: write a number of seconds above 0"),
+        (["-o", "ranks_leaks="], "ranks_leaks = '': choose warn, error, off"),
+    ],
+    ids=lambda each: "=".join(each)[:30] if isinstance(each, list) else "",
+)
+def test_a_value_that_no_session_can_use_is_refused(
+    pytester: pytest.Pytester, args: list[str], message: str
+) -> None:
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(message)}"):
+        pytester.parseconfigure(*args)
+
+
+MARKS = {
+    "wide": ("ranks(20_000)", "ranks(20000): 10000 ranks at most under gloo; fake worlds"),
+    "seeds": ("skew(seeds=10**9)", "skew(seeds=1000000000): a number from 1 to 10000, or a list of at most"),
+    "range": ("skew(seeds=range(10**30))", "skew(seeds=range(0, 1"),
+    "true": ("skew(seeds=[True])", "skew(seeds=[True]): a number from 1 to 10000"),
+    "ever": ('skew(milliseconds=float("inf"))', "skew(milliseconds=inf): above 0 and at most 60000"),
+    "timeout": ('timeout(float("nan"))', f"timeout of pytest-timeout is nan: write {SECONDS}, or 0 for none"),
+}
+
+
+@pytest.fixture(scope="module")
+def marks(shared_project: Project) -> str:
+    tests = [f"@pytest.mark.{mark}\ndef test_{name}(world):\n    pass\n" for name, (mark, _) in MARKS.items()]
+    shared_project.write("\n".join(tests) + "\ndef test_sound(world):\n    pass\n")
+    threads = {"OMP_NUM_THREADS": "2,1", "PYTEST_PLUGINS": "pytest_timeout"}
+    return shared_project.run("--tb=short", environ=threads)
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_mark_with_a_number_that_is_none_fails_its_test(marks: str, name: str) -> None:
+    assert MARKS[name][1] in marks
+    assert "1 passed, 4 failed, 2 errors" in marks or "4 failed, 1 passed, 2 errors" in marks
+
+
+def test_a_size_of_the_flight_recorder_that_is_none_is_named(project: Project) -> None:
+    project.write("def test_x(world):\n    pass\n")
+    output = project.run("--backend=shm", environ={"TORCH_FR_BUFFER_SIZE": "many"})
+    assert "TORCH_FR_BUFFER_SIZE='many': set it to the number of calls that torch records" in output
+    assert "INTERNALERROR" not in output
