@@ -106,7 +106,9 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         raise MarkError("ranks(group=False): a fake world always has its group; leave out backend='fake'")
     if mark.timeout is not None and not are_seconds(mark.timeout):
         raise MarkError(f"ranks(timeout={shown(mark.timeout)}): a timeout is {SECONDS}")
-    if not isinstance(mark.needs, tuple | list) or any(each not in list(NEEDS) for each in mark.needs):
+    if not isinstance(mark.needs, tuple | list) or not all(
+        isinstance(each, str) and each in NEEDS for each in mark.needs
+    ):
         raise MarkError(f"ranks(needs={shown(mark.needs)}): needs is a tuple of words of: {', '.join(NEEDS)}")
     return mark
 

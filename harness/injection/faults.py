@@ -44,6 +44,7 @@ _RECORDED_AS = {
 """Functions of torch.distributed that run a collective of another name."""
 _WITHOUT_OUTPUT = ("barrier", "monitored_barrier", "send")
 _TYPES: tuple[tuple[str, Any, str], ...] = (
+    *((name, str, "the name of an operation, such as 'all_reduce'") for name in ("before", "after", "op")),
     ("seconds", int | float, "a number of seconds"),
     ("group", dist.ProcessGroup, "a process group of torch.distributed"),
     ("dtype", torch.dtype, "a dtype, such as torch.float32"),
@@ -97,6 +98,12 @@ class Fault:
     def _problem(self) -> str:
         if self.kind not in get_args(Kind):
             return f"the kinds of faults are {', '.join(get_args(Kind))}"
+        for name, wanted, what in _TYPES:
+            value: Any = getattr(self, name)
+            if value is None and name != "seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, wanted):
+                return f"{name} is {what}"
         given = [name for name in ("before", "after", "op") if getattr(self, name) is not None]
         allowed = ("op",) if self.kind in OF_OPERATION else ("before", "after")
         if wrong := [name for name in given if name not in allowed]:
@@ -111,15 +118,9 @@ class Fault:
             return f"torch.distributed has no collective {op!r}; {known}"
         if not is_whole(self.nth) or not 1 <= self.nth <= sys.maxsize:
             return "nth counts from 1"
-        for name, wanted, what in _TYPES:
-            value: Any = getattr(self, name)
-            if value is None and name != "seconds":
-                continue
-            if isinstance(value, bool) or not isinstance(value, wanted):
-                return f"{name} is {what}"
         if self.kind == "corrupt" and op in _WITHOUT_OUTPUT:
             return f"{op} has no output"
-        if self.rank is not None and (not is_whole(self.rank) or self.rank < 0):
+        if self.rank is not None and (not is_whole(self.rank) or not 0 <= self.rank <= sys.maxsize):
             return "rank is the number of a rank, or None for every one"
         if (self.kind == "delay") != (self.seconds > 0) or not self.seconds <= MOST_SECONDS:
             return f"a delay has seconds above 0, at most {MOST_SECONDS}, and nothing else has"

@@ -45,9 +45,9 @@ def schedules(
     if not all(is_whole(number) and 0 < number <= sys.maxsize for number in (ranks, collectives)):
         given = f"{shown(ranks)}, {shown(collectives)}"
         raise ValueError(f"schedules({given}): ranks and collectives are 1 or more")
-    if isinstance(kinds, str) or isinstance(milliseconds, int | float):
+    if isinstance(kinds, str) or not all(isinstance(each, Sequence) for each in (kinds, milliseconds)):
         raise ValueError(
-            f"schedules(kinds={kinds!r}, milliseconds={milliseconds!r}): each is a list, such as "
+            f"schedules(kinds={shown(kinds)}, milliseconds={shown(milliseconds)}): each is a list, such as "
             'kinds=["delay"] and milliseconds=[2, 10]'
         )
     if not kinds or (wrong := [kind for kind in kinds if kind not in _KINDS]):

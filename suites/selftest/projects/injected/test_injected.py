@@ -299,6 +299,7 @@ WRONG = {
     "rank": (lambda faults: faults.kill(rank=2), "the world has ranks 0 to 1"),
     "both": (lambda faults: faults.kill(before="barrier", after="barrier"), "either before= or after="),
     "seconds": (lambda faults: faults.delay(0), "a delay has seconds above 0"),
+    "no name": (lambda faults: faults.kill(before=3), "before is the name of an operation, such as"),
     "ever": (lambda faults: faults.delay(float("inf")), "a delay has seconds above 0, at most 1000000"),
     "overflow": (lambda faults: faults.delay(10**400), "a delay has seconds above 0, at most 1000000"),
     "no digits": (lambda faults: faults.kill(nth=10**5000), r"nth=<int .*nth counts from 1"),
