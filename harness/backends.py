@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.bounds import shown
-
 NEEDS = {"values": "that a rank receives what the others have sent"}
 """What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
 
@@ -65,7 +63,7 @@ def devices_of(text: str) -> tuple[str, ...]:
 def check_backend(text: object) -> None:
     """Raise ValueError unless `text` names a backend that worlds can use; the message says what to write."""
     if not isinstance(text, str) or (":" not in text and text not in BACKENDS):
-        raise ValueError(f"unknown backend {shown(text)}; there are {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown backend {text!r}; there are {', '.join(BACKENDS)}")
     if ":" not in text:
         return
     seen: set[str] = set()

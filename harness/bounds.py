@@ -16,7 +16,6 @@ SEEDS = range(-(2**63), 2**64)
 """Seeds that generators of torch take."""
 
 SECONDS = f"a number of seconds above 0, at most {MOST_SECONDS}"
-RANKS = f"a world has 1 to {MOST_RANKS} ranks"
 
 
 def is_whole(value: object) -> bool:
@@ -32,6 +31,13 @@ def is_number(value: object) -> bool:
 def are_seconds(value: Any) -> bool:
     """Return whether a value is a number of seconds that can be waited for."""
     return is_number(value) and 0 < value <= MOST_SECONDS
+
+
+def problem_of_size(value: Any) -> str:
+    """Return what is wrong with the size of a world in a mark, "" if nothing is."""
+    if not is_whole(value):
+        return "a world size is a whole number: write ranks(2)"
+    return "" if 1 <= value <= MOST_RANKS else f"a world has 1 to {MOST_RANKS} ranks"
 
 
 def shown(value: object) -> str:

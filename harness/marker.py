@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lockstep.backends import NEEDS, check_backend
-from lockstep.bounds import MOST_RANKS, RANKS, SECONDS, are_seconds, is_whole, shown
 
 
 class MarkError(ValueError):
@@ -75,15 +74,15 @@ def _ranks_marks(cls: type) -> list[pytest.Mark]:
 
 
 def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
+    from lockstep.bounds import SECONDS, are_seconds, problem_of_size, shown
+
     if unknown := sorted(options.keys() - _OPTIONS):
         raise MarkError(f"ranks() has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}")
     if not sizes:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
     for size in sizes:
-        if not is_whole(size):
-            raise MarkError(f"ranks({shown(size)}): a world size is a whole number: write ranks(2)")
-        if not 1 <= size <= MOST_RANKS:
-            raise MarkError(f"ranks({shown(size)}): {RANKS}")
+        if problem := problem_of_size(size):
+            raise MarkError(f"ranks({shown(size)}): {problem}")
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
     if options.get("as_rank") is not None or options.get("made_up_values", False) is not False:
@@ -106,9 +105,8 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
         raise MarkError("ranks(group=False): a fake world always has its group; leave out backend='fake'")
     if mark.timeout is not None and not are_seconds(mark.timeout):
         raise MarkError(f"ranks(timeout={shown(mark.timeout)}): a timeout is {SECONDS}")
-    if not isinstance(mark.needs, tuple | list) or not all(
-        isinstance(each, str) and each in NEEDS for each in mark.needs
-    ):
+    are_words = isinstance(mark.needs, tuple | list) and all(isinstance(each, str) for each in mark.needs)
+    if not are_words or not set(mark.needs) <= NEEDS.keys():
         raise MarkError(f"ranks(needs={shown(mark.needs)}): needs is a tuple of words of: {', '.join(NEEDS)}")
     return mark
 

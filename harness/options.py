@@ -137,9 +137,8 @@ def add_short_options(parser: pytest.Parser, taken: Container[str]) -> None:
 def default_backend(config: pytest.Config) -> str:
     """Return the backend of items that name none: `--backend`, else what suits `--device`."""
     backend: str | None = config.getoption("ranks_backend")
-    if backend is not None:
-        return backend
-    return "nccl" if config.getoption("ranks_device") == "cuda" else "gloo"
+    of_device = "nccl" if config.getoption("ranks_device") == "cuda" else "gloo"
+    return of_device if backend is None else backend
 
 
 def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:

@@ -287,7 +287,7 @@ def default_directory() -> Path:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open what may be anything, for reading: the open of a FIFO would wait for somebody who writes."""
+    """Open what may be anything, for reading: that of a FIFO would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         yield descriptor
