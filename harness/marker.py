@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.backends import NEEDS, check_backend
+NEEDS = {"values": "that a rank receives what the others have sent"}
+"""What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
 
 
 class MarkError(ValueError):
@@ -74,6 +75,7 @@ def _ranks_marks(cls: type) -> list[pytest.Mark]:
 
 
 def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
+    from lockstep.backends import check_backend
     from lockstep.bounds import SECONDS, are_seconds, problem_of_size, shown
 
     if unknown := sorted(options.keys() - _OPTIONS):

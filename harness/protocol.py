@@ -5,7 +5,6 @@ Both sides import this; standard library only. Pytest reports travel in pytest's
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,14 +28,6 @@ Raised = tuple[tuple[tuple[str, str], ...], str, bool]
 
 VICTIM_OF_A_CASE = "this case failed on another rank: "
 """How a rank's subtest failure begins when the rank itself passed the case."""
-
-BROKEN_CONNECTION = re.compile(
-    r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
-    r"|NCCL.*(aborted|remote process exited|socket)"
-    r"|\b(?:GroupAborted|PeerLost): (?:.*? (gone|left|aborted|failed)\b)?",  # errors of lockstep.shm
-    re.DOTALL | re.IGNORECASE,
-)
-"""Matches what a collective raises on a rank when another rank has closed its connection, or has ended."""
 
 DEFAULT_GROUP = "the default group"
 """What messages call the default process group; others go by torch's names."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from lockstep.adopt.kinds import FAMILIES, Kind, LeftAlone, NothingToRun, NotOnRanks, Place, kinds_of
-from lockstep.backends import uses
+from lockstep.backends import takes_devices
 from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.options import adopted_kinds
 from lockstep.protocol import SKIPS_ALL, Vote
@@ -134,7 +134,7 @@ class RankAdoption:
         self._session = session
         self._kinds = kinds
         self._groups = ForeignGroups(session.rank.group)
-        if config.getini("ranks_adopt_groups") == "reuse" and not uses(session.world.backend, "nccl"):
+        if config.getini("ranks_adopt_groups") == "reuse" and not takes_devices(session.world.backend):
             self._groups.reuse_default(session.world)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:

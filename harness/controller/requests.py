@@ -13,7 +13,14 @@ from typing import Literal
 
 import pytest
 
-from lockstep.backends import BACKENDS, NEEDS, backends_of, check_backend, devices_of, uses
+from lockstep.backends import (
+    BACKENDS,
+    backends_of,
+    check_backend,
+    devices_of,
+    objects_of,
+    takes_devices,
+)
 from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
 from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import fixture_of, make_report
@@ -21,7 +28,7 @@ from lockstep.controller.rerun import rerun_line
 from lockstep.controller.timeout_internals import limits_of
 from lockstep.controller.unsupported import refuse_fixtures
 from lockstep.fake_ranks import PLACE, FakeRank, places
-from lockstep.marker import MarkError, RanksMark, read_mark
+from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
 from lockstep.options import DEFAULTS, adopted_kinds, default_backend
 from lockstep.pytest_internals import fixtures_below
 from lockstep.specification import HOSTS, Spread, WorldKey
@@ -113,7 +120,7 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     if isinstance(spread, Refusal):
         return spread
     key = WorldKey(size, backend, device, mark.group, spread)
-    need = size if uses(backend, "nccl") else 1
+    need = size if takes_devices(backend) else 1
     if device == "cuda" and not spread and need > (have := count_gpus()):
         lack = f"need {need} GPUs, this machine has {have}"
         if mark.backend is None:
@@ -142,14 +149,15 @@ def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread 
         return ()
     from lockstep.hosts.placement import spread_of
 
-    exclusive, per_host = uses(key.backend, "nccl"), config.getoption("ranks_per_host")
+    exclusive, per_host = takes_devices(key.backend), config.getoption("ranks_per_host")
     if mark.hosts is None and on is not None:
         on = min(on, key.size)
     spread = spread_of(key.size, on, needs_gpus=exclusive, per_host=per_host)
     if isinstance(spread, str):
         return Refusal("skipped", spread)
-    if len(spread) > 1 and uses(key.backend, "shm"):
-        return Refusal("skipped", "the backend shm works within one host")
+    bound = [backend.name for backend in objects_of(key.backend) if not backend.spans_hosts]
+    if len(spread) > 1 and bound:
+        return Refusal("skipped", f"the backend {bound[0]} works within one host")
     rank = debugging.debugged_rank(config)
     if rank is not None and (rank >= spread[0][1] if spread and spread[0][0] == 0 else bool(spread)):
         return Refusal("failed", f"rank {rank} runs on another host, where no debugger can be attached")
@@ -272,7 +280,7 @@ def check_options(config: pytest.Config) -> None:
     device = config.getoption("ranks_device")
     if device is not None and device not in devices_of(backend):
         raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
-    if (uses(backend, "nccl") or device == "cuda") and count_gpus() == 0:
+    if (takes_devices(backend) or device == "cuda") and count_gpus() == 0:
         requested = "--device cuda" if device == "cuda" else f"--backend {backend}"
         raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
     if not are_seconds(seconds := config.getoption("world_timeout")):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.backends import uses
+from lockstep.backends import takes_devices
 from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import basetemp_of
 from lockstep.controller.requests import count_gpus, output_directory_of
@@ -129,7 +129,7 @@ def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None
         str(config.rootpath),
         ranks=0 if at_once is None else key.size,
         gpus=_visible_gpus() if key.device == "cuda" else (),
-        exclusive=uses(key.backend, "nccl"),
+        exclusive=takes_devices(key.backend),
     )
     store = LeaseStore(default_directory())
     leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol, Self
 import pytest
 import torch.distributed as dist
 
-from lockstep.backends import backends_of
+from lockstep.backends import BROKEN_CONNECTION, backends_of
 from lockstep.exceptions import PeerFailed
 from lockstep.injection.calls import INTERCEPTION, Call, Run
 from lockstep.injection.losses import Losses
 from lockstep.injection.work import Watched
-from lockstep.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Agreed, Expects, Struck, Vote
+from lockstep.protocol import VICTIM_OF_A_CASE, Agreed, Expects, Struck, Vote
 
 if TYPE_CHECKING:
     from lockstep.injection.injector import Faults

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
+from lockstep.backends import BROKEN_CONNECTION
 from lockstep.output import truncate
 from lockstep.properties.crashed import CrashGuard
 from lockstep.properties.hypothesis_internals import (
@@ -26,7 +27,7 @@ from lockstep.properties.hypothesis_internals import (
     structure_of,
 )
 from lockstep.properties.messages import Drawn, ExampleResult, RunningExampleFile
-from lockstep.protocol import BROKEN_CONNECTION, Vote
+from lockstep.protocol import Vote
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 

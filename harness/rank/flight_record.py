@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.backends import BACKENDS
 from lockstep.protocol import DEFAULT_GROUP, FlightRecord, Issued
 from lockstep.rank import pytest_internals
 from lockstep.rank.process_group import MAX_RECORDED, DefaultGroup
@@ -63,8 +64,8 @@ class _Recorded:
 
     @classmethod
     def read(cls, of_torch: Callable[[], list[dict[str, Any]]]) -> _Recorded:
-        entries, shm = of_torch(), sys.modules.get("lockstep.shm")
-        own = [] if shm is None else shm.record()
+        entries = of_torch()
+        own = [entry for backend in BACKENDS.values() for entry in backend.record()]
         most = int(os.environ.get("TORCH_FR_BUFFER_SIZE", MAX_RECORDED))
         is_whole = max(len(entries), len(own)) < most
         if own:

@@ -8,25 +8,19 @@ import fcntl
 import importlib
 import os
 import socket
-import stat
 import struct
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from lockstep.backends import BACKENDS, backends_of, uses
+from lockstep.backends import BACKENDS, objects_of
 from lockstep.bounds import shown
 from lockstep.fake_ranks import FakeRank
 from lockstep.rank.torch_internals import (
     TakenGroups,
-    abort_nccl_groups,
-    fake_store,
     group_members,
     process_groups,
     set_default_store,
@@ -40,8 +34,6 @@ if TYPE_CHECKING:
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-_DESTROYED_WITHIN = 1.0
-"""Seconds; what is in flight fails at once, as its connections are closed."""
 MAX_RECORDED = 256
 """Collectives that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
 
@@ -51,6 +43,8 @@ class DefaultGroup:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
+        self._backends = objects_of(spec.key.backend)
+        self._meets = all(backend.meets for backend in self._backends)
         self._generation = 0
         self._of_rank: TakenGroups | None = None
         self.device = torch.device("cpu") if spec.gpu is None else torch.device("cuda", spec.gpu)
@@ -89,7 +83,8 @@ class DefaultGroup:
         self._joins.append((self._joined, self._living or tuple(range(size))))
         self._generation += 1
         name = f"store-{self._generation}"
-        self._store = fake_store() if key.backend == "fake" else self.meeting_store(name, size)
+        own = next(filter(None, (backend.store() for backend in self._backends)), None)
+        self._store = own or self.meeting_store(name, size)
         self._items = 0
         dist.init_process_group(
             key.backend,
@@ -124,8 +119,8 @@ class DefaultGroup:
         )
 
     def _prepare(self) -> None:
-        key, (rank, size), place = self._spec.key, self._place, self._spec.place
-        place = place if key.backend != "fake" else None
+        rank, size = self._place
+        place = self._spec.place if self._meets else None
         local_rank, local_size = (rank, size) if place is None else (place.local_rank, place.local_size)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))
         os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(local_size))
@@ -136,26 +131,24 @@ class DefaultGroup:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             if self._server is None:
                 self._server = self._make_server(place)
-        # The flight recorder, for collectives in flight. The second name is nccl's of old; torch warns of it.
+        # The flight recorder, for collectives in flight.
         recorded = os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
         if not recorded.isdecimal() or len(recorded) > 9:
             problem = f"TORCH_FR_BUFFER_SIZE={shown(recorded)}"
             raise ValueError(f"{problem}: set it to the number of calls that torch records, or not at all")
-        if uses(key.backend, "nccl"):
-            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(MAX_RECORDED))
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
-        if uses(key.backend, "gloo"):
-            _do_not_preempt()
+        for backend in self._backends:
+            backend.prepare(MAX_RECORDED)
         if self.device.type == "cuda":
             # Whatever a test calls `cuda:0` is a GPU of this world. Read when CUDA is first used: not yet.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
             torch.cuda.set_device(self.device)
-        for name in backends_of(key.backend).values():
-            if module := BACKENDS[name].module:
-                importlib.import_module(module)
-        if shm := sys.modules.get("lockstep.shm"):  # the server may have imported it before
-            shm.keep(int(recorded))
+        for backend in self._backends:
+            if backend.module:
+                importlib.import_module(backend.module)
+        for backend in BACKENDS.values():
+            backend.limit_record(int(recorded))
 
     def begin_item(self) -> None:
         """Let the groups that a test makes meet under keys of its own, which all ranks count alike.
@@ -192,34 +185,25 @@ class DefaultGroup:
         if not (dist.is_initialized() or self._hidden):
             return
         self.is_aborted = True
-        key = self._spec.key
-        if uses(key.backend, "nccl") and (key.has_group or "nccl" in dist.get_backend()):
-            abort_nccl_groups()
-        # The connections that there are, are the test's.
-        if key.has_group and key.backend in ("nccl", "fake"):
-            return
-        if shm := sys.modules.get("lockstep.shm"):
-            shm.abort_all()
-        for fd in _gloo_connections():
-            # A peer may shut it down first; another thread may close it.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+        has_group = self._spec.key.has_group
+        for backend in self._backends:
+            backend.abort(is_of_world=has_group)
+        if has_group and not any(backend.connects for backend in self._backends):
+            return  # the connections that there are, are the test's
+        for backend in BACKENDS.values():
+            backend.close_connections()
 
     def detach(self) -> None:
         """Leave the groups and their connections to the rank, in a forked child of it.
 
-        The child's descriptors of them are replaced by ones that lead nowhere: else ranks would not notice
-        the death of this one while the child lives. The child has no use for the groups, as their threads are
-        not copied; it may make its own.
+        The child has no use for the groups, as their threads are not copied; it may make its own.
         """
         # Never destroyed: it would shut them down, and remove the file of a store that all ranks are through.
         self._of_rank = take_groups()
-        if self._spec.key.backend == "fake":  # without connections: those that there are, are the test's
+        if not self._meets:  # the connections that there are, are the test's
             return
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in _gloo_connections():
-            os.dup2(null, fd)
-        os.close(null)
+        for backend in BACKENDS.values():
+            backend.detach()
 
     def hide(self) -> None:
         """Make torch forget all groups of this rank, which stay connected, so that a test has its own."""
@@ -273,40 +257,23 @@ class DefaultGroup:
         self.repair()
 
     def leave(self) -> None:
-        """Destroy the group where its backend warns otherwise; gloo's connections end with the process."""
-        if uses(self._spec.key.backend, "nccl"):
-            self._destroy()
+        """Destroy the group where its backend warns otherwise; connections end with the process."""
+        for backend in self._backends:
+            backend.leave(self._destroy)
 
     def _destroy(self) -> None:
         if not dist.is_initialized():
             return
         groups = process_groups()
         dist.destroy_process_group()
-        if not uses(self._spec.key.backend, "gloo"):
-            return
-        # The destructor of a group of gloo waits for its collectives. One whose connection was closed just as
-        # it began to send never ends: `UnboundBuffer::waitSend`, seen in torch 2.13, once in about 20 cases.
-        destructor = threading.Thread(target=groups.clear, name="destroys-groups", daemon=True)
-        destructor.start()
-        destructor.join(_DESTROYED_WITHIN)
+        for backend in self._backends:
+            backend.release(groups)
 
 
 def _threads(variable: str) -> int:
     """Return the number in OMP_NUM_THREADS, the first of a list; 1 where there is none."""
     first = variable.partition(",")[0].strip()
     return max(int(first), 1) if first.isdecimal() and len(first) < 6 else 1
-
-
-def _do_not_preempt() -> None:
-    """Let no thread that this process will have take the core of the one that wakes it.
-
-    A thread of gloo that sends holds a lock, which gloo's event loop tries again and again without a pause.
-    What the send wakes would run in place of the sender, and the loop spin meanwhile: seen in torch 2.13, 37
-    calls of epoll_wait for each write, of which 2 remain, and a small all-gather takes a third of the time.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # not on every system, nor in every sandbox
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def interface_of(address: str) -> str:
@@ -322,25 +289,3 @@ def interface_of(address: str) -> str:
                 if answer[20:24] == wanted:
                     return name
     return names[0]
-
-
-def _gloo_connections() -> Iterator[int]:
-    """Yield the descriptor of every connection that gloo has open in this process.
-
-    They differ from Python's in that gloo leaves its sockets open across exec.
-    """
-    try:
-        descriptors = [*map(int, os.listdir("/dev/fd"))]
-    except OSError:  # without /proc, into which it is a link
-        descriptors = [*range(min(os.sysconf("SC_OPEN_MAX"), 1 << 16))]
-    for fd in descriptors:
-        try:
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode) or fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
-                continue
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                copy.getpeername()
-                is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
-        except OSError:  # not connected, or closed meanwhile: the directory's own descriptor is
-            continue
-        if is_tcp:
-            yield fd

@@ -16,6 +16,7 @@ from pathlib import Path
 import pluggy
 
 import lockstep.properties
+from lockstep.backends import BACKENDS
 from lockstep.process_tree import children_of
 from lockstep.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
 from lockstep.rank import pytest_internals
@@ -105,9 +106,8 @@ class StatusReader:
 
     def keep_stacks(self) -> None:
         """Let the record of shm have the line of each call, as torch's has, once the backend is loaded."""
-        if not self._keeps_stacks and (shm := sys.modules.get("lockstep.shm")) is not None:
-            self._keeps_stacks = True
-            shm.observe(keep_stack)
+        if not self._keeps_stacks:
+            self._keeps_stacks = any(backend.observe(keep_stack) for backend in BACKENDS.values())
 
     def record(self) -> FlightRecord:
         """Return the calls of this test, with times and stacks."""
@@ -150,10 +150,11 @@ def progress() -> object:
     """Return a value that stays equal exactly while the main thread is blocked: its run time and wait time.
 
     Not from its frames: those of a thread that runs cannot be walked through safely. No two values are equal
-    in `time.sleep`, which ends without help, and where the system has no such figures. A wait in a collective
-    of shm, which looks for dead ranks meanwhile, is a value of its own.
+    in `time.sleep`, which ends without help, and where the system has no such figures. A wait that wakes up
+    by itself, as those of shm do to look for dead ranks, is a value of its own.
     """
-    if (shm := sys.modules.get("lockstep.shm")) and (wait := shm.waits.get(threading.main_thread().ident)):
+    main = threading.main_thread()
+    if wait := next(filter(None, (backend.wait_of(main) for backend in BACKENDS.values())), None):
         return wait
     waits_in = ""
     with contextlib.suppress(OSError):  # not every kernel shows it

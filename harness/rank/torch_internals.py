@@ -61,11 +61,6 @@ def count_collectives() -> int:
     return -1
 
 
-def abort_nccl_groups() -> None:
-    """Abort all groups of NCCL: what waits in their collectives returns. Not public yet."""
-    _c10d._abort_process_group()
-
-
 # What torch knows of its groups: attributes of `_world`. If one moves: what
 # `dist.destroy_process_group()` clears.
 _MAPS = (
@@ -135,16 +130,6 @@ def forget_groups() -> None:
         getattr(world, name, {}).clear()
     _c10d._unregister_all_process_groups()
     world.group_count = 0
-
-
-def fake_store() -> dist.Store:
-    """Return a store for a fake group, whose backend torch registers when this module is imported.
-
-    If it moves: what torch's own tests pass to `init_process_group("fake")`.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 def done_work(result: list[torch.Tensor]) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.backends import uses
+from lockstep.backends import BACKENDS, backends_of, objects_of
 from lockstep.fake_ranks import FakeRank
 from lockstep.specification import RankSpec
 
@@ -133,7 +133,7 @@ class RankWorld:
             RuntimeError: the world has no group of its own, is on several hosts, or another rank does not
                 call this.
         """
-        if self.backend == "fake":
+        if not all(backend.meets for backend in objects_of(self.backend)):
             raise RuntimeError("world.rebuild: a fake world is one process, and loses no rank")
         if not self._starts_with_group:
             raise RuntimeError(
@@ -160,10 +160,7 @@ class RankWorld:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if uses(self.backend, "nccl"):
-            dist.barrier(self.group, device_ids=[self.device.index])
-        else:
-            dist.barrier(self.group)
+        BACKENDS[backends_of(self.backend)[self.device.type]].barrier(self.group, self.device)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank. A value must be picklable.

@@ -9,8 +9,9 @@ import shlex
 
 import pytest
 
+from lockstep.backends import BROKEN_CONNECTION
 from lockstep.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
-from lockstep.protocol import BROKEN_CONNECTION, VICTIM_OF_A_CASE, Finished
+from lockstep.protocol import VICTIM_OF_A_CASE, Finished
 from lockstep.reporting.problems import Problem
 from lockstep.reporting.pytest_internals import (
     ExceptionChainRepr,

@@ -11,8 +11,9 @@ from itertools import chain
 
 import pytest
 
+from lockstep.backends import BROKEN_CONNECTION
 from lockstep.properties.messages import VICTIM_OF_AN_EXAMPLE
-from lockstep.protocol import BROKEN_CONNECTION, SKIPS_ALL, VICTIM_OF_A_CASE, Finished
+from lockstep.protocol import SKIPS_ALL, VICTIM_OF_A_CASE, Finished
 from lockstep.reporting.differences import without_addresses, without_own_number
 from lockstep.reporting.pytest_internals import ReprFileLocation, lines, messages
 from lockstep.reporting.rank_reports import PHASES, Context, Phase, RankReports

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from lockstep.protocol import BROKEN_CONNECTION, DEFAULT_GROUP, FlightRecord
+from lockstep.backends import BROKEN_CONNECTION
+from lockstep.protocol import DEFAULT_GROUP, FlightRecord
 from lockstep.timeline import entries
 from lockstep.timeline.entries import Entry
 from lockstep.tracebacks import user_line

@@ -79,7 +79,7 @@ STILL_IMPORTED = {
     "world.outcome": "fake_ranks",
     "world.world": "launch.leases properties.messages",
 }
-"""Features that a module of the core still imports. Nothing may be added, and what is unused must be removed."""
+"""Features that a module of the core still imports: nothing may be added, and what is not used must go."""
 
 
 def feature_of(name: str) -> str | None:

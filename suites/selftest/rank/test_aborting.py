@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.backends import gloo
 from lockstep.protocol import Probe, RankStatus
-from lockstep.rank import flight_record, process_group
+from lockstep.rank import flight_record
 from lockstep.rank.process_group import DefaultGroup
 from lockstep.rank.status import Activity, StatusReader
 from suites.selftest.project import Project
@@ -18,13 +19,14 @@ from suites.selftest.project import Project
 
 def test_connections_that_are_already_closed_are_skipped(monkeypatch: Any) -> None:
     group: Any = DefaultGroup.__new__(DefaultGroup)
-    group._spec = type("Spec", (), {"key": type("Key", (), {"backend": "gloo", "has_group": True})})
+    group._spec = SimpleNamespace(key=SimpleNamespace(has_group=True))
+    group._backends = [gloo.Gloo()]
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket() as unconnected:
         closed = os.dup(unconnected.fileno())
         os.close(closed)
         fds = [closed, unconnected.fileno(), ours.fileno()]
-        monkeypatch.setattr(process_group, "_gloo_connections", lambda: fds)
+        monkeypatch.setattr(gloo, "_connections", lambda: fds)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         group.abort()
         assert theirs.recv(1) == b""

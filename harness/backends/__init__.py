@@ -5,36 +5,23 @@ Used on both sides at collection; must not import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 
-NEEDS = {"values": "that a rank receives what the others have sent"}
-"""What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
+from lockstep.backends.backend import Backend
+from lockstep.backends.fake import Fake
+from lockstep.backends.gloo import Gloo
+from lockstep.backends.nccl import Nccl
+from lockstep.backends.shm import Shm
 
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """Facts about a backend that the harness needs before any rank runs.
-
-    Attributes:
-        devices: that a rank's tensors can be on, the default first.
-        module: the one that registers it with torch.distributed, if that does not know it by itself.
-        lacks: words of `NEEDS`.
-    """
-
-    devices: tuple[str, ...]
-    module: str = ""
-    lacks: frozenset[str] = frozenset()
-
-
-BACKENDS = {
-    "gloo": Backend(("cpu", "cuda")),
-    "nccl": Backend(("cuda",)),
-    "shm": Backend(("cpu",), module="lockstep.shm"),
-    "fake": Backend(
-        ("cpu", "cuda"), module="torch.testing._internal.distributed.fake_pg", lacks=frozenset({"values"})
-    ),
-}
+BACKENDS: Mapping[str, Backend] = {each.name: each for each in (Gloo(), Nccl(), Shm(), Fake())}
 """The backends of torch.distributed that worlds can use."""
+
+BROKEN_CONNECTION = re.compile(
+    "|".join(each.broken_connection for each in BACKENDS.values() if each.broken_connection),
+    re.DOTALL | re.IGNORECASE,
+)
+"""Matches what a collective raises on a rank when another rank has closed its connection, or has ended."""
 
 _FORM = "write DEVICE:BACKEND, with a comma between two: cpu:gloo,cuda:nccl"
 
@@ -46,9 +33,14 @@ def backends_of(text: str) -> dict[str, str]:
     return dict(part.split(":") for part in text.split(","))
 
 
-def uses(text: str, backend: str) -> bool:
-    """Return whether a name means that backend for any device."""
-    return backend in backends_of(text).values()
+def objects_of(text: str) -> list[Backend]:
+    """Return the backends that a name means, each once."""
+    return [BACKENDS[name] for name in dict.fromkeys(backends_of(text).values())]
+
+
+def takes_devices(text: str) -> bool:
+    """Return whether each rank needs an accelerator of its own."""
+    return any(backend.takes_devices for backend in objects_of(text))
 
 
 def devices_of(text: str) -> tuple[str, ...]:
