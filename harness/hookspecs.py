@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from lockstep.reporting.problems import Problem
+    from lockstep.reporting.rank_reports import Context
     from lockstep.subtests import ExpectedFailure
     from lockstep.world.outcome import ItemOutcome
 
@@ -58,3 +60,20 @@ def pytest_ranks_regrouped() -> None:
 @pytest.hookspec
 def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
     """Complete the outcome of an item before it is judged and reported. Called in the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_sections(
+    context: Context, cause: Problem, report: pytest.TestReport | None
+) -> tuple[str, str] | None:
+    """Return the title and the text of a section of a failure's report. Called in the controller.
+
+    Args:
+        cause: what went wrong first.
+        report: that of the first rank which has one of the failed phase or subtest.
+    """
+
+
+@pytest.hookspec
+def pytest_ranks_reported(item: pytest.Item, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
+    """Complete the reports of an item before pytest gets them. Called in the controller."""

@@ -93,12 +93,6 @@ def add_options(parser: pytest.Parser) -> None:
         "of a rank that died or hung also .output: what was written outside of pytest's capture",
     )
     group.addoption(
-        "--timeline",
-        metavar="DIR",
-        help="draw each test on ranks in DIR/<test>/timeline.html: what each rank called when, who waited "
-        "for whom; DIR/index.html lists them (a hang, a mismatch and a death are always shown, as text)",
-    )
-    group.addoption(
         "--subtest",
         action="append",
         default=[],

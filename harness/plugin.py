@@ -81,10 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from lockstep.reporting.xml_cases import XmlCases
 
         config.pluginmanager.register(XmlCases(config), "harness-xml-cases")
-    if config.option.timeline or config.option.rank_output_dir:
-        from lockstep.timeline.files import register as register_timelines
-
-        register_timelines(config)
     if is_worker or getattr(config.option, "dist", "no") == "no":  # the main process of -n runs no tests
         config.pluginmanager.register(Controller(config), "harness-controller")
 

@@ -381,8 +381,6 @@ class Finished:
     """How many process groups were ever made, which names the next one."""
     status: RankStatus | None = None
     """The collectives of the test, under `--check-collectives`."""
-    record: FlightRecord | None = None
-    """The calls of the test, under `--timeline`."""
     parts: dict[str, Any] = field(default_factory=dict)
     """What features add, by the name of each."""
 

@@ -46,7 +46,6 @@ from lockstep.protocol import RunItem, Search
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
 from lockstep.specification import HOSTS, WorldKey
-from lockstep.timeline import TIMELINES
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import ItemOutcome
 from lockstep.world.pool import Interrupted, WorldPool
@@ -263,8 +262,7 @@ class Controller:
             pass_on_warnings(item, outcomes.last)
         seed = self._config.getoption("world_seed")
         reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
-        if (files := self._config.pluginmanager.get_plugin(TIMELINES)) is not None:
-            files.write(str(item.nodeid), outcomes.reported, reports)
+        self._config.hook.pytest_ranks_reported(item=item, outcome=outcomes.reported, reports=reports)
         return reports
 
     def _order(

@@ -6,14 +6,21 @@ and imports the rest of its folder when that is needed. A folder that is deleted
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 
 import pytest
 
 
+def plugins() -> Iterator[ModuleType]:
+    """Import the plugin of each feature."""
+    for folder in iter_modules(__path__, f"{__name__}."):
+        yield import_module(f"{folder.name}.plugin")
+
+
 def register_features(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the plugin of each feature."""
-    for folder in iter_modules(__path__, f"{__name__}."):
-        name = f"{folder.name}.plugin"
-        pluginmanager.register(import_module(name), name)
+    for plugin in plugins():
+        pluginmanager.register(plugin, plugin.__name__)

@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.backends import BACKENDS
+from lockstep.flight_entries import Entry, dtypes, group_in_process, group_name, operation, shapes
 from lockstep.protocol import DEFAULT_GROUP, FlightRecord, Issued
 from lockstep.rank import pytest_internals
 from lockstep.rank.process_group import MAX_RECORDED, DefaultGroup
 from lockstep.rank.torch_internals import phases_by_code, recorded_calls, recorded_collectives
-from lockstep.timeline.entries import Entry, dtypes, group_in_process, group_name, operation, shapes
 from lockstep.tracebacks import is_installed
 
 

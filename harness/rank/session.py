@@ -179,8 +179,6 @@ class RankSession:
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
-            if self._config.getoption("timeline"):
-                self.rank.status.keep_stacks()
             self.stages = dict(order.stages)
             if order.stage:
                 item = make_stage(item, order.stage)
@@ -197,11 +195,10 @@ class RankSession:
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
         usable = self.rank.group.stands() and self._state.is_restored and not self.rank.is_rebuilt
-        record = self.rank.status.record() if self._config.getoption("timeline") else None
         counts = count_collectives(), count_groups()
         ending = Ending(usable)
         self._config.hook.pytest_ranks_finished(ending=ending)
-        self.rank.finish(Finished(ending.usable, *counts, doing, record, ending.parts))
+        self.rank.finish(Finished(ending.usable, *counts, doing, ending.parts))
         self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:

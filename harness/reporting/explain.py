@@ -67,8 +67,10 @@ def explain(
     )
     for group in others:
         longrepr.addsection(f"{named(each.rank for each in group)} {group[0].title}", group[0].details(), "-")
-    if text := _timeline(context, first[0], next(iter(reports.values()), None)):
-        longrepr.addsection("timeline: the last collectives of each rank", text, "-")
+    report = next(iter(reports.values()), None)
+    hook = context.item.config.hook
+    for title, text in hook.pytest_ranks_sections(context=context, cause=first[0], report=report):
+        longrepr.addsection(title, text, "-")
     if context.example:
         longrepr.addsection("failing example", context.example, "-")
     if context.note:
@@ -118,20 +120,6 @@ def _early_end_of_a_group(ranks: list[RankReports]) -> str:
 
 def _was_connecting(report: pytest.TestReport) -> bool:
     return any("connectFullMesh" in message for message in messages(report))
-
-
-def _timeline(context: Context, first: Problem, report: pytest.TestReport | None) -> str:
-    """Draw the last collectives of a test that hung, died or called them differently; "" for any other."""
-    if not (context.outcome.has_fault() and (first.report is None or first.is_mismatch or context.diagnosis)):
-        return ""
-    from lockstep.timeline.text import as_text
-    from lockstep.timeline.timeline import read_timeline
-
-    # Of a subtest: the test goes on after it.
-    until = int(report.stop * 1e9) if report is not None and type(report) is not pytest.TestReport else None
-    base = str(context.item.config.invocation_params.dir)
-    timeline = read_timeline(str(context.item.nodeid), context.outcome, base, until)
-    return "" if timeline is None else as_text(timeline)
 
 
 def _left_build_locks(ranks: list[RankReports]) -> list[str]:

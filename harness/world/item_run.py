@@ -421,17 +421,14 @@ class ItemRun:
         return find_mismatch(statuses, self._size(), include_ended=not stuck)
 
     def _collect_records(self) -> None:
-        """Take the flight records that ranks have sent; request the others where a timeline is shown."""
+        """Take the flight records that ranks have sent; request the others where ranks may have parted."""
         for outcome in self._outcomes:
-            if isinstance(outcome.fate, Finished):
-                outcome.record = outcome.fate.record
-            elif isinstance(outcome.fate, Stuck):
+            if isinstance(outcome.fate, Stuck):
                 outcome.record = outcome.fate.status.record
         ended = {each.rank for each in self._outcomes if isinstance(each.fate, Finished)}
         if self._diagnosis is None and not self._diagnoses and len(ended) == len(self._outcomes):
             return
-        lacking = {rank for rank in ended if self._outcomes[rank].record is None}
-        for rank, status in self._request_statuses(lacking).items():
+        for rank, status in self._request_statuses(ended).items():
             self._outcomes[rank].record = status.record
 
     def _compare_failed_cases(self) -> None:

@@ -96,7 +96,7 @@ class RankOutcome:
     example: RunningExample | None = None
     """The example of a property test that it was in at the end, unless the outcome is clean."""
     record: FlightRecord | None = None
-    """Its calls in the test, if ranks hung, died or called something differently, or under `--timeline`."""
+    """Its calls in the test, if ranks hung, died or called something differently."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
     is_expected: bool = False

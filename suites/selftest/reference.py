@@ -21,11 +21,14 @@ from typing import Any, cast
 import lockstep
 from lockstep import hookspecs
 from lockstep.conformance import plugin as conformance
+from lockstep.features import plugins
 from lockstep.options import add_options, add_short_options
 
 CHECKOUT = Path(lockstep.__file__).parents[1]
 PAGES = CHECKOUT / "docs" / "reference"
 PACKAGES = ("", ".engine", ".conformance", ".assertions", ".recorders", ".shm")
+HOOKS = ("pytest_ranks_expected_failures", "pytest_ranks_rerun")
+"""Those for other plugins; the rest are between the core and its features."""
 COMMANDS = ("doctor", "conformance", "port")
 NOTES = """\
 `pytest -n`, `-k`, `-x`, `--lf`, `--durations`, `--reruns` and the rest work as anywhere; `-s`,
@@ -85,6 +88,8 @@ def options_page() -> str:
     """Return the page of options, ini options, marks, fixtures, hooks and commands."""
     general, engines = Recorder(), Recorder()
     add_options(cast(Any, general))
+    for plugin in plugins():
+        getattr(plugin, "pytest_addoption", lambda parser: None)(cast(Any, general))
     add_short_options(cast(Any, general), ())
     conformance.pytest_addoption(cast(Any, engines))
     importlib.import_module("lockstep.plugin").pytest_configure(cast(Any, general))
@@ -105,7 +110,7 @@ def options_page() -> str:
         "With the plugin `lockstep.conformance.plugin`:",
         *fixtures("lockstep.conformance.plugin"),
         "## Hooks",
-        *(documented(node) for node in functions(hookspecs.__name__)),
+        *(documented(node) for node in functions(hookspecs.__name__) if node.name in HOOKS),
         "## Commands",
         *(text for name in COMMANDS for text in command(name)),
     ]

@@ -34,7 +34,6 @@ FEATURES = (
     "rank.live",
     "rank.plugins",
     "stages",
-    "timeline",
     "world.expectations",
     "world.glance",
 )
@@ -44,8 +43,7 @@ STILL_IMPORTED = {
     "controller.plugin": (
         "controller.crashed_examples controller.debugging controller.live "
         "controller.recorded_run controller.rerunfailures_internals controller.stages "
-        "controller.unsupported hosts.launchers hosts.remote "
-        "timeline"
+        "controller.unsupported hosts.launchers hosts.remote"
     ),
     "controller.requests": (
         "controller.debugging controller.timeout_internals controller.unsupported "
@@ -57,9 +55,8 @@ STILL_IMPORTED = {
     "fixtures": "goldens.golden injection.injector",
     "launch.bootstrap": "launch.lease_store",
     "marker": "fake_ranks",
-    "plugin": "adopt.plugin fake_ranks timeline.files",
+    "plugin": "adopt.plugin fake_ranks",
     "protocol": "fake_ranks",
-    "rank.flight_record": "timeline.entries",
     "rank.process": "fake_ranks injection.injector injection.losses properties.messages rank.live",
     "rank.process_group": "fake_ranks",
     "rank.session": (
@@ -69,7 +66,7 @@ STILL_IMPORTED = {
     ),
     "rank.status": "properties",
     "rank.world_fixture": "fake_ranks",
-    "reporting.explain": "properties.messages timeline.text timeline.timeline",
+    "reporting.explain": "properties.messages",
     "reporting.merge": "properties.messages",
     "reporting.problems": "properties.messages",
     "reporting.rank_reports": "properties.messages",

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.timeline import files
-from lockstep.timeline.trace import can_write_trace
+from lockstep.features.timeline import files
+from lockstep.features.timeline.trace import can_write_trace
 from suites.selftest.project import Project, line_of
 
 
@@ -201,7 +201,8 @@ def test_a_folder_that_cannot_be_written_to_costs_no_report(
     (tmp_path / "test_a.py").touch()  # where a folder has to be
     report = SimpleNamespace(failed=True, sections=[])
     outcome = SimpleNamespace(has_fault=lambda: True, diagnosis=None, stage="")
-    written.write("test_a.py::test_b", outcome, [report])  # type: ignore[arg-type, list-item]
+    item = SimpleNamespace(nodeid="test_a.py::test_b")
+    written.pytest_ranks_reported(item, outcome, [report])  # type: ignore[arg-type, list-item]
     ((title, text),) = report.sections
     assert (title, "cannot be written" in text, "test_a.py" in text) == ("timeline", True, True)
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from lockstep import flight_entries as entries
 from lockstep.backends import BROKEN_CONNECTION
+from lockstep.features.timeline import FEATURE
+from lockstep.flight_entries import Entry
 from lockstep.protocol import DEFAULT_GROUP, FlightRecord
-from lockstep.timeline import entries
-from lockstep.timeline.entries import Entry
 from lockstep.tracebacks import user_line
 from lockstep.world.diagnosis import place_of
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
@@ -185,7 +186,8 @@ def read_timeline(
         until: where it ends, of a subtest that others follow.
         sentence: the diagnosis.
     """
-    records = {rank.rank: rank.record for rank in outcome.ranks if rank.record is not None}
+    found = {rank.rank: rank.parts().get(FEATURE, rank.record) for rank in outcome.ranks}
+    records = {rank: record for rank, record in found.items() if record is not None}
     if until is not None:
         records = {rank: _until(record, until) for rank, record in records.items()}
     if not any(record.entries for record in records.values()):

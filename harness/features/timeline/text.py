@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from lockstep.timeline.timeline import Bar, Key, Lane, Timeline
+from lockstep.features.timeline.timeline import Bar, Key, Lane, Timeline
 from lockstep.world.diagnosis import named
 
 MOST_LINES = 12

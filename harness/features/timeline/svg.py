@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from html import escape
 
+from lockstep.features.timeline.scale import Scale
+from lockstep.features.timeline.timeline import Bar, Key, Lane, Span, Timeline
 from lockstep.protocol import DEFAULT_GROUP
-from lockstep.timeline.scale import Scale
-from lockstep.timeline.timeline import Bar, Key, Lane, Span, Timeline
 
 NAME, PHASES, BAR, GAP = 18, 14, 24, 16
 """Pixels, from the top of a lane: its name, its phases, a row of bars; and what is below."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 
-from lockstep.timeline.timeline import Timeline
+from lockstep.features.timeline.timeline import Timeline
 
 END = 40.0
 """Units for the end of a collective that was not recorded: all that is known is that it came later.

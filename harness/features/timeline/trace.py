@@ -7,8 +7,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from lockstep.timeline.svg import describe
-from lockstep.timeline.timeline import Bar, Lane, Span, Timeline
+from lockstep.features.timeline.svg import describe
+from lockstep.features.timeline.timeline import Bar, Lane, Span, Timeline
 
 _SEQUENCE = 1
 """The one writer of the trace."""

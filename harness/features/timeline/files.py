@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.features.timeline.flight_files import remove_flight_files, write_flight_files
+from lockstep.features.timeline.page import index_of, page_of
+from lockstep.features.timeline.timeline import Timeline, read_timeline
+from lockstep.features.timeline.trace import can_write_trace, write_trace
 from lockstep.output import OutputDirectory, write_text
-from lockstep.timeline import TIMELINES
-from lockstep.timeline.flight_files import remove_flight_files, write_flight_files
-from lockstep.timeline.page import index_of, page_of
-from lockstep.timeline.timeline import Timeline, read_timeline
-from lockstep.timeline.trace import can_write_trace, write_trace
 from lockstep.world.outcome import ItemOutcome, label_of
 
 PAGE, TRACE = "timeline.html", "timeline.pftrace"
@@ -24,8 +23,7 @@ def register(config: pytest.Config) -> None:
     """Write timelines to the folder of `--timeline`, else those of faults to that of `--rank-output-dir`."""
     option = "timeline" if config.option.timeline else "rank_output_dir"
     folder = config.invocation_params.dir / getattr(config.option, option)
-    files = TimelineFiles(config, str(folder), is_for_all=option == "timeline")
-    config.pluginmanager.register(files, TIMELINES)
+    config.pluginmanager.register(TimelineFiles(config, str(folder), is_for_all=option == "timeline"))
 
 
 class TimelineFiles:
@@ -52,16 +50,18 @@ class TimelineFiles:
             for path in self._folder.glob("tests-*.jsonl"):
                 path.unlink()
 
-    def write(self, nodeid: str, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
+    def pytest_ranks_reported(
+        self, item: pytest.Item, outcome: ItemOutcome, reports: list[pytest.TestReport]
+    ) -> None:
         """Write the files of a test that has any; failures point to them, or say why there is none."""
         if not (self._is_for_all or outcome.has_fault()):
             return
         sentence = outcome.diagnosis.sentence if outcome.diagnosis is not None else ""
-        timeline = read_timeline(nodeid, outcome, self._base, sentence=sentence)
+        timeline = read_timeline(str(item.nodeid), outcome, self._base, sentence=sentence)
         if timeline is None:
             _say(reports, _NO_CALL if outcome.fake is None else _FAKE)
             return
-        folder = self._directory.of_test(label_of(nodeid, outcome.stage))
+        folder = self._directory.of_test(label_of(str(item.nodeid), outcome.stage))
         place = str(folder / PAGE)
         try:
             self._write(timeline, folder, reports)

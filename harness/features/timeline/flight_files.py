@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.timeline.entries import group_name
-from lockstep.timeline.timeline import Timeline
+from lockstep.features.timeline.timeline import Timeline
+from lockstep.flight_entries import group_name
 
 PREFIX = "fr_trace_"
 VERSION = "2.10"

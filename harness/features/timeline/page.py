@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lockstep.timeline.svg import KINDS, draw, identify, kind_of, times
-from lockstep.timeline.timeline import Timeline
+from lockstep.features.timeline.svg import KINDS, draw, identify, kind_of, times
+from lockstep.features.timeline.timeline import Timeline
 
 MOST = 64
 """Collectives in a picture: the last ones; the file for Perfetto has all that are recorded."""
