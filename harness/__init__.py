@@ -15,20 +15,20 @@ from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lockstep.exceptions import InjectedFault, PeerFailed, RankLeakWarning, RankStateWarning
+    from lockstep.features.stages.stage import stage
     from lockstep.injection.faults import Fault
     from lockstep.injection.search import schedules
     from lockstep.rank.world_fixture import RankWorld
     from lockstep.recorders import CollectivesLog, ForwardDtypes
-    from lockstep.stages import stage
     from lockstep.subtests import RunSubtests
 
 _NAMES = {
     "lockstep.exceptions": ("InjectedFault", "PeerFailed", "RankLeakWarning", "RankStateWarning"),
+    "lockstep.features.stages.stage": ("stage",),
     "lockstep.injection.faults": ("Fault",),
     "lockstep.injection.search": ("schedules",),
     "lockstep.rank.world_fixture": ("RankWorld",),
     "lockstep.recorders": ("CollectivesLog", "ForwardDtypes"),
-    "lockstep.stages": ("stage",),
     "lockstep.subtests": ("RunSubtests",),
 }
 

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from lockstep.controller.requests import Refusal, Request
+    from lockstep.marker import RanksMark
+    from lockstep.protocol import RunItem
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
     from lockstep.subtests import ExpectedFailure
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
 
 RANK_PLUGIN = "harness-rank"
 """The name under which a rank registers its session with pytest; no other pytest process has it."""
+CONTROLLER_PLUGIN = "harness-controller"
+"""The name under which a controller registers with pytest."""
+ONLY_ON_RANKS = "only_on_ranks"
+"""Attribute of a fixture's function, True where a test that requests the fixture must be on ranks."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -45,6 +52,26 @@ class Ending:
     """Whether the rank can run another item."""
     parts: dict[str, Any] = field(default_factory=dict)
     """What features send to their half in the controller, by the name of each."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -> Refusal | None:
+    """Refuse to run an item in the world that it requests. Called in the controller, after collection."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_before(item: pytest.Item) -> list[pytest.TestReport] | None:
+    """Run what an item needs before it; reports take the place of its run. Called in the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_order(item: pytest.Item, request: Request, parts: dict[str, Any]) -> None:
+    """Add what features send to ranks with the order to run an item. Called in the controller."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_item(item: pytest.Item, order: RunItem) -> pytest.Item | None:
+    """Return another item to run in the place of this one. Called in each rank, for every order."""
 
 
 @pytest.hookspec

@@ -15,7 +15,7 @@ import pytest
 from lockstep import hookspecs
 from lockstep.features import register_features
 from lockstep.fixtures import collectives, faults, golden, run_subtests, world
-from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
 from lockstep.options import add_options, add_short_options, adopted_kinds, default_backend
 
@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(XmlCases(config), "harness-xml-cases")
     if is_worker or getattr(config.option, "dist", "no") == "no":  # the main process of -n runs no tests
-        config.pluginmanager.register(Controller(config), "harness-controller")
+        config.pluginmanager.register(Controller(config), CONTROLLER_PLUGIN)
 
 
 @pytest.hookimpl(trylast=True)

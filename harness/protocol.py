@@ -80,6 +80,18 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """A run for an item, before the item's own and in another world."""
+
+    kind: str
+    """Noun for it in reports, "stage" say."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} `{self.name}`"
+
+
+@dataclass(frozen=True)
 class RunItem:
     """Run one item's whole protocol."""
 
@@ -93,10 +105,10 @@ class RunItem:
     """Of the item, as pytest has it: a rank need not look into the source for it."""
     fake: FakeRank | None = None
     """The rank to run it as, in a fake world."""
-    stage: str = ""
-    """Name of the stage to run in the place of the item."""
-    stages: tuple[tuple[str, str], ...] = ()
-    """Name and directory of each stage that has run for the item."""
+    preparation: Preparation | None = None
+    """The run for the item that takes its place in this order."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features add, by the name of each."""
     is_recorded: bool = False
     """Whether to record what the item computes: it has failed for a divergence."""
     subtests: tuple[str, ...] = ()

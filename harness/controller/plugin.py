@@ -13,10 +13,11 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,6 @@ from lockstep.controller.recorded_run import diverged_case, recorded_order, with
 from lockstep.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
 from lockstep.controller.rerun import rerun_line
 from lockstep.controller.rerunfailures_internals import run_again_on_failure
-from lockstep.controller.stages import Paths, StageRun, Stages, Stopped
 from lockstep.controller.termination import Termination
 from lockstep.controller.unsupported import note_on_snapshots
 from lockstep.controller.world_starter import WorldStarter, measures
@@ -42,7 +42,7 @@ from lockstep.exceptions import WorldError
 from lockstep.hosts.launchers import refuse_launcher
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
 from lockstep.options import adopted_kinds
-from lockstep.protocol import RunItem, Search
+from lockstep.protocol import Preparation, RunItem, Search
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
 from lockstep.specification import HOSTS, WorldKey
@@ -90,7 +90,6 @@ class Controller:
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: Launcher | None = None
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
-        self._stages = Stages(self._run_stage)
         self._termination = Termination()
         self._live = LiveOutput(config)
         self._interrupted: Interrupted | None = None
@@ -195,12 +194,12 @@ class Controller:
 
     def _run(
         self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
-    ) -> Outcomes | Refusal | Stopped:
-        paths = self._stages.prepare(item, request.stages) if request.stages else ()
-        if isinstance(paths, Stopped):
-            return paths
+    ) -> Outcomes | Refusal | list[pytest.TestReport]:
+        reports: list[pytest.TestReport] | None = self._config.hook.pytest_ranks_before(item=item)
+        if reports is not None:
+            return reports
         try:
-            order = self._order(item, request, nextitem, paths)
+            order = self._order(item, request, nextitem)
             reported = last = self._run_order(item, request, order)
             if not last.is_clean():
                 search = CrashSearch()
@@ -225,9 +224,20 @@ class Controller:
             return replace(outcome, notes={case: f"the test could not run again, with recording: {error}"})
         return with_explanation(outcome, recorded, case)
 
-    def _run_stage(self, item: pytest.Item, stage: StageRun) -> tuple[str, list[pytest.TestReport]]:
-        order = replace(self._order(item, stage.request, item, stage.before), stage=stage.name)
-        outcome = self._run_order(item, stage.request, order)
+    def prepare(
+        self, item: pytest.Item, request: Request, preparation: Preparation, parts: Mapping[str, Any]
+    ) -> tuple[str, list[pytest.TestReport]]:
+        """Run something in an item's place, before it; return the directory that ranks shared, and reports.
+
+        Args:
+            parts: what features add to the order.
+
+        Raises:
+            WorldError: it could not run.
+        """
+        order = self._order(item, request, item)
+        order = replace(order, preparation=preparation, parts={**order.parts, **parts})
+        outcome = self._run_order(item, request, order)
         return order.shared_tmp_path, self._report(item, Outcomes(outcome, outcome))
 
     def _run_order(self, item: pytest.Item, request: Request, order: RunItem) -> ItemOutcome:
@@ -253,9 +263,11 @@ class Controller:
             self._worlds.give_back(world, keep=outcome.is_clean() and not request.fresh)
         return outcome
 
-    def _report(self, item: pytest.Item, outcomes: Outcomes | Refusal | Stopped) -> list[pytest.TestReport]:
-        if isinstance(outcomes, Stopped):
-            return outcomes.reports(item)
+    def _report(
+        self, item: pytest.Item, outcomes: Outcomes | Refusal | list[pytest.TestReport]
+    ) -> list[pytest.TestReport]:
+        if isinstance(outcomes, list):
+            return outcomes
         if isinstance(outcomes, Refusal):
             return report_refusal(item, outcomes)
         if any(rank.warnings for rank in outcomes.last.ranks):
@@ -265,13 +277,13 @@ class Controller:
         self._config.hook.pytest_ranks_reported(item=item, outcome=outcomes.reported, reports=reports)
         return reports
 
-    def _order(
-        self, item: pytest.Item, request: Request, nextitem: pytest.Item | None, stages: Paths
-    ) -> RunItem:
+    def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
         self._shared_tmp_path = self._shared_tmp_path or str(basetemp_of(self._config) / "shared")
         shared = self._shared_tmp_path if len(request.key.spread) < 2 else self._shared_dir
         name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
+        parts: dict[str, Any] = {}
+        self._config.hook.pytest_ranks_order(item=item, request=request, parts=parts)
         return RunItem(
             nodeid=str(item.nodeid),
             path=str(item.path),
@@ -280,7 +292,7 @@ class Controller:
             search=Search(secrets.randbits(128)),
             location=item.location,
             fake=request.fake,
-            stages=stages,
+            parts=parts,
         )
 
     def _next_of_world(self, request: Request, nextitem: pytest.Item | None) -> pytest.Item | None:

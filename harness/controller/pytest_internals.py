@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+
+from lockstep.hookspecs import ONLY_ON_RANKS
 
 
 def fixture_function(metafunc: pytest.Metafunc, name: str) -> Callable[..., object] | None:
@@ -144,7 +145,7 @@ def make_report(item: pytest.Item, when: str, outcome: str, longrepr: object = N
 
 
 def name_of_world(metafunc: pytest.Metafunc) -> str | None:
-    """Return the name under which a test that nothing puts on ranks uses our fixture `world`, or a stage.
+    """Return the name under which a test that nothing puts on ranks uses our fixture `world`, or another.
 
     A project may have its own fixture of that name.
     """
@@ -153,12 +154,8 @@ def name_of_world(metafunc: pytest.Metafunc) -> str | None:
     for name in metafunc.fixturenames:
         function = fixture_function(metafunc, name)
         module, function_name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-        if (module, function_name) == ("lockstep.fixtures", "world") or _is_stage(function):
+        if (module, function_name) == ("lockstep.fixtures", "world"):
+            return name
+        if getattr(function, ONLY_ON_RANKS, False) is True:
             return name
     return None
-
-
-def _is_stage(function: object) -> bool:
-    """Return whether it is the function of a fixture that `stage` has made."""
-    stages = sys.modules.get("lockstep.stages")  # else there is none
-    return stages is not None and stages.find_stage(function) is not None

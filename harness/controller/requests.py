@@ -23,16 +23,14 @@ from lockstep.backends import (
 )
 from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
 from lockstep.controller import debugging
-from lockstep.controller.pytest_internals import fixture_of, make_report
+from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
 from lockstep.controller.timeout_internals import limits_of
 from lockstep.controller.unsupported import refuse_fixtures
 from lockstep.fake_ranks import PLACE, FakeRank, places
 from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
 from lockstep.options import DEFAULTS, adopted_kinds, default_backend
-from lockstep.pytest_internals import fixtures_below
 from lockstep.specification import HOSTS, Spread, WorldKey
-from lockstep.stages import find_stage
 from lockstep.subtests import parse_selection
 
 CHOICES = {
@@ -52,8 +50,6 @@ class Request:
     timeout: float
     fake: FakeRank | None = None
     """The rank that the one process of a fake world stands for."""
-    stages: tuple[str, ...] = ()
-    """Names of the stages that run before the item, each behind those that it requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal 
     """Return the world that an item requests; None if it runs in the controller, as in any project.
 
     Args:
-        size: of the world, in the place of the one in its mark: for a stage.
+        size: of the world, in the place of the one in its mark: for what runs before the item.
     """
     if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and cannot use the world
         return None
@@ -97,7 +93,7 @@ def _refuse_skew(item: pytest.Item, mark: RanksMark | None) -> str:
 
 
 def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | Refusal:
-    config, stages = item.config, stages_of(item)
+    config = item.config
     backend = mark.backend or default_backend(config)
     lacks = {word for name in backends_of(backend).values() for word in BACKENDS[name].lacks}
     lacking = sorted(lacks.intersection(mark.needs))
@@ -105,9 +101,6 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
     if backend == "fake" and not mark.group:
         return Refusal("skipped", "the test makes its own group (group=False), and a fake world has one")
-    if backend == "fake" and stages:
-        why = f"the test has a stage (`{stages[0]}`), and a fake world is one process that receives nothing"
-        return Refusal("skipped" if mark.backend is None else "failed", why)
     fake = _fake_rank(item, mark) if backend == "fake" else None
     size = size or (_size_of(item, mark) if fake is None else 1)
     if size > MOST_PROCESSES:
@@ -134,7 +127,9 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         world = f"a world of {size} rank{'s' if size > 1 else ''}"
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
     timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark)
-    return Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake, stages)
+    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake)
+    refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
+    return refusal or request
 
 
 def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread | Refusal:
@@ -162,15 +157,6 @@ def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread 
     if rank is not None and (rank >= spread[0][1] if spread and spread[0][0] == 0 else bool(spread)):
         return Refusal("failed", f"rank {rank} runs on another host, where no debugger can be attached")
     return spread
-
-
-def stages_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return the names of the stages that an item requests, each behind those that it requests itself."""
-    names = getattr(item, "fixturenames", ())
-    if not any(find_stage(fixture_of(item, name)) for name in names):
-        return ()
-    below = fixtures_below(item, names)
-    return tuple(name for name in below if name in names and find_stage(fixture_of(item, name)))
 
 
 def report_refusal(item: pytest.Item, refusal: Refusal) -> list[pytest.TestReport]:

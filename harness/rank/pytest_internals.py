@@ -1,13 +1,11 @@
 """Private names of pytest that a rank uses, each with what to look for when it moves. Seen in pytest 9.2.
 
-Runs inside a rank; imports pytest, and what both sides use of it.
+Runs inside a rank; imports pytest alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -26,8 +24,6 @@ from _pytest.junitxml import bin_xml_escape, xml_key
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 from _pytest.runner import check_interactive_exception
-
-from lockstep.pytest_internals import fixtures_below
 
 FOLDER = "/_pytest/"
 """Part of the path of every file of pytest's own."""
@@ -155,47 +151,6 @@ def set_location(item: pytest.Item, location: tuple[str, int | None, str]) -> No
     """
     if isinstance(vars(pytest.Item).get("location"), functools.cached_property):
         vars(item)["location"] = location
-
-
-def make_stage(item: pytest.Item, name: str) -> pytest.Item:
-    """Return an item that runs a stage of a test, by the name of its fixture, in the place of the test.
-
-    It has the parameters and the marks of the test; of its fixtures those that the stage needs, and those of
-    autouse. If it moves: `FuncFixtureInfo`, what `FixtureManager.getfixtureinfo` makes for each function.
-    """
-    test = cast("Any", item)
-    info, session = test._fixtureinfo, test.session
-    of_stage = info.name2fixturedefs[name][-1]
-    function = of_stage.func.stage.function
-    if hasattr(of_stage.func, "__self__"):  # a method
-        function = function.__get__(test.instance)
-    parameters = inspect.signature(function).parameters
-    argnames = tuple(each for each in of_stage.argnames if each in parameters)
-    of_all = session._fixturemanager.getfixtureinfo(test.parent, None, None).initialnames
-    wanted = [each for each in of_all if name not in fixtures_below(item, [each])]
-    needed = {*fixtures_below(item, [*wanted, *argnames])}
-    made: Any = pytest.Function.from_parent(
-        test.parent,
-        name=f"{test.originalname}::{name}{test.name.removeprefix(test.originalname)}",
-        originalname=f"{test.originalname}::{name}",
-        callspec=getattr(test, "callspec", None),
-        callobj=function,
-        fixtureinfo=dataclasses.replace(
-            info,
-            argnames=argnames,
-            initialnames=(*wanted, *argnames),
-            names_closure=[each for each in info.names_closure if each in needed],
-            name2fixturedefs={**info.name2fixturedefs},
-        ),
-    )
-    made.reportinfo = item.reportinfo  # where its mark `skip` is
-    # A stage that passes is no failure of a test that must fail.
-    expected = [
-        pytest.mark.xfail.with_args(*mark.args, **{**mark.kwargs, "strict": False}).mark
-        for mark in item.iter_markers("xfail")
-    ]
-    made.own_markers = expected + [mark for mark in item.own_markers if mark.name != "xfail"]
-    return cast("pytest.Item", made)
 
 
 def forget_ended_dependents(fixture: pytest.FixtureDef[Any]) -> None:

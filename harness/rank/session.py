@@ -26,7 +26,7 @@ from lockstep.rank.coverage import RankCoverage
 from lockstep.rank.item import ItemGuards
 from lockstep.rank.live import end_lines, show_live, wants_log_file
 from lockstep.rank.plugins import LeftOut, worker_input
-from lockstep.rank.pytest_internals import make_stage, set_argument, set_location, waiting_conftests
+from lockstep.rank.pytest_internals import set_argument, set_location, waiting_conftests
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from lockstep.rank.state import RankState
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
@@ -68,7 +68,6 @@ class RankSession:
         rank: the rank whose session this is.
         world: the value of the fixture `world`.
         started: Whether the session has come to its first item.
-        stages: Name and directory of each stage that has run for the current item.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -77,7 +76,6 @@ class RankSession:
         self._spec = rank.spec
         self.world = rank.world
         self.started = False
-        self.stages: dict[str, str] = {}
         self._collection = RankCollection()
         self._guards = ItemGuards(rank)
         self._state = self._guards.state
@@ -161,7 +159,7 @@ class RankSession:
         if (place := self._spec.place) is not None and place.moved:
             following = order.next_item and (order.next_item[0], place.path(order.next_item[1]))
             order = replace(order, path=place.path(order.path), next_item=following)
-        if place is not None and place.number and len(place.hosts) == 1 and not (order.stage or order.stages):
+        if place is not None and place.number and len(place.hosts) == 1 and order.preparation is None:
             shared = f"{self._spec.directory}/shared/{Path(order.shared_tmp_path).name}"
             order = replace(order, shared_tmp_path=shared)  # this host alone needs to see it
         while self._left_out.warnings:
@@ -179,9 +177,7 @@ class RankSession:
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
-            self.stages = dict(order.stages)
-            if order.stage:
-                item = make_stage(item, order.stage)
+            item = self._config.hook.pytest_ranks_item(item=item, order=order) or item
             if order.location is not None:
                 set_location(item, order.location)
             self._reporter.begin(item)

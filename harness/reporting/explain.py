@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.backends import BROKEN_CONNECTION
 from lockstep.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
-from lockstep.protocol import VICTIM_OF_A_CASE, Finished
+from lockstep.protocol import VICTIM_OF_A_CASE, Finished, Preparation
 from lockstep.reporting.problems import Problem
 from lockstep.reporting.pytest_internals import (
     ExceptionChainRepr,
@@ -26,7 +26,7 @@ from lockstep.reporting.pytest_internals import (
 )
 from lockstep.reporting.rank_reports import Context, RankReports
 from lockstep.world.diagnosis import named
-from lockstep.world.outcome import Died, ItemOutcome, Stuck, in_stage
+from lockstep.world.outcome import Died, ItemOutcome, Stuck, in_preparation
 
 MOST_INJECTED = 5
 """Injected faults that a report lists."""
@@ -46,8 +46,8 @@ def explain(
             group.append(cause)
     first, *others = groups
     sentence = _diagnosis(context, first[0], ranks)
-    stage = context.outcome.stage
-    head = [in_stage(stage, len(ranks))] if stage else []
+    before = context.outcome.preparation
+    head = [in_preparation(before, len(ranks))] if before else []
     head += [sentence] if sentence else []
     head += _head(first, context.outcome, others)
     if cases := {rank.case() for rank in ranks} - {""}:
@@ -63,7 +63,7 @@ def explain(
     if context.outcome.needs_rebuild:
         head.append("no world.rebuild() since the expected fault: groups of before do not work")
     longrepr = ExceptionChainRepr(
-        [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, stage)]
+        [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, before)]
     )
     for group in others:
         longrepr.addsection(f"{named(each.rank for each in group)} {group[0].title}", group[0].details(), "-")
@@ -168,11 +168,11 @@ def _injected(outcome: ItemOutcome) -> list[str]:
     return [f"injected by the test before: {more} faults more"] * (more > 0) + lines
 
 
-def _chain(problem: Problem, sentence: str, stage: str) -> list[Link]:
+def _chain(problem: Problem, sentence: str, preparation: Preparation | None) -> list[Link]:
     """Return the exceptions of a problem, the last of which points to `sentence` or to its own message.
 
     Args:
-        stage: name of the stage that it came up in, or "".
+        preparation: what it came up in, if not in the item itself.
     """
     report = problem.report
     if report is None:
@@ -186,6 +186,6 @@ def _chain(problem: Problem, sentence: str, stage: str) -> list[Link]:
         crash = location_of(report, messages(report)[-1])
     if crash is not None:
         message = sentence or f"rank {problem.rank}: {crash.message}"
-        where = f"stage `{stage}`: " if stage else ""
+        where = f"{preparation}: " if preparation else ""
         crash = ReprFileLocation(crash.path, crash.lineno, where + message)
     return [*chain[:-1], (entry, crash, description)]

@@ -71,7 +71,7 @@ class ItemRun:
 
     def __init__(self, order: RunItem, timeout: float, onlooker: Onlooker | None = None) -> None:
         self.order = order
-        self.label = label_of(order.nodeid, order.stage)
+        self.label = label_of(order.nodeid, order.preparation)
         self._onlooker = onlooker
         self._places: Places | None = None
         self._names_place = False
@@ -130,9 +130,9 @@ class ItemRun:
         expected = self._expectations if "_expectations" in vars(self) else None
         missed = expected.missed() if expected else ()
         is_lost = expected is not None and not missed and expected.has_lost() and self._can_be_rebuilt()
-        stage = self.order.stage
+        before = self.order.preparation
         return ItemOutcome(
-            outcomes, self._timeout, timed_out, seconds, found, cases, fake, stage, missed, is_lost
+            outcomes, self._timeout, timed_out, seconds, found, cases, fake, before, missed, is_lost
         )
 
     def _can_be_rebuilt(self) -> bool:

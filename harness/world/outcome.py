@@ -16,7 +16,16 @@ from typing import Any
 from lockstep.fake_ranks import FakeRank
 from lockstep.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from lockstep.place import Moved
-from lockstep.protocol import Finished, FlightRecord, RankStatus, RunningExample, Struck, Vote, Warned
+from lockstep.protocol import (
+    Finished,
+    FlightRecord,
+    Preparation,
+    RankStatus,
+    RunningExample,
+    Struck,
+    Vote,
+    Warned,
+)
 from lockstep.tracebacks import shorten
 from lockstep.world.diagnosis import Diagnosis
 
@@ -152,8 +161,8 @@ class ItemOutcome:
     """The same of single cases of `run_subtests`, by name."""
     fake: FakeRank | None = None
     """The rank of a fake world that the one process stood for."""
-    stage: str = ""
-    """Name of the item's stage that ran; "" if the item itself did."""
+    preparation: Preparation | None = None
+    """The run for the item that took its place."""
     missed: tuple[str, ...] = ()
     """The faults that the test expected, in quotes, and the controller has not seen in their blocks."""
     needs_rebuild: bool = False
@@ -202,18 +211,18 @@ class ItemOutcome:
         return [outcome.fate for outcome in self.ranks if isinstance(outcome.fate, Finished)]
 
 
-def label_of(nodeid: str, stage: str) -> str:
-    """Return the node id of what runs: of the item, or of its stage."""
-    if not stage:
+def label_of(nodeid: str, preparation: Preparation | None) -> str:
+    """Return the node id of what runs: of the item, or of what takes its place."""
+    if preparation is None:
         return nodeid
     file, _, names = nodeid.partition("::")
     name, bracket, parameters = names.partition("[")
-    return f"{file}::{name}::{stage}{bracket}{parameters}"
+    return f"{file}::{name}::{preparation.name}{bracket}{parameters}"
 
 
-def in_stage(name: str, ranks: int) -> str:
-    """Return the words before what is said of a stage."""
-    return f"in the stage `{name}`, on {ranks} rank{'s' if ranks > 1 else ''} before the test:"
+def in_preparation(preparation: Preparation, ranks: int) -> str:
+    """Return the words before what is said of a run that takes an item's place."""
+    return f"in the {preparation}, on {ranks} rank{'s' if ranks > 1 else ''} before the test:"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ FEATURES = (
     "controller.progress",
     "controller.recorded_run",
     "controller.rerunfailures_internals",
-    "controller.stages",
     "controller.timeout_internals",
     "controller.unsupported",
     "fake_ranks",
@@ -33,7 +32,6 @@ FEATURES = (
     "rank.fake_values",
     "rank.live",
     "rank.plugins",
-    "stages",
     "world.expectations",
     "world.glance",
 )
@@ -42,13 +40,12 @@ FEATURES = (
 STILL_IMPORTED = {
     "controller.plugin": (
         "controller.crashed_examples controller.debugging controller.live "
-        "controller.recorded_run controller.rerunfailures_internals controller.stages "
+        "controller.recorded_run controller.rerunfailures_internals "
         "controller.unsupported hosts.launchers hosts.remote"
     ),
     "controller.requests": (
         "controller.debugging controller.timeout_internals controller.unsupported "
-        "fake_ranks hosts.placement injection.schedule "
-        "stages"
+        "fake_ranks hosts.placement injection.schedule"
     ),
     "controller.rerun": "hosts.roster",
     "controller.world_starter": "controller.debugging launch.lease_store launch.leases",

@@ -61,7 +61,7 @@ class TimelineFiles:
         if timeline is None:
             _say(reports, _NO_CALL if outcome.fake is None else _FAKE)
             return
-        folder = self._directory.of_test(label_of(str(item.nodeid), outcome.stage))
+        folder = self._directory.of_test(label_of(str(item.nodeid), outcome.preparation))
         place = str(folder / PAGE)
         try:
             self._write(timeline, folder, reports)

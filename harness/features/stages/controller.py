@@ -5,7 +5,7 @@ Must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,10 @@ import pytest
 from lockstep.controller.pytest_internals import fixture_of, make_report
 from lockstep.controller.requests import Request, report_refusal, request_of
 from lockstep.exceptions import WorldError
-from lockstep.protocol import RAISED
+from lockstep.features.stages.stage import FEATURE, KIND, Stage, find_stage
+from lockstep.protocol import RAISED, Preparation
 from lockstep.pytest_internals import fixtures_below
-from lockstep.stages import Stage, find_stage
-from lockstep.world.outcome import in_stage
+from lockstep.world.outcome import in_preparation
 
 Paths = tuple[tuple[str, str], ...]
 """Names of stages, with the directory that each has left."""
@@ -25,13 +25,8 @@ _KEPT = ("sections", "user_properties", "duration", "start", "stop", "wasxfail",
 """Of the report of a stage in that of the test's set-up."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageRun:
-    """A stage that is to run for a test, in what world, and after which others."""
-
-    name: str
-    request: Request
-    before: Paths
+Run = Callable[[pytest.Item, Request, Preparation, Mapping[str, Any]], tuple[str, list[pytest.TestReport]]]
+"""`Controller.prepare`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class Stages:
         run: runs a stage for a test; returns its directory, and the reports of the stage.
     """
 
-    def __init__(self, run: Callable[[pytest.Item, StageRun], tuple[str, list[pytest.TestReport]]]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._kept: dict[tuple[object, ...], str | Stopped] = {}
 
@@ -79,23 +74,24 @@ class Stages:
         request = request_of(item, stage.ranks)
         if not isinstance(request, Request):
             assert request is not None, "a test without the mark"
-            why = f"{in_stage(name, stage.ranks)} {request.why}"
+            why = f"{in_preparation(Preparation(KIND, name), stage.ranks)} {request.why}"
             setup, _ = report_refusal(item, replace(request, why=why))
             return Stopped(setup.outcome, setup.longrepr)
         key = _key(item, name, stage), request.key, before
         kept = self._kept.get(key)
         is_repeated = getattr(item, "execution_count", 1) > 1  # by pytest-rerunfailures, after a failure
         if kept is None or (is_repeated and isinstance(kept, Stopped)):
-            kept = self._run_now(item, StageRun(name, request, before))
+            kept = self._run_now(item, request, name, before)
             if stage.scope != "function":
                 self._kept[key] = kept
         return kept
 
-    def _run_now(self, item: pytest.Item, run: StageRun) -> str | Stopped:
+    def _run_now(self, item: pytest.Item, request: Request, name: str, before: Paths) -> str | Stopped:
+        stage = Preparation(KIND, name)
         try:
-            directory, reports = self._run(item, run)
+            directory, reports = self._run(item, request, stage, {FEATURE: before})
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
-            return Stopped("failed", f"{in_stage(run.name, run.request.key.size)} {error}")
+            return Stopped("failed", f"{in_preparation(stage, request.key.size)} {error}")
         bad = next((report for report in reports if not report.passed), None)
         return directory if bad is None else Stopped(bad.outcome, bad.longrepr, bad)
 

@@ -133,7 +133,7 @@ def test_each_world_of_a_stage_counts_against_ranks_at_once(project: Project) ->
 
 def test_a_test_off_ranks_is_refused(project: Project) -> None:
     (project.path / "test_sample.py").write_text(
-        "import harness\n\n@lockstep.stage(ranks=4)\ndef saved(): pass\n\ndef test_a(saved): pass\n"
+        "import lockstep\n\n@lockstep.stage(ranks=4)\ndef saved(): pass\n\ndef test_a(saved): pass\n"
     )
     output = project.run()
     assert re.search(r"test_a: the fixture `saved` exists only on ranks: mark the test", output)

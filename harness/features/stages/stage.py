@@ -1,4 +1,4 @@
-"""Stages: what runs before a test, on a world of another size, and leaves files for it.
+"""The decorator `stage`, which makes fixtures, and the stages that a test requests.
 
 Used on both sides at collection, and on ranks; must not import torch.
 """
@@ -16,8 +16,14 @@ import pytest
 
 from lockstep.bounds import MOST_PROCESSES, is_whole, shown
 from lockstep.fixtures import session_of
+from lockstep.hookspecs import ONLY_ON_RANKS
 
 __all__ = ["stage"]
+
+FEATURE = "stages"
+KIND = "stage"
+LEFT = pytest.StashKey[dict[str, str]]()
+"""Name and directory of each stage that has run for the current item of a rank, in its config's stash."""
 
 Scope = Literal["function", "class", "module", "package", "session"]
 
@@ -93,7 +99,8 @@ def _find_path(stage: Stage) -> Callable[..., Path]:
 
     def find_path(*_: object, request: pytest.FixtureRequest, **__: object) -> Path:
         name = str(request.fixturename)
-        found = session_of(request).stages.get(name)
+        session_of(request)  # fails off ranks
+        found = request.config.stash[LEFT].get(name)
         if found is None:
             pytest.fail(
                 f"the stage `{name}` has not run: a test requests it as an argument or by `usefixtures`, not "
@@ -116,6 +123,7 @@ def _find_path(stage: Stage) -> Callable[..., Path]:
     del as_any.__wrapped__
     as_any.__signature__ = inspect.Signature([*parameters.values()])
     as_any.stage = stage
+    setattr(as_any, ONLY_ON_RANKS, True)
     return find_path
 
 

@@ -1,0 +1,1 @@
+"""Stages: what runs before a test, on a world of another size, and leaves files for it."""
