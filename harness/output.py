@@ -6,11 +6,13 @@ Used on both sides; standard library only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -103,12 +105,27 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; nothing of it is left behind.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    write_texts({path: text})
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """Write files aside, and move them to their places once all of them could be written.
+
+    Raises:
+        OSError: one of them cannot be written; none of them is, then.
+    """
+    parts = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
-        part.replace(path)
+        for path, part in parts.items():
+            part.write_text(texts[path], encoding="utf-8", errors="backslashreplace", newline="")
+            if path.is_dir():  # the one reason for which the file beside it cannot be moved there
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        for path, part in parts.items():
+            part.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        for part in parts.values():
+            with contextlib.suppress(OSError):  # a parent that is no folder
+                part.unlink()
 
 
 class OutputDirectory:

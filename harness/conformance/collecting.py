@@ -109,6 +109,7 @@ class ReportRecorder:
         self._when = datetime.now(UTC).isoformat(timespec="seconds")
         self._interrupted = ""
         self._table: Table | None = None
+        self._problem = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if sent := getattr(report, _ATTRIBUTE, None):
@@ -139,7 +140,11 @@ class ReportRecorder:
         if not why and not self._finished.issuperset(self._collected.items):
             why = "internal error" if exitstatus == pytest.ExitCode.INTERNAL_ERROR else "interrupted"
         self._table = self._make_table(why or "complete")
-        write(self._table, self._directory)
+        try:
+            write(self._table, self._directory)
+        except OSError as error:
+            self._problem = f"{error.filename or self._directory}: {error.strerror}"
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
     def _make_table(self, ended: str) -> Table:
         table = Table(list(engines_of(self._config)))
@@ -168,14 +173,15 @@ class ReportRecorder:
         terminalreporter.section("conformance")
         for line in summary(self._table):
             terminalreporter.line(line)
-        terminalreporter.line(f"written to {self._directory / 'conformance.html'}")
+        page = f"written to {self._directory / 'conformance.html'}"
+        terminalreporter.line(f"no file is written: {self._problem}" if self._problem else page)
 
 
 def summary(table: Table) -> list[str]:
     """Return a line for each engine."""
     if not table.claims:
         return ["no test of an engine was run"]
-    width = max(len(engine) for engine in table.engines)
+    width = max(map(len, table.engines), default=0)
     claims = list(table.claims.values())
     lines = []
     for engine in table.engines:

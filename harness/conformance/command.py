@@ -15,6 +15,7 @@ from lockstep.conformance.registry import INSTALLED_SUITES, built_in_names, suit
 from lockstep.conformance.render import to_changes
 from lockstep.conformance.stored import NoTable, load, merge, write
 from lockstep.conformance.table import Table
+from lockstep.output import write_text
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,10 +65,11 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
         tables = [load(path) for path in options.merge or options.diff]
     except NoTable as error:
         return _refuse(str(error))
-    if options.merge:
-        return _merge(tables, options.output)
-    old, new = tables
-    return _diff(old, new, options.output)
+    try:
+        return _merge(tables, options.output) if options.merge else _diff(*tables, options.output)
+    except OSError as error:
+        file = error.filename2 or error.filename or options.output
+        return _refuse(f"nothing is written to --output {options.output}: {file}: {error.strerror}")
 
 
 def _run_suites(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -118,7 +120,7 @@ def _merge(tables: Sequence[Table], directory: Path) -> int:
 def _diff(old: Table, new: Table, directory: Path) -> int:
     text = to_changes(old, new)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "changes.md").write_text(text, encoding="utf-8")
+    write_text(directory / "changes.md", text)
     sys.stdout.write(text)
     return int(pytest.ExitCode.TESTS_FAILED if has_worsened(old, new) else pytest.ExitCode.OK)
 

@@ -203,7 +203,8 @@ def _link_of(table: Table, anchors: _Anchors, claims: list[Claim], engine: str) 
             anchors.causes[claim.id, engine] for claim in claims if (claim.id, engine) in anchors.causes
         )
     if cell.outcome == Outcome.DEVIATION:
-        return anchors.deviations[engine, cell.reasons(Outcome.DEVIATION)[0]]
+        reasons = cell.reasons(Outcome.DEVIATION)  # a mark may give none
+        return anchors.deviations[engine, reasons[0]] if reasons else ""
     return ""
 
 

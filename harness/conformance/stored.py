@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.conformance.render import to_markdown, to_page
+from lockstep.conformance.shape import check_shape
 from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+from lockstep.output import write_texts
 
 FORMAT = 1
 
@@ -19,10 +21,14 @@ class NoTable(ValueError):
 
 
 def write(table: Table, directory: Path) -> None:
-    """Write conformance.json, .md and .html; those of an earlier run are replaced."""
+    """Write conformance.json, .md and .html; those of an earlier run are replaced.
+
+    Raises:
+        OSError: they cannot be written; none of them is, then.
+    """
+    texts = {"json": dump(table), "md": to_markdown(table), "html": to_page(table)}
     directory.mkdir(parents=True, exist_ok=True)
-    for suffix, text in (("json", dump(table)), ("md", to_markdown(table)), ("html", to_page(table))):
-        (directory / f"conformance.{suffix}").write_text(text, encoding="utf-8")
+    write_texts({directory / f"conformance.{suffix}": text for suffix, text in texts.items()})
 
 
 def dump(table: Table) -> str:
@@ -62,13 +68,16 @@ def load(path: Path) -> Table:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise NoTable(f"{path}: format {content['format']}, this version reads {FORMAT}")
-        return _to_table(content)
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+            raise NoTable(f"{path}: format {content['format']!r:.40}, this version reads {FORMAT}")
+        check_shape(content)
     except NoTable:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except RecursionError:
+        raise NoTable(f"{path} is no conformance.json: its brackets are nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise NoTable(f"{path} is no conformance.json: {type(error).__name__}: {error}") from None
+    return _to_table(content)
 
 
 def _to_table(content: dict[str, Any]) -> Table:

@@ -303,3 +303,13 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(pytester: pyte
     message = re.escape(f"--conformance {pytester.path / 'taken.py'}: File exists")
     with pytest.raises(pytest.UsageError, match=f"^{message}$"):
         pytester.parseconfigure("-p", "lockstep.conformance.plugin", "--conformance", "taken.py")
+
+
+def test_a_table_that_cannot_be_written_is_reported(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_nothing(): pass")
+    pytester.path.joinpath("out", "conformance.md").mkdir(parents=True)
+    run = pytester.runpytest("-p", "lockstep.conformance.plugin", "--conformance", "out")
+    message = f"no file is written: {pytester.path / 'out' / 'conformance.md'}: Is a directory"
+    run.stdout.fnmatch_lines([message])
+    assert run.ret == pytest.ExitCode.INTERNAL_ERROR
+    run.stdout.no_fnmatch_line("*INTERNALERROR*")

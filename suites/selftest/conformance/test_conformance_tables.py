@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from lockstep.conformance.collecting import read_case
 from lockstep.conformance.render import to_markdown, to_page
 from lockstep.conformance.stored import NoTable, dump, load, merge
 from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Share, Table
+from lockstep.output import write_texts
 
 
 def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
@@ -129,19 +133,159 @@ def test_warnings_of_all_tables_are_kept_and_tests_that_ran_twice_count_once() -
     assert tables[0].warnings == {"A": {"old": 3, "older": 1}}
 
 
+ONE = dump(one("A", "s/test_x.py::test_1", Outcome.HELD))
+"""A table of one claim, as it is in a file."""
+
+CASE = ["claims", 0, "engines", "A", "cases", 0]
+CELL = "claims[0].engines['A']"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no conformance.json: JSONDecodeError"),
-        ("[]", "is no conformance.json: TypeError"),
-        ('{"format": 2}', "format 2, this version reads 1"),
-        ('{"format": 1, "engines": []}', "is no conformance.json: KeyError: 'claims'"),
+        ("{", "JSONDecodeError: Expecting property name"),
+        ("[" * 100_000, "its brackets are nested too deeply"),
+        ("[]", "the table is a list, and not an object"),
+        ("null", "the table is null, and not an object"),
+        ("3", "the table is a number, 3, and not an object"),
+        ('{"format": 1, "engines": []}', "the table has no 'claims'"),
+        ('{"engines": []}', "the table has no 'format'"),
     ],
 )
 def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "table.json").write_text(text)
-    with pytest.raises(NoTable, match=f"table.json:? {message}"):
+    refused = re.escape("table.json is no conformance.json: ") + f"(WrongShape: )?{re.escape(message)}"
+    with pytest.raises(NoTable, match=refused):
         load(tmp_path / "table.json")
+
+
+def test_a_table_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text('{"format": 2}')
+    with pytest.raises(NoTable, match=r"table.json: format 2, this version reads 1"):
+        load(tmp_path / "table.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (["engines"], "A", "engines is a text, 'A', and not a list"),
+        (["engines", 0], 3, "engines[0] is a number, 3, and not a text"),
+        (["engines"], ["A", "A"], "engines have 'A' 2 times"),
+        (["engines"], ["B"], "claims[0].engines has 'A', which the table's engines do not have"),
+        (["colour"], 3, "the table has 'colour'; it can have format, engines, claims, runs, warnings"),
+        (["warnings"], [], "warnings is a list, and not an object"),
+        (["warnings"], {"A": 3}, "warnings['A'] is a number, 3, and not an object"),
+        (["warnings"], {"A": {"old": "3"}}, "warnings['A']['old'] is a text, '3', and not a count"),
+        (["warnings"], {"A": {"old": True}}, "warnings['A']['old'] is a truth value, True, and not a count"),
+        (["claims"], {}, "claims is an object, and not a list"),
+        (["claims", 0], None, "claims[0] is null, and not an object"),
+        (["claims", 0], {}, "claims[0] has no 'id'"),
+        (["claims", 0, "id"], 3, "claims[0].id is a number, 3, and not a text"),
+        (["claims", 0, "id"], ["a"], "claims[0].id is a list, and not a text"),
+        (["claims", 0, "title"], None, "claims[0].title is null, and not a text"),
+        (["claims", 0, "engines"], ["A"], "claims[0].engines is a list, and not an object"),
+        (["claims", 0, "engines", "A"], [], f"{CELL} is a list, and not an object"),
+        (["claims", 0, "engines", "A"], {"cases": []}, f"{CELL} has no 'seconds'"),
+        ([*CASE[:-2], "seconds"], "1", f"{CELL}.seconds is a text, '1', and not a number of seconds"),
+        ([*CASE[:-2], "seconds"], -1, f"{CELL}.seconds is a number, -1, and not a number of seconds"),
+        ([*CASE[:-2], "seconds"], math.nan, f"{CELL}.seconds is a number, nan, and not a number of seconds"),
+        ([*CASE[:-2], "seconds"], 10**4000, f"{CELL}.seconds is a number, one of more than 12 digits, and"),
+        ([*CASE[:-1]], 3, f"{CELL}.cases is a number, 3, and not a list"),
+        (CASE, "held", f"{CELL}.cases[0] is a text, 'held', and not an object"),
+        ([*CASE, "name"], None, f"{CELL}.cases[0].name is null, and not a text"),
+        ([*CASE, "text"], 3, f"{CELL}.cases[0].text is a number, 3, and not a text"),
+        (
+            [*CASE, "outcome"],
+            "won",
+            f"{CELL}.cases[0].outcome is a text, 'won', and not one of broken, mended",
+        ),
+        ([*CASE, "outcome"], [], f"{CELL}.cases[0].outcome is a list, and not one of broken"),
+        ([*CASE, "colour"], 3, f"{CELL}.cases[0] has 'colour'; it can have name, outcome, reason, text"),
+        (["runs"], None, "runs is null, and not a list"),
+        (["runs", 0, "when"], 3, "runs[0].when is a number, 3, and not a text"),
+        (["runs", 0, "seconds"], math.inf, "runs[0].seconds is a number, inf, and not a number of seconds"),
+        (["runs", 0, "arguments"], "-x", "runs[0].arguments is a text, '-x', and not a list"),
+        (["runs", 0, "arguments"], [1], "runs[0].arguments[0] is a number, 1, and not a text"),
+        (["runs", 0, "versions"], ["torch"], "runs[0].versions is a list, and not an object"),
+        (["runs", 0, "versions"], {"torch": 2}, "runs[0].versions['torch'] is a number, 2, and not a text"),
+        (["runs", 0, "deselected"], [{}], "runs[0].deselected[0] is an object, and not a text"),
+        (["runs", 0, "colour"], 3, "runs[0] has 'colour'; it can have when, seconds"),
+    ],
+)
+def test_a_table_of_a_wrong_shape_is_refused_with_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: list[str | int], value: object, message: str
+) -> None:
+    table = content = json.loads(ONE)
+    for name in place[:-1]:
+        content = content[name]
+    content[place[-1]] = value
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(table))
+    assert main(["conformance", "--merge", str(file), "--output", str(tmp_path / "out")]) == 4
+    start = f"python -m lockstep conformance: {file} is no conformance.json: WrongShape: {message}"
+    assert capsys.readouterr().err.startswith(start)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_claim_that_a_table_has_twice_is_refused(tmp_path: Path) -> None:
+    table = json.loads(ONE)
+    table["claims"] *= 2
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    with pytest.raises(NoTable, match=r"the ids of claims have 's/test_x.py::test_1' 2 times"):
+        load(tmp_path / "table.json")
+
+
+def test_unusual_tables_are_merged(tmp_path: Path) -> None:
+    surrogate = one("A \ud800", "s/test_x.py::test_1", Outcome.BROKEN)
+    no_reason = one("A", "s/test_x.py::test_2", Outcome.DEVIATION)
+    no_engine = Table([], {"s/test_x.py::test_3": Claim("s/test_x.py::test_3")})
+    files = []
+    for number, table in enumerate((surrogate, no_reason, no_engine)):
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(dump(table))
+        assert main(["conformance", "--merge", str(files[-1]), "--output", str(tmp_path / "one")]) == 0
+    assert main(["conformance", "--merge", *map(str, files), "--output", str(tmp_path / "all")]) == 0
+    assert "A \\ud800" in (tmp_path / "all" / "conformance.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["--merge", "--diff"])
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        ("file", "file: File exists"),
+        ("file/below", "file/below: Not a directory"),
+        ("/dev/null/below", "/dev/null/below: Not a directory"),
+        ("dangling", "dangling: File exists"),
+        ("taken", "taken/{name}: Is a directory"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_named_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    output: str,
+    problem: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("dangling").symlink_to("away/out")
+    name = "conformance.html" if option == "--merge" else "changes.md"
+    Path("taken", name).mkdir(parents=True)
+    Path("table.json").write_text(ONE)
+    files = ["table.json"] * (1 if option == "--merge" else 2)
+    assert main(["conformance", option, *files, "--output", output]) == pytest.ExitCode.USAGE_ERROR
+    message = f"nothing is written to --output {output}: {problem.format(name=name)}\n"
+    assert capsys.readouterr() == ("", f"python -m lockstep conformance: {message}")
+    assert [path.name for path in Path("taken").iterdir()] == [name]
+
+
+def test_of_several_files_none_is_written_where_one_cannot_be(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.write_text("before")
+    with pytest.raises(OSError, match="Not a directory"):
+        write_texts({first: "after", Path("/dev/null/second"): ""})
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("first", "before")]
 
 
 @pytest.mark.parametrize(
