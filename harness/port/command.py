@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.port.module import Ported
 
 ALL_CONVERTED, SOME_LEFT, NOT_RUN = 0, 1, 2
-"""Exit status: nothing is left to do; comments say what is; wrong usage or a file that is no Python."""
+"""Exit status: nothing is left to do; comments say what is; wrong usage, or a file that is not converted."""
 
 COMMAND = "python -m lockstep port"
 NEEDS_LIBCST = f"{COMMAND} needs libcst: pip install 'libcst>=1.5'"
@@ -28,7 +28,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Convert classes derived from MultiProcessTestCase, FSDPTest, DTensorTestBase, "
         "DistributedTestBase, MultiProcContinuousTest and DeepSpeed's DistributedTest into plain tests on "
         "ranks. Exit status: 0 if everything was converted, 1 if comments say what was not, 2 if a file "
-        "cannot be read.",
+        "cannot be read or written; the others are converted.",
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -45,34 +45,44 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
     try:
-        import libcst
+        import libcst  # noqa: F401
     except ImportError:
         return _refuse(NEEDS_LIBCST)
-    from lockstep.port.module import port
-
     if others:
         return _refuse(f"{COMMAND}: unknown arguments: {' '.join(others)}")
     if options.ranks < 1:
         return _refuse(f"{COMMAND}: --ranks {options.ranks}: a world has at least 1 rank")
-    status = ALL_CONVERTED
-    for file, path in _targets(options.files, options.output):
-        try:
-            code = file.read_bytes().decode()
-            ported = port(code, options.ranks)
-        except (OSError, UnicodeDecodeError) as error:
-            return _refuse(f"{COMMAND}: {file}: {error}")
-        except libcst.ParserSyntaxError as error:
-            line = f"line {error.raw_line}: {error.message}"
-            return _refuse(f"{COMMAND}: {file} is no Python that libcst can read: {line}")
+    if options.output and options.output.exists() and not options.output.is_dir():
+        return _refuse(f"{COMMAND}: --output {options.output} is a file; name a directory")
+    # A file that cannot be converted does not keep the others from it.
+    return max([_convert(*target, options) for target in _targets(options.files, options.output)])
+
+
+def _convert(file: Path, path: Path, options: argparse.Namespace) -> int:
+    """Convert a file, and write it to `path` if the options want that; return the exit status."""
+    import libcst
+
+    from lockstep.port.limits import NotPorted
+    from lockstep.port.module import port
+
+    try:
+        code = file.read_bytes().decode()
+        ported = port(code, options.ranks)
         if options.write or options.output:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(ported.code.encode())
             shutil.copymode(file, path)
-        if options.diff:
-            sys.stdout.writelines(_diff(file, code, ported.code))
-        sys.stdout.write("".join(f"{line}\n" for line in _summary(file, ported)))
-        status = max(status, SOME_LEFT if ported.notes else ALL_CONVERTED)
-    return status
+    except (OSError, UnicodeDecodeError, NotPorted) as error:
+        return _refuse(f"{COMMAND}: {file}: {error}")
+    except RecursionError:
+        return _refuse(f"{COMMAND}: {file}: an expression, a chain of classes or `elif` is nested too deeply")
+    except libcst.ParserSyntaxError as error:
+        line = f"line {error.raw_line}: {error.message}"
+        return _refuse(f"{COMMAND}: {file} is no Python that libcst can read: {line}")
+    if options.diff:
+        sys.stdout.writelines(_diff(file, code, ported.code))
+    sys.stdout.write("".join(f"{line}\n" for line in _summary(file, ported)))
+    return SOME_LEFT if ported.notes else ALL_CONVERTED
 
 
 def _targets(files: Sequence[Path], output: Path | None) -> Iterator[tuple[Path, Path]]:

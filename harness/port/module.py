@@ -9,6 +9,7 @@ import libcst as cst
 from lockstep.port.classes import ClassConverter, ClassReport, Setting
 from lockstep.port.groups import FamilyGroups, scan_family
 from lockstep.port.imports import fix_imports
+from lockstep.port.limits import check_limits
 from lockstep.port.methods import NOT_CONVERTED
 from lockstep.port.plans import ClassPlan, classes_out_of_sight, plan_classes
 from lockstep.port.setup import SETUP_METHODS
@@ -55,7 +56,10 @@ def port(code: str, ranks: int = 2) -> Ported:
 
     Raises:
         libcst.ParserSyntaxError: the text is no Python.
+        NotPorted: it is too much for libcst, or a class is derived from itself.
+        RecursionError: it is nested more deeply than the visitors of libcst can go.
     """
+    check_limits(code)
     source = read(code)
     plans = plan_classes(source)
     unseen = classes_out_of_sight(source, plans)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 import libcst as cst
 
 from lockstep.port.kinds import GROUP_OPTIONS, KINDS, LAUNCHER_METHODS, THREADED, Kind
+from lockstep.port.limits import NotPorted
 from lockstep.port.source import (
     Source,
     attribute_of_self,
@@ -97,7 +99,11 @@ class ClassPlan:
 
 
 def plan_classes(source: Source) -> dict[str, ClassPlan]:
-    """Return the plans of the classes of a known kind at module level, and of their mixins, by name."""
+    """Return the plans of the classes of a known kind at module level, and of their mixins, by name.
+
+    Raises:
+        NotPorted: a class is derived from itself.
+    """
     plans = {node.name.value: ClassPlan(node) for node in _top_level_classes(source.tree)}
     strangers: dict[str, list[str]] = {}
     threaded: set[str] = set()
@@ -114,6 +120,7 @@ def plan_classes(source: Source) -> dict[str, ClassPlan]:
                 threaded.add(plan.name)
             elif name not in PLAIN_BASES:
                 strangers.setdefault(plan.name, []).append(name)
+    _check_bases(plans)
     for plan in plans.values():
         plan.kind = next((one.kind for one in plan.mro() if one.kind), None)
         plan.reason = plan.reason or _own_reason(plan, strangers.get(plan.name, []))
@@ -129,6 +136,19 @@ def plan_classes(source: Source) -> dict[str, ClassPlan]:
     for plan in chosen.values():
         _spread(plan)
     return chosen
+
+
+def _check_bases(plans: dict[str, ClassPlan]) -> None:
+    """Refuse classes that are derived from each other, as two of one name can be."""
+    try:
+        TopologicalSorter(
+            {plan.name: [base.name for base in plan.bases] for plan in plans.values()}
+        ).prepare()
+    except CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise NotPorted(
+            f"a class is derived from itself: {circle}; give each class a name of its own"
+        ) from None
 
 
 def classes_out_of_sight(source: Source, plans: dict[str, ClassPlan]) -> dict[cst.ClassDef, str]:

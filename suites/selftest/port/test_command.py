@@ -90,6 +90,51 @@ def test_bad_input_is_refused_with_status_2(tmp_path: Path, args: list[str], why
     assert why in done.stderr
 
 
+NESTED = "more than 100 brackets are nested; write it in several steps"
+IN_ROW = "more than 2,000 names, values and operators in a row; write it in several steps"
+TOO_MUCH = {
+    "x = " + "(" * 3_000 + "1" + ")" * 3_000: f"line 1: {NESTED}",
+    "\nx = " + "[" * 101 + "1" + "]" * 101: f"line 2: {NESTED}",
+    "x = " + "+".join("1" * 20_000): f"line 1: {IN_ROW}",
+    "x = a" + "()" * 20_000: f"line 1: {IN_ROW}",
+    "x = (" + "'a'\n" * 20_000 + ")": f"line 2000: {IN_ROW}",
+    "if a: pass\n"
+    + "elif a: pass\n" * 20_000: "line 2002: more than 2,000 branches `elif` in a file; write it"
+    " in several steps",
+    "x = " + "not " * 1_900 + "y": "an expression, a chain of classes or `elif` is nested too deeply",
+    "class A(B): pass\nclass B(A): pass": "a class is derived from itself: A -> B -> A; give each class"
+    " a name of its own",
+}
+"""Why a file is not converted, by its code."""
+
+
+def test_what_is_too_much_for_libcst_is_named_and_other_files_are_converted(tmp_path: Path) -> None:
+    names = [f"much_{number}.py" for number in range(len(TOO_MUCH))]
+    for name, code in zip(names, TOO_MUCH, strict=True):
+        (tmp_path / name).write_text(f"{code}\n")
+    done = run_port(tmp_path, *names, "test_left.py")
+    reasons = zip(names, TOO_MUCH.values(), strict=True)
+    assert done.stderr.splitlines() == [f"python -m lockstep port: {name}: {why}" for name, why in reasons]
+    assert done.stdout.startswith("test_left.py: 10 tests: 1 converted")
+    assert done.returncode == 2
+
+
+def test_long_lists_and_many_statements_are_no_long_expressions(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(f"x = [{'-1, ' * 3_000}]\n" + "y = f(1)\n" * 1_000)
+    done = run_port(tmp_path, "long.py")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_output_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    done = run_port(tmp_path, "--output", "out", "test_launched.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "python -m lockstep port: --output out is a file; name a directory\n"
+    done = run_port(tmp_path, "--output", "out/below", "test_launched.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("python -m lockstep port: test_launched.py: [Errno 20] Not a directory:")
+
+
 def test_without_libcst_it_says_what_to_install(tmp_path: Path) -> None:
     done = run_port(tmp_path, "test_left.py", prepare="sys.modules['libcst'] = None")
     assert done.returncode == 2
