@@ -76,14 +76,20 @@ class Golden:
         test = lines[0].removeprefix(_TITLE).partition(". Written by")[0]
         middle = lines.index(_COLLECTIVES)
         parts: list[list[Entry]] = [[], []]
+        seen: set[tuple[str, str]] = set()
         for number, line in enumerate(lines[2:], 3):
             if number == middle + 1 or not line:
                 continue
             if (match := _ENTRY.fullmatch(f"{line.rstrip()} ")) is None:
                 raise ValueError(f"line {number}: not a line of a golden: {line!r}")
-            parts[number > middle + 1].append(
-                Entry(match["name"].strip(), match["ranks"], match["text"].strip())
-            )
+            entry = Entry(match["name"].strip(), match["ranks"], match["text"].strip())
+            if number <= middle:
+                if (entry.name, entry.ranks) in seen:  # by a merge that kept both sides
+                    raise ValueError(f"line {number}: a second line of {entry.name} ({entry.ranks})")
+                if wrong := _no_numbers(entry.text):
+                    raise ValueError(f"line {number}: {', '.join(wrong)} of {entry.name} is no number")
+                seen.add((entry.name, entry.ranks))
+            parts[number > middle + 1].append(entry)
         return cls(test, lines[1].removeprefix(_MADE_BY), tuple(parts[0]), tuple(parts[1]))
 
 
@@ -147,13 +153,33 @@ def _is_close(golden: Entry | None, now: Entry | None, bounds: Tolerance | None)
         return False
     count = math.prod(int(size) for size in sizes[0].split(",") if size.strip())
     # Each element is off by atol + rtol * |element|: the norm by this then, and a sum by sqrt(count) as much.
-    norm = abs(float(theirs.get("norm") or theirs.get("value") or 0))
+    norm = abs(_number(theirs.get("norm") or theirs["value"]))
     slack = bounds.atol * math.sqrt(count) + bounds.rtol * norm
     root = math.sqrt(count)
     return all(
-        _is_within(float(ours[key]), float(theirs[key]), slack * (root if key in ("sum", "mix") else 1))
+        _is_within(_number(ours[key]), _number(theirs[key]), slack * (root if key in ("sum", "mix") else 1))
         for key in ours
     )
+
+
+def _no_numbers(text: str) -> list[str]:
+    """Return what a line of a value has in the place of numbers, such as "norm 0.5x"."""
+    wrong = []
+    for name, number in _NUMBER.findall(text):
+        try:
+            _number(number)
+        except ValueError:
+            wrong.append(f"{name} {number}")
+    return wrong
+
+
+def _number(text: str) -> float:
+    """Read a number of a line; a value of dtype bool is written as True or False.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return float(text == "True") if text in ("True", "False") else float(text)
 
 
 def _is_within(now: float, golden: float, slack: float) -> bool:

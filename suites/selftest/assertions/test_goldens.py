@@ -3,7 +3,10 @@
 import re
 
 import pytest
+import torch
 
+from lockstep.assertions.closeness import TOLERANCES
+from lockstep.goldens.text import Golden, differences
 from lockstep.output import write_text
 
 FOLDER = "goldens/test_training"
@@ -102,6 +105,36 @@ def test_a_golden_that_no_test_uses_is_named(outputs):
 def test_a_damaged_golden_says_where(outputs):
     text = f"{DAMAGED} cannot be read: line 3: not a line of a golden: '<<<<<<< HEAD'"
     assert text in outputs["changed"]
+
+
+HEAD = "# Golden of a.py::test. Written by: pytest --update-goldens\n# Made by torch 2.13, gloo\n"
+GOOD = f"{HEAD}loss 0 | all | float32 [] value 0.5\nflag 0 | all | bool [] value True\ncollectives:\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("value 0.5", "value 0.5x", "line 3: value 0.5x of loss 0 is no number"),
+        ("value True", "norm x sum y mix 1", "line 4: norm x, sum y of flag 0 is no number"),
+        ("flag 0", "loss 0", "line 4: a second line of loss 0 (all)"),
+        ("# Made", "Made", "line 1: a golden begins with two lines of comments; a merge may have cut them"),
+        ("collectives:\n", "", "there is no line `collectives:`"),
+        ("collectives:\n", "collectives:\ncollectives:\n", "line 6: not a line of a golden: 'collectives:'"),
+        ("| all | bool", "| rank x | bool", "line 4: not a line of a golden: 'flag 0 | rank x"),
+        (GOOD, "", "line 1: a golden begins with two lines of comments"),
+    ],
+)
+def test_a_bad_line_of_a_golden_is_named(old, new, message):
+    assert len(Golden.parse(GOOD).values) == 2
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Golden.parse(GOOD.replace(old, new))
+
+
+def test_truth_values_that_differ_are_compared_under_a_tolerance():
+    golden, now = Golden.parse(GOOD), Golden.parse(GOOD.replace("True", "False"))
+    lines = differences(golden, now, TOLERANCES[torch.float32])
+    assert lines[0] == "first difference: flag 0 (all ranks), after 1 values that agree"
+    assert differences(golden, golden, TOLERANCES[torch.float32]) == []
 
 
 def test_goldens_are_shared_and_counted_under_xdist(outputs, shared_project):
