@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import Protocol, Self, TypedDict, Unpack
+from typing import Any, Protocol, Self, TypedDict, Unpack
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lockstep.bounds import SECONDS, are_seconds, shown
 from lockstep.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
 from lockstep.injection.expectation import WITHIN, Expectation, ExpectingRank
-from lockstep.injection.faults import Fault, corrupt
+from lockstep.injection.faults import OF_OPERATION, Fault, Kind, corrupt
 from lockstep.injection.torch_internals import without_modes
 from lockstep.injection.work import Watched
 from lockstep.protocol import NewExample, Struck
@@ -96,35 +96,35 @@ class Faults:
         self._layer = ExitStack()
         self._has_struck = False
 
-    def delay(self, seconds: float, **match: Unpack[Moment]) -> Injection:
+    def delay(self, seconds: float = 0.0, **match: Unpack[Moment]) -> Injection:
         """Let a rank wait before or after a collective."""
-        return self.inject(Fault("delay", seconds=seconds, **match))
+        return self.inject(_fault("delay", seconds=seconds, **match))
 
     def fail(
         self, error: BaseException | type[BaseException] | None = None, **match: Unpack[Moment]
     ) -> Injection:
         """Raise an exception, by default `InjectedFault`, in the caller of a collective."""
-        return self.inject(Fault("fail", error=error, **match))
+        return self.inject(_fault("fail", error=error, **match))
 
     def kill(self, **match: Unpack[Moment]) -> Injection:
         """End the process of a rank by SIGKILL."""
-        return self.inject(Fault("kill", **match))
+        return self.inject(_fault("kill", **match))
 
     def stop(self, **match: Unpack[Moment]) -> Injection:
         """Stop the process of a rank by SIGSTOP."""
-        return self.inject(Fault("stop", **match))
+        return self.inject(_fault("stop", **match))
 
     def hang(self, **match: Unpack[Moment]) -> Injection:
         """Let a rank wait for ever, in Python code that says so."""
-        return self.inject(Fault("hang", **match))
+        return self.inject(_fault("hang", **match))
 
     def corrupt(self, value: float | None = None, **match: Unpack[Operation]) -> Injection:
         """Change the first element of a collective's output: flip a bit of it, or set it to `value`."""
-        return self.inject(Fault("corrupt", value=value, **match))
+        return self.inject(_fault("corrupt", value=value, **match))
 
     def drop(self, **match: Unpack[Operation]) -> Injection:
         """Let a rank leave a collective out: its caller goes on as if it had run."""
-        return self.inject(Fault("drop", **match))
+        return self.inject(_fault("drop", **match))
 
     def inject(self, *faults: Fault, required: bool = True) -> Injection:
         """Inject faults that are values, those of a search for example.
@@ -133,10 +133,17 @@ class Faults:
             required: whether one that never strikes fails the test.
 
         Raises:
+            TypeError: one of them is no `Fault`.
             ValueError: a fault is of a rank that the world does not have, or that has died.
             RuntimeError: a rank is to stand still after another one has died, and before `rebuild`.
         """
         for fault in faults:
+            if not isinstance(fault, Fault):
+                several = "; write faults.inject(*schedule)" if isinstance(fault, list | tuple) else ""
+                raise TypeError(
+                    f'faults.inject({fault!r:.60}): it takes values such as Fault("kill", rank=1, '
+                    f'before="all_reduce"){several}'
+                )
             if fault.rank is not None and fault.rank >= self._world.size:
                 last = self._world.size - 1
                 raise ValueError(
@@ -274,6 +281,23 @@ class Faults:
                     corrupt(call.written, fault.value)
             case "drop":
                 pass  # `_run` does
+
+
+def _fault(kind: Kind, **given: Any) -> Fault:
+    """Return the fault that a method of this name injects.
+
+    Raises:
+        TypeError: it has no such argument; the message names the method and the arguments that it takes.
+        ValueError: the arguments do not fit.
+    """
+    if unknown := [name for name in given if name not in {field.name for field in fields(Fault)}]:
+        own = {"delay": ["seconds"], "fail": ["error"], "corrupt": ["value"]}.get(kind, [])
+        match = (Operation if kind in OF_OPERATION else Moment).__annotations__
+        raise TypeError(
+            f"faults.{kind}({unknown[0]}={given[unknown[0]]!r:.60}): there is no argument {unknown[0]}; "
+            f"faults.{kind} takes {', '.join([*own, *match])}"
+        )
+    return Fault(kind, **given)
 
 
 def injected_hang() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import re
+from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from lockstep.injection.faults import Fault
+from lockstep.injection.injector import Faults
 from lockstep.injection.work import Watched
 from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
 
@@ -132,6 +136,55 @@ WRONG = (
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_fault_is_refused(injected: Run, name: str) -> None:
     assert injected.outcome(f"test_wrong[{name}]") == "passed", injected.output
+
+
+MOMENT = "rank, nth, group, dtype, where, before, after"
+A_FAULT = 'it takes values such as Fault("kill", rank=1, before="all_reduce")'
+MISUSED: list[tuple[Callable[[Faults], object], str]] = [
+    (
+        lambda faults: faults.kill(signal=9),  # type: ignore[call-arg]
+        f"faults.kill(signal=9): there is no argument signal; faults.kill takes {MOMENT}",
+    ),
+    (
+        lambda faults: faults.kill(ranks=1),  # type: ignore[call-arg]
+        f"faults.kill(ranks=1): there is no argument ranks; faults.kill takes {MOMENT}",
+    ),
+    (
+        lambda faults: faults.delay(1, until=2),  # type: ignore[call-arg]
+        f"faults.delay(until=2): there is no argument until; faults.delay takes seconds, {MOMENT}",
+    ),
+    (
+        lambda faults: faults.corrupt(ranks=1),  # type: ignore[call-arg]
+        "faults.corrupt(ranks=1): there is no argument ranks; faults.corrupt takes value, rank, nth, group, "
+        "dtype, where, op",
+    ),
+    (
+        lambda faults: faults.delay(before=3),  # type: ignore[arg-type]
+        'faults.delay(before=3, nth=1): before is the name of a collective, such as "all_reduce"',
+    ),
+    (
+        lambda faults: faults.delay(before="all_reduce"),
+        'faults.delay(before="all_reduce", nth=1): a delay has seconds above 0, and nothing else has',
+    ),
+    (
+        lambda faults: faults.drop(op=["barrier"]),  # type: ignore[arg-type]
+        "faults.drop(op=['barrier'], nth=1): op is the name of a collective, such as \"all_reduce\"",
+    ),
+    (lambda faults: faults.inject("x"), f"faults.inject('x'): {A_FAULT}"),  # type: ignore[arg-type]
+    (lambda faults: faults.inject(None), f"faults.inject(None): {A_FAULT}"),  # type: ignore[arg-type]
+    (
+        lambda faults: faults.inject([]),  # type: ignore[arg-type]
+        f"faults.inject([]): {A_FAULT}; write faults.inject(*schedule)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("misuse", "message"), MISUSED, ids=[message for _, message in MISUSED])
+def test_a_call_that_makes_no_fault_names_the_method(
+    misuse: Callable[[Faults], object], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        misuse(Faults(Mock(), Mock()))
 
 
 def test_a_fake_world_is_refused(injected: Run) -> None:
