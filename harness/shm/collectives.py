@@ -371,8 +371,8 @@ def of(tensor: Tensor) -> Contribution:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as one dimension: the same memory if it is contiguous."""
-    return tensor.data.reshape(-1)
+    """Return a tensor as one dimension, in one piece: the same memory if it is contiguous, else a copy."""
+    return tensor.data.contiguous().view(-1)  # `reshape` returns a view of what is evenly strided
 
 
 def aligned(nbytes: int) -> int:

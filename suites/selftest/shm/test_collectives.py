@@ -278,6 +278,24 @@ def test_four_ranks(world, group):
 # memory
 
 
+@only_shm
+@pytest.mark.ranks(2)
+def test_inputs_with_even_gaps_and_expanded_ones(world, group):
+    mine, both = sample(world.rank), everyone(2)
+    for apart in (lambda one: torch.stack([one, one], -1)[..., 0], lambda one: one[:1].expand(6)):
+        output = torch.zeros(12)
+        dist.all_gather_into_tensor(output, apart(mine), group=group)
+        assert same(output, torch.cat([apart(one) for one in both]))
+        piece = torch.zeros(3)
+        dist.reduce_scatter_tensor(piece, apart(mine), group=group)
+        assert same(piece, sum(map(apart, both)).view(2, 3)[world.rank])
+        dist.all_to_all_single(piece := torch.zeros(6), apart(mine), group=group)
+        assert same(piece, torch.cat([apart(one).view(2, 3)[world.rank] for one in both]))
+        lent = group.allocate(12, torch.float32).copy_(mine.repeat_interleave(2))
+        dist.reduce_scatter_tensor(piece := torch.zeros(3), lent[::2], group=group)
+        assert same(piece, sum(both).view(2, 3)[world.rank])
+
+
 @only_shm  # gloo sums whatever lies in between
 @pytest.mark.ranks(2)
 def test_tensors_that_are_not_contiguous(world, group):
