@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lockstep.shm import futex, signature
-from lockstep.shm.errors import PeerLost, ShmError
+from lockstep.shm.errors import OutOfSharedMemory, PeerLost, ShmError
 from lockstep.shm.membership import Membership
-from lockstep.shm.memory import Arena, Handle, Segment
+from lockstep.shm.memory import OUT_OF, WHAT_TO_RAISE, Arena, Handle, Segment
 from lockstep.shm.peer import (
     BELL,
     DEPTH,
@@ -40,7 +40,7 @@ from lockstep.shm.peer import (
 __tracebackhide__ = True  # under pytest a failure points to the call
 
 _NOTHING, _INLINE, _SEGMENT = 0, 1, 2
-_CALL, _REFUSAL = 0, 1
+_CALL, _REFUSAL, _NO_MEMORY = 0, 1, 2
 
 EVERYONE = 0
 """The lane that all peers read."""
@@ -143,7 +143,7 @@ class Channel(Membership):
         number = self._next[lane]
         message = Outgoing(lane, number, self.me.control, 0, 0, True)
         text = str(error).encode()[: signature.MAX_BYTES]
-        self._publish(message, text, b"", _REFUSAL)
+        self._publish(message, text, b"", _NO_MEMORY if isinstance(error, OutOfSharedMemory) else _REFUSAL)
 
     def _publish(self, message: Outgoing, text: bytes, note: bytes, kind: int) -> None:
         memory, words = self.me.memory, self.me.words
@@ -199,13 +199,13 @@ class Channel(Membership):
         """Return the header of a message.
 
         Raises:
-            ShmError: the peer has refused to take part.
+            ShmError: the peer has refused to take part; OutOfSharedMemory: for want of memory.
         """
         at = self._header_at(lane, number) + LOCATION.size
         length, kind, _ = TEXT.unpack_from(peer.memory, at)
         text = bytes(peer.memory[at + TEXT.size : at + TEXT.size + length])
-        if kind == _REFUSAL:
-            raise ShmError(
+        if kind != _CALL:
+            raise (OutOfSharedMemory if kind == _NO_MEMORY else ShmError)(
                 f"{peer} of group {self.name} could not take part: {text.decode(errors='replace')}"
             )
         return text
@@ -220,6 +220,7 @@ class Channel(Membership):
 
         Raises:
             PeerLost: the peer is gone, and its memory with it.
+            OutOfSharedMemory: this process may not map so much more, or has no descriptor for it.
         """
         at = self._header_at(lane, number)
         place, fd, inode, nbytes, offset = LOCATION.unpack_from(peer.memory, at)
@@ -228,10 +229,12 @@ class Channel(Membership):
         try:
             return peer.filled(Handle(fd, inode, nbytes)), offset
         except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            raise (PeerLost if gone else ShmError)(
-                f"{peer} of group {self.name} has posted {nbytes} bytes that cannot be mapped: {error}"
-            ) from error
+            text = f"{peer} of group {self.name} has posted {nbytes} bytes that cannot be mapped: {error}"
+            if isinstance(error, FileNotFoundError):
+                raise PeerLost(text) from error
+            if error.errno not in OUT_OF:
+                raise ShmError(text) from error
+            raise OutOfSharedMemory(f"{text}. {WHAT_TO_RAISE}.") from error
 
     def mark_read(self, number: int, peers: Iterable[Peer] | None = None, lane: int = EVERYONE) -> None:
         """Let peers use the memory of their messages again."""

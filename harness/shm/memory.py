@@ -7,6 +7,7 @@ the descriptor, and compares the inode, so that it never maps something else.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -50,6 +51,13 @@ _PIECE = 1 << 18
 
 # What is smaller is not compared with the memory that is left: reading that takes 0.05 ms.
 _WORTH_A_LOOK = 1 << 24
+
+OUT_OF = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a process that is out of memory or of descriptors."""
+WHAT_TO_RAISE = (
+    "Raise the limit of memory (`ulimit -v`, the control group) or of descriptors (`ulimit -n`), or send "
+    "less at once"
+)
 
 
 def copy(to: int, source: int, nbytes: int) -> None:
@@ -288,6 +296,5 @@ class Arena:
         except (OSError, MemoryError) as error:
             raise OutOfSharedMemory(
                 f"{why} needs {in_words(nbytes)} of memory that peers can read, besides the "
-                f"{in_words(self.nbytes)} that the group holds: {error}. Raise the limit of memory "
-                f"(`ulimit -v`, the control group) or of descriptors (`ulimit -n`), or send less at once."
+                f"{in_words(self.nbytes)} that the group holds: {error}. {WHAT_TO_RAISE}."
             ) from error

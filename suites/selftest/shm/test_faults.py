@@ -72,9 +72,16 @@ def test_no_memory_is_an_error_of_all_ranks_for_this_call(found: Found) -> None:
     assert kind == "OutOfSharedMemory"
     assert text.startswith("all_reduce (SUM) of 67108864 float32 (#1) needs 256 MiB of memory")
     assert "`ulimit -v`" in text
-    assert other == "ShmError"
+    assert other == "OutOfSharedMemory"
     assert "could not take part" in reason
     assert "needs 256 MiB of memory" in reason
+
+
+def test_no_memory_for_what_a_peer_has_handed_over_names_the_limits(found: Found) -> None:
+    (nothing, _, *works), (kind, text, *works_here) = found["no_room_for_a_peers_memory"]
+    assert works == works_here == [[2.0] * 4]
+    assert (nothing, kind) == ("", "OutOfSharedMemory")
+    assert "has posted 67108864 bytes that cannot be mapped: [Errno 12] Cannot allocate memory. Raise" in text
 
 
 def test_ranks_of_two_versions_are_refused_on_all_ranks(found: Found) -> None:

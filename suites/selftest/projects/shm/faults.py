@@ -60,6 +60,13 @@ def leave_descriptors(number: int) -> None:
             os.close(fd)
 
 
+def leave_memory(mebibytes: int) -> None:
+    """Limit the address space of this process to so much more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (mebibytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def die() -> None:
     Path("died").write_text(f"{time.monotonic()} {os.getpid()}")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -131,10 +138,20 @@ def out_of_memory(rank: int) -> object:
     join(rank, 2)
     tensor = torch.ones(1 << 26)
     if rank == 1:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + (64 << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        leave_memory(64)
     error = error_of(lambda: dist.all_reduce(tensor))
+    small = torch.ones(4)
+    dist.all_reduce(small)
+    return [*error, small.tolist()]
+
+
+def no_room_for_a_peers_memory(rank: int) -> object:
+    """Rank 1 may not map the 64 MiB that rank 0 has handed over; the group works on afterwards."""
+    join(rank, 2)
+    tensor = torch.ones(1 << 24)
+    if rank == 1:
+        leave_memory(32)
+    error = error_of(lambda: dist.broadcast(tensor, 0))
     small = torch.ones(4)
     dist.all_reduce(small)
     return [*error, small.tolist()]
@@ -208,6 +225,7 @@ SCENARIOS: dict[Scenario, int] = {
     too_few_descriptors: 8,
     no_descriptor_for_its_own: 2,
     out_of_memory: 2,
+    no_room_for_a_peers_memory: 2,
     another_version: 3,
     another_torch: 2,
     another_host: 2,
