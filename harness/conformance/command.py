@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> int:
     except NoTable as error:
         return _refuse(str(error))
     try:
-        return _merge(tables, options.output) if options.merge else _diff(*tables, options.output)
+        return _merge(tables, options.output) if options.merge else _diff(tables, options.output)
     except OSError as error:
         file = error.filename2 or error.filename or options.output
         return _refuse(f"nothing is written to --output {options.output}: {file}: {error.strerror}")
@@ -117,7 +117,8 @@ def _merge(tables: Sequence[Table], directory: Path) -> int:
     return 0
 
 
-def _diff(old: Table, new: Table, directory: Path) -> int:
+def _diff(tables: Sequence[Table], directory: Path) -> int:
+    old, new = tables
     text = to_changes(old, new)
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "changes.md", text)

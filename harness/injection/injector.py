@@ -137,13 +137,8 @@ class Faults:
             ValueError: a fault is of a rank that the world does not have, or that has died.
             RuntimeError: a rank is to stand still after another one has died, and before `rebuild`.
         """
+        _require_faults(faults)
         for fault in faults:
-            if not isinstance(fault, Fault):
-                several = "; write faults.inject(*schedule)" if isinstance(fault, list | tuple) else ""
-                raise TypeError(
-                    f'faults.inject({fault!r:.60}): it takes values such as Fault("kill", rank=1, '
-                    f'before="all_reduce"){several}'
-                )
             if fault.rank is not None and fault.rank >= self._world.size:
                 last = self._world.size - 1
                 raise ValueError(
@@ -298,6 +293,15 @@ def _fault(kind: Kind, **given: Any) -> Fault:
             f"faults.{kind} takes {', '.join([*own, *match])}"
         )
     return Fault(kind, **given)
+
+
+def _require_faults(given: Sequence[object]) -> None:
+    if wrong := [each for each in given if not isinstance(each, Fault)]:
+        several = "; write faults.inject(*schedule)" if isinstance(wrong[0], list | tuple) else ""
+        raise TypeError(
+            f'faults.inject({wrong[0]!r:.60}): it takes values such as Fault("kill", rank=1, '
+            f'before="all_reduce"){several}'
+        )
 
 
 def injected_hang() -> None:
