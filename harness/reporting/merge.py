@@ -26,6 +26,11 @@ from lockstep.world.outcome import Died, ItemOutcome, Stuck
 
 MAX_CAUSE = 500
 """Characters."""
+_PLAIN = {
+    *("$report_type", "nodeid", "location", "keywords", "when", "outcome", "longrepr"),
+    *("start", "stop", "duration", "sections", "user_properties"),
+}
+"""What pytest's serialised report has where no plugin has added to it."""
 Property = tuple[str, object]
 
 
@@ -42,6 +47,8 @@ def merge(
         rerun: returns the command that runs the item again; called for failures only.
         last: the last outcome of a property test that ended worlds before it.
     """
+    if outcome.has_passed() and (merged := _merge_plain(item.config, outcome)):
+        return merged
     notes = HypothesisNotes.read(last or outcome)
     ranks = [RankReports.read(item.config, rank) for rank in outcome.ranks]
     _pass_on_xml_notes(item, ranks)
@@ -70,6 +77,25 @@ def merge(
     _fail_for_subtests(merged)
     notes.add_statistics(merged)
     _repeat_in_later_reports(merged)
+    return merged
+
+
+def _merge_plain(config: pytest.Config, outcome: ItemOutcome) -> list[pytest.TestReport]:
+    """Return the first rank's reports of an item that all have passed, with the times of all.
+
+    None of them where one has output, properties, or what a plugin has added: these are merged.
+    """
+    merged = []
+    for reports in zip(*(rank.reports for rank in outcome.ranks), strict=True):
+        if any(each["sections"] or each["user_properties"] or each.keys() - _PLAIN for each in reports):
+            return []
+        times = {
+            "start": min(each["start"] for each in reports),
+            "stop": max(each["stop"] for each in reports),
+            "duration": max(each["duration"] for each in reports),
+        }
+        data = {**reports[0], **times}
+        merged.append(config.hook.pytest_report_from_serializable(config=config, data=data))
     return merged
 
 
