@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from suites.selftest.bad_input import met, strategies
+from suites.selftest.bad_input import met, sessions, stored
 from suites.selftest.bad_input.attempt import Attempt, Ended, Supervisor
 
 IS_LONG = settings.get_current_profile_name() == "long"
@@ -51,31 +51,31 @@ def test_input_that_was_met(supervisor: Supervisor, name: str) -> None:
 
 # Each a session of about twenty marks, and of calls of fixtures: ranks take two seconds to start.
 @draws(4)
-@given(st.lists(strategies.cases, min_size=12, max_size=40))
-def test_marks_and_arguments_of_fixtures(supervisor: Supervisor, cases: list[strategies.Case]) -> None:
-    check(supervisor, strategies.attempt_of(cases))
+@given(st.lists(sessions.cases, min_size=12, max_size=40))
+def test_marks_and_arguments_of_fixtures(supervisor: Supervisor, cases: list[sessions.Case]) -> None:
+    check(supervisor, sessions.attempt_of(cases))
 
 
 @draws(100)
-@given(strategies.configured)
+@given(sessions.configured)
 def test_options(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
 
 
 @draws(3)
-@given(strategies.on_ranks)
+@given(sessions.on_ranks)
 def test_options_of_tests_on_ranks(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
 
 
 @draws(120)
-@given(strategies.commands)
+@given(stored.commands)
 def test_commands_and_the_files_that_they_read(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
 
 
 @draws(4)
-@given(strategies.found_by_itself)
+@given(stored.found_by_itself)
 def test_files_that_no_user_has_named(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
 
@@ -88,7 +88,7 @@ def test_every_mark_that_is_registered_is_drawn(pytester: pytest.Pytester) -> No
     own = [
         line for line in output.splitlines() if line.startswith(("@pytest.mark.ranks", "@pytest.mark.skew"))
     ]
-    assert len(own) == len(strategies.ACCEPTED)
+    assert len(own) == len(sessions.ACCEPTED)
 
 
 def planted(body: str, conftest: str = "", seconds: float = 60.0) -> Attempt:
@@ -97,7 +97,7 @@ def planted(body: str, conftest: str = "", seconds: float = 60.0) -> Attempt:
         "conftest.py": conftest,
         "test_it.py": f"def test_it():\n    {body}\n",
     }
-    return Attempt(strategies.PYTEST, files, seconds=seconds)
+    return Attempt(sessions.PYTEST, files, seconds=seconds)
 
 
 def test_a_sentence_is_no_problem(supervisor: Supervisor) -> None:

@@ -95,9 +95,9 @@ class Ended:
 def tracebacks(output: str) -> list[str]:
     """Return the last line of each traceback through the harness that no test of the user's has raised.
 
-    Python's own ones count wherever they show the harness. One of pytest's (`--tb=short`) counts where it ends
-    inside the harness, or in what that called, unless the harness has raised the error itself: then it is a
-    sentence.
+    Python's own ones count wherever they show the harness. One of pytest's (`--tb=short`) counts where it
+    ends inside the harness, or in what that called, unless the harness has raised the error itself: then it
+    is a sentence.
     """
     native = [match[0] for match in _NATIVE.finditer(output) if OURS.search(match[0])]
     found = [text.rstrip().rpartition("\n")[2].strip() for text in native]

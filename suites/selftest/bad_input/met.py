@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from suites.selftest.bad_input.attempt import FIFO, Attempt
-from suites.selftest.bad_input.strategies import (
+from suites.selftest.bad_input.sessions import (
     GOLDEN,
     PLACES,
     PYTEST,
-    TABLE,
     Case,
     attempt_of,
     held_golden,
-    held_lease,
     in_test,
     marked,
-    roster,
 )
+from suites.selftest.bad_input.stored import TABLE, held_lease, roster
 
 _INI = {"pytest.ini": "[pytest]\nranks_preload =\n"}
 _CYCLE = (

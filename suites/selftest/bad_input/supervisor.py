@@ -1,11 +1,12 @@
 """A warm process that becomes `python -m MODULE ARGUMENTS` again and again, each time in a forked child.
 
-It has imported pytest and the controller's side of the harness, so that a run costs a tenth of a second. An order
-is a line of JSON on standard input, its result one on standard output. Without torch.
+It has imported pytest and the controller's side of the harness, so that a run costs a tenth of a second. An
+order is a line of JSON on standard input, its result one on standard output. Without torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -29,6 +30,7 @@ WARM = (
     *(f"harness.{name}" for name in ("controller.plugin", "conformance.plugin", "reporting.summary")),
     "libcst",
 )
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ADDRESS_SPACE = 16 << 30
 """Bytes that each process may map, for the sake of the machine: the judge asks what they really used."""
 END_WITHIN = 5.0
@@ -55,6 +57,7 @@ def main() -> dict[str, Any] | None:
 def become(order: dict[str, Any]) -> None:
     """Carry out an order, as `python -m` would, with output into a file."""
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the tests may be killed
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):

@@ -1,13 +1,11 @@
-"""Strategies of bad input: odd texts and values, and attempts to use them in marks, options, commands and files."""
+"""Strategies of bad input in sessions of pytest: odd texts and values, in marks, fixtures and options."""
 
 from __future__ import annotations
 
 import json
 import re
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
 from hypothesis import strategies as st
@@ -34,7 +32,7 @@ PLACES: Mapping[str, str | bytes | None] = {
 }
 """The files of each project, for options and arguments that are paths."""
 
-_PATHS = (
+PATHS = (
     "nosuch",
     "file",
     "folder",
@@ -79,7 +77,7 @@ _OTHERS = (
 )
 # No "/" first, and so no path that leads out of the project; no NUL, which no command line can hold.
 _TEXT = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), max_size=12)
-texts = st.one_of(st.sampled_from((*_NUMBERS, *_OTHERS, *_PATHS, *_LONG)), _TEXT, st.integers().map(str))
+texts = st.one_of(st.sampled_from((*_NUMBERS, *_OTHERS, *PATHS, *_LONG)), _TEXT, st.integers().map(str))
 
 
 # Marks, and arguments of fixtures: as source, so that any value can be written
@@ -168,9 +166,11 @@ def marked(mark: str, form: str) -> str:
         case "module":
             return f"{HEADER}pytestmark = {mark}\n{body}"
         case "method":
-            return f"{HEADER}import unittest\nclass TestIt(unittest.TestCase):\n    @{mark}\n    def test_it(self): pass\n"
+            test = f"class TestIt(unittest.TestCase):\n    @{mark}\n    def test_it(self): pass\n"
+            return f"{HEADER}import unittest\n{test}"
         case "parameter":
-            return f"{HEADER}@pytest.mark.parametrize('n', [pytest.param(1, marks={mark})])\ndef test_it(n): pass\n"
+            case = f"pytest.param(1, marks={mark})"
+            return f"{HEADER}@pytest.mark.parametrize('n', [{case}])\ndef test_it(n): pass\n"
         case _:
             return f"{HEADER}@{mark}\n{'@pytest.mark.ranks(2)' if 'skew' in mark else ''}\n{body}"
 
@@ -197,7 +197,8 @@ _fixtures = st.one_of(
 
 GOLDEN = (
     "# Golden of test_0.py::test_it. Written by: pytest --update-goldens\n# Made by torch 2, x86, gloo\n"
-    "loss 0 | all    | f32 [2, 2] norm 1 sum 1 mix 1 bits 0\nvalue 0 | rank 0 | f64 [] value 1\ncollectives:\n"
+    "loss 0 | all    | f32 [2, 2] norm 1 sum 1 mix 1 bits 0\nvalue 0 | rank 0 | f64 [] value 1\n"
+    "collectives:\n"
     "all_reduce | all    | f32[2] 2 ranks forward\n"
 )
 _RECORD = (
@@ -206,7 +207,7 @@ _RECORD = (
 )
 
 
-def _damaged(text: str, junk: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def damaged(text: str, junk: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     """Return texts with one word replaced, or cut off."""
     words = [match.span() for match in re.finditer(r"[\w.+-]+|\S", text)]
     replaced = st.builds(
@@ -215,7 +216,7 @@ def _damaged(text: str, junk: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return replaced | st.integers(0, len(text)).map(lambda end: text[:end])
 
 
-_garbage = st.one_of(
+garbage = st.one_of(
     st.sampled_from(
         ["", "[" * 100_000, "{" * 100_000, "3", "null", "[]", "{}", "[[]]", '"a"', "NaN", "\0", "9" * 5000]
     ),
@@ -230,7 +231,7 @@ def held_golden(contents: str | bytes | None) -> Case:
 
 _goldens = st.builds(
     held_golden,
-    st.one_of(st.just(FIFO), _garbage, _damaged(GOLDEN, texts)),
+    st.one_of(st.just(FIFO), garbage, damaged(GOLDEN, texts)),
 )
 cases = st.one_of(_marks.map(Case), _marks.map(Case), _fixtures.map(Case), _goldens)
 
@@ -299,126 +300,3 @@ def _run(given: tuple[list[str], dict[str, str]], *more: str) -> Attempt:
 configured = settings_of_a_run().map(lambda given: _run(given, "--collect-only"))
 """Runs that end before a rank is needed: what is checked when pytest is configured and has collected."""
 on_ranks = settings_of_a_run(NEVER).map(lambda given: _run(given, "--world-timeout=20"))
-
-
-# Commands and stored files
-
-TABLE = json.dumps(
-    {
-        "format": 1,
-        "engines": ["mine"],
-        "runs": [
-            {
-                "versions": {"torch": "2.13.0"},
-                "machine": "x86",
-                "backend": "gloo",
-                "ranks": [2],
-                "arguments": ["suites"],
-                "deselected": [],
-            }
-        ],
-        "warnings": {"mine": {"slow": 1}},
-        "claims": [
-            {
-                "id": "suites/core/test_a.py::test_a[x]",
-                "title": "A",
-                "engines": {
-                    "mine": {"outcome": "held", "seconds": 0.5, "cases": [{"name": "", "outcome": "held"}]}
-                },
-            }
-        ],
-    }
-)
-_CLASS = (
-    "from torch.testing._internal.common_distributed import MultiProcessTestCase, skip_if_lt_x_gpu\n"
-    "class TestIt(MultiProcessTestCase):\n    world_size = 1 + 1\n"
-    "    def setUp(self):\n        super().setUp()\n        self._spawn_processes()\n"
-    "    @skip_if_lt_x_gpu(2)\n    def test_it(self):\n        self.assertEqual(self.rank, 0)\n"
-)
-_ROSTER = json.dumps(
-    {
-        "secret": "00" * 32,
-        "hosts": [{"name": "a", "address": "127.0.0.1"}, {"name": "b", "address": "127.0.0.1", "port": 1}],
-        "environ": {},
-        "command": [],
-    }
-).replace('"127.0.0.1"', '"127.0.0.1", "gpus": []')
-_LEASE = '{"pid": 1, "where": "/", "ranks": 1, "gpus": [], "exclusive": false}'
-_json_words = st.sampled_from(
-    ["null", "[]", "{}", "3", "-1", '"x"', "1e999", "NaN", '"\\ud800"', "[[1]]", "9" * 5000]
-)
-# No FIFO: a command waits for who writes to it, as `cat` does.
-_paths = st.sampled_from(("stored", "other", "test_sample.py", *(each for each in _PATHS if each != "fifo")))
-_OPTION = re.compile(r"^ +(--[a-z-]+)", re.MULTILINE)
-
-
-def _options_of(command: str) -> list[str]:
-    commands = ArgumentParser().add_subparsers()
-    import_module(f"harness.{command}.command").add_to(commands)
-    return _OPTION.findall(commands.choices[command].format_help())
-
-
-@st.composite
-def _odd_arguments(draw: Callable[..., Any], command: str) -> tuple[str, ...]:
-    names = st.sampled_from(_options_of(command))
-    words: list[str] = draw(st.lists(st.one_of(names, _paths, texts, names.flatmap(_with_value)), max_size=4))
-    return tuple(words)
-
-
-def _with_value(name: str) -> st.SearchStrategy[str]:
-    return texts.map(lambda value: f"{name}={value}")
-
-
-def _stored(text: str, junk: st.SearchStrategy[str] = _json_words) -> st.SearchStrategy[dict[str, Any]]:
-    contents = st.one_of(_damaged(text, junk), _garbage, st.just(text))
-    return st.builds(lambda one, other: {**PLACES, "stored": one, "other": other}, contents, st.just(text))
-
-
-def _with_files(command: str, *forms: tuple[str, ...], text: str, **junk: Any) -> st.SearchStrategy[Attempt]:
-    return st.builds(
-        lambda form, odd, files: Attempt(("harness", command, *form, *odd), files),
-        st.sampled_from(forms),
-        st.just(()) | _odd_arguments(command),
-        _stored(text, **junk),
-    )
-
-
-commands = st.one_of(
-    _with_files(
-        "conformance",
-        *(("--merge", "stored"), ("--merge", "stored", "other"), ("--diff", "other", "stored"), ("--diff",)),
-        text=TABLE,
-    ),
-    _with_files(
-        "port",
-        ("stored",),
-        ("stored", "other"),
-        ("--write", "stored"),
-        ("--diff", "stored"),
-        text=_CLASS,
-        junk=texts,
-    ),
-    _odd_arguments("hosts").map(lambda words: Attempt(("harness", "hosts", "--wait=0.1", *words), PLACES)),
-    st.lists(texts, max_size=3).map(lambda words: Attempt(("harness", *words), PLACES)),
-)
-
-
-def held_lease(contents: str | bytes | None) -> Attempt:
-    """Return a session on ranks beside another one that has a lease, in whose file are these contents."""
-    files = {**PLACES, "pytest.ini": "[pytest]\nranks_preload =\nranks_at_once = 2\nranks_wait = 1\n"}
-    lease = "leases/00000000000000000001-1.lease"
-    environ = {"LOCKSTEP_LEASES": "leases"}
-    return Attempt((*PYTEST, "--world-timeout=20"), {**files, lease: contents}, environ, locked=(lease,))
-
-
-def roster(contents: str | bytes | None) -> Attempt:
-    """Return a session on ranks, of several hosts by a roster with these contents."""
-    files = {**PLACES, "pytest.ini": "[pytest]\nranks_preload =\n", "roster.json": contents}
-    return Attempt((*PYTEST, "--world-timeout=20"), files, {"LOCKSTEP_HOSTS": "roster.json"})
-
-
-found_by_itself = st.one_of(
-    st.builds(function, st.one_of(st.just(FIFO), _garbage, _damaged(text, _json_words)))
-    for function, text in ((held_lease, _LEASE), (roster, _ROSTER))
-)
-"""Sessions that read a damaged file which the user has not named."""
