@@ -52,7 +52,9 @@ class Attempt:
     seconds: float = SECONDS
 
     def __repr__(self) -> str:
-        short = reprlib.Repr(maxstring=1000, maxother=1000, maxdict=50, maxtuple=50)
+        short = reprlib.Repr()
+        short.maxstring = short.maxother = 1000
+        short.maxdict = short.maxtuple = 50
         texts = (f"{each.name}={short.repr(getattr(self, each.name))}" for each in fields(self))
         return f"Attempt({', '.join(texts)})"
 
