@@ -53,7 +53,7 @@ def _read(path: Path) -> Configuration | None:
             parser.read_string(text)
             section = "tool:pytest" if path.name == "setup.cfg" else "pytest"
             options = dict(parser[section]) if parser.has_section(section) else None
-    except (OSError, ValueError, AttributeError, configparser.Error):  # the third: no table
+    except (OSError, ValueError, AttributeError, RecursionError, configparser.Error):  # the third: no table
         return None
     if not isinstance(options, dict):
         return None
@@ -77,9 +77,15 @@ def configured(project: Configuration) -> Iterator[Finding]:
     if project.path is None:
         yield ok("configuration", "no configuration file of pytest here or above")
         return
-    shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in sorted(project.options.items()))
+    shown = ", ".join(
+        f"{key} = {json.dumps(value, default=str)}" for key, value in sorted(project.options.items())
+    )
     yield ok("configuration", f"{project.path}: {shown or 'no option of Lockstep'}")
     at_once = str(project.options.get("ranks_at_once", ""))
-    if at_once.isdigit() and int(at_once) < 2:
+    try:
+        is_too_few = int(at_once) < 2
+    except ValueError:  # pytest says what is wrong with it
+        is_too_few = False
+    if is_too_few:
         what, why = f"ranks_at_once = {at_once}", "a test on two ranks is refused"
         yield problem("ranks-at-once", what, why, f"set it to 2 or more in {project.path}")

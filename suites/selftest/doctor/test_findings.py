@@ -277,6 +277,22 @@ def test_too_few_ranks_at_once_in_any_configuration(name: str, tmp_path: Path) -
     assert str(tmp_path / name) in the(found, "ranks-at-once", "problem").remedy
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ranks_at_once = 2020-01-01",
+        "ranks_at_once = '²'",
+        f"ranks_at_once = '{'9' * 5000}'",
+        f"x = {'[' * 5000}",
+    ],
+    ids=["a date", "no decimal", "long", "deep"],
+)
+def test_an_odd_value_in_a_configuration_is_no_error_of_doctor(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pytest.toml").write_text(f"[pytest]\n{text}\n")
+    project = configuration.configuration(tmp_path)
+    assert [each.level for each in configuration.configured(project)] == ["ok"]
+
+
 def test_spawned_ranks(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nranks_start_method = spawn\n")
     project = configuration.configuration(tmp_path)
