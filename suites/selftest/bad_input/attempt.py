@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[3]
-SECONDS = 60.0
-"""The time that an attempt may take: a tenth of a second on a quiet machine, two where ranks start."""
+SECONDS, RANKS = 60.0, 120.0
+"""The time that an attempt may take, and one that starts ranks: a quiet machine needs 0.1 s, and 3 s."""
 PEAK_MIB = 700
 """The memory that each process may use at its peak; a rank has about 280."""
 FIFO = None
@@ -190,8 +190,8 @@ def _locked(paths: Iterator[Path]) -> Iterator[None]:
 
 
 def _left_in(temporary: Path) -> list[str]:
-    """Return what is left in a temporary directory, but for the folders that pytest and leases keep."""
-    kept = ("pytest-of-", f"lockstep-{os.getuid()}")
+    """Return what is left in a temporary directory, but for what pytest, leases and torch keep there."""
+    kept = ("pytest-of-", f"lockstep-{os.getuid()}", "torchinductor_")
     return [name for name in os.listdir(temporary) if not name.startswith(kept)]
 
 

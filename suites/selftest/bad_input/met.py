@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from suites.selftest.bad_input.attempt import FIFO, Attempt
+from suites.selftest.bad_input.attempt import FIFO, RANKS, Attempt
 from suites.selftest.bad_input.sessions import (
     GOLDEN,
     PLACES,
@@ -18,6 +18,7 @@ from suites.selftest.bad_input.sessions import (
 from suites.selftest.bad_input.stored import TABLE, held_lease, roster
 
 _INI = {"pytest.ini": "[pytest]\nranks_preload =\n"}
+_LAUNCHER = ("SIZE", "RANK", "LOCAL_SIZE")
 _CYCLE = (
     "from torch.testing._internal.common_distributed import MultiProcessTestCase\n"
     "class A(B): pass\nclass B(A, MultiProcessTestCase):\n    def test_it(self): pass\n"
@@ -38,7 +39,7 @@ def _goldens(*words: str) -> Attempt:
 
 
 def _run(*options: str) -> Attempt:
-    return Attempt((*PYTEST, "--world-timeout=20", *options), {**PLACES, **_INI})
+    return Attempt((*PYTEST, "--world-timeout=20", *options), {**PLACES, **_INI}, seconds=RANKS)
 
 
 def _collect(*options: str, ini: str = "") -> Attempt:
@@ -82,7 +83,12 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "a roster of another form": roster("[]"),
     "a roster that is empty": roster(""),
     "a temporary folder whose name is no UTF-8": Attempt(
-        (*PYTEST, "--world-timeout=20"), {**PLACES, **_INI}, temporary="tmp\udcff"
+        (*PYTEST, "--world-timeout=20"), {**PLACES, **_INI}, temporary="tmp\udcff", seconds=RANKS
+    ),
+    "a launcher that counts in other digits": Attempt(
+        (*PYTEST, "--collect-only"),
+        {**PLACES, **_INI},
+        {f"OMPI_COMM_WORLD_{each}": "²" for each in _LAUNCHER},
     ),
     "a table of nested brackets": _command("conformance", "--merge", "stored", stored="[" * 100_000),
     "a table with other types": _command(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep import options
 from lockstep.conformance import plugin as conformance
 from lockstep.marker import RanksMark
-from suites.selftest.bad_input.attempt import FIFO, Attempt
+from suites.selftest.bad_input.attempt import FIFO, RANKS, SECONDS, Attempt
 
 PYTEST = (
     "pytest",
@@ -243,7 +243,7 @@ def attempt_of(cases: Sequence[Case]) -> Attempt:
         files[f"test_{number}.py"] = case.source
         if case.golden != "":
             files[f"goldens/test_{number}/g-2-gloo.txt"] = case.golden
-    return Attempt((*PYTEST, "--world-timeout=20"), files)
+    return Attempt((*PYTEST, "--world-timeout=20"), files, seconds=RANKS)
 
 
 # Options
@@ -293,10 +293,11 @@ def settings_of_a_run(
     return given, {"pytest.ini": text.encode(errors="surrogateescape")}  # type: ignore[dict-item]
 
 
-def _run(given: tuple[list[str], dict[str, str]], *more: str) -> Attempt:
-    return Attempt((*PYTEST, "-p", "lockstep.conformance.plugin", *given[0], *more), {**PLACES, **given[1]})
+def _run(given: tuple[list[str], dict[str, str]], *more: str, seconds: float = SECONDS) -> Attempt:
+    command = (*PYTEST, "-p", "lockstep.conformance.plugin", *more, *given[0])
+    return Attempt(command, {**PLACES, **given[1]}, seconds=seconds)
 
 
 configured = settings_of_a_run().map(lambda given: _run(given, "--collect-only"))
 """Runs that end before a rank is needed: what is checked when pytest is configured and has collected."""
-on_ranks = settings_of_a_run(NEVER).map(lambda given: _run(given, "--world-timeout=20"))
+on_ranks = settings_of_a_run(NEVER).map(lambda given: _run(given, "--world-timeout=20", seconds=RANKS))

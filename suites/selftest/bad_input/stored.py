@@ -11,33 +11,25 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from suites.selftest.bad_input.attempt import FIFO, Attempt
+from suites.selftest.bad_input.attempt import FIFO, RANKS, Attempt
 from suites.selftest.bad_input.sessions import PATHS, PLACES, PYTEST, damaged, garbage, texts
 
+_CELL = {"outcome": "held", "seconds": 0.5, "cases": [{"name": "", "outcome": "held"}]}
+_RUN = {
+    "when": "2026-01-01T00:00:00+00:00",
+    "seconds": 1.5,
+    "arguments": ["suites"],
+    "versions": {"torch": "2.13.0"},
+    "ended": "complete",
+    "deselected": [],
+}
 TABLE = json.dumps(
     {
         "format": 1,
         "engines": ["mine"],
-        "runs": [
-            {
-                "versions": {"torch": "2.13.0"},
-                "machine": "x86",
-                "backend": "gloo",
-                "ranks": [2],
-                "arguments": ["suites"],
-                "deselected": [],
-            }
-        ],
+        "runs": [_RUN],
         "warnings": {"mine": {"slow": 1}},
-        "claims": [
-            {
-                "id": "suites/core/test_a.py::test_a[x]",
-                "title": "A",
-                "engines": {
-                    "mine": {"outcome": "held", "seconds": 0.5, "cases": [{"name": "", "outcome": "held"}]}
-                },
-            }
-        ],
+        "claims": [{"id": "suites/core/test_a.py::test_a[x]", "title": "A", "engines": {"mine": _CELL}}],
     }
 )
 _CLASS = (
@@ -54,6 +46,7 @@ _ROSTER = json.dumps(
         "command": [],
     }
 ).replace('"127.0.0.1"', '"127.0.0.1", "gpus": []')
+_SECRET = {"LOCKSTEP_HOSTS_SECRET": "s" * 32}
 _LEASE = '{"pid": 1, "where": "/", "ranks": 1, "gpus": [], "exclusive": false}'
 _json_words = st.sampled_from(
     ["null", "[]", "{}", "3", "-1", '"x"', "1e999", "NaN", '"\\ud800"', "[[1]]", "9" * 5000]
@@ -109,7 +102,12 @@ commands = st.one_of(
         text=_CLASS,
         junk=texts,
     ),
-    _odd_arguments("hosts").map(lambda words: Attempt(("harness", "hosts", "--wait=0.1", *words), PLACES)),
+    st.builds(
+        # The last `--wait` counts: a drawn one may be of years.
+        lambda form, odd: Attempt(("harness", "hosts", *form, *odd, "--wait=0.1"), PLACES, _SECRET),
+        st.sampled_from([(), ("--node=1/2", "--meet=127.0.0.1:1"), ("--node=0/2", "--meet=127.0.0.1:0")]),
+        _odd_arguments("hosts"),
+    ),
     st.lists(texts, max_size=3).map(lambda words: Attempt(("harness", *words), PLACES)),
 )
 
@@ -119,13 +117,15 @@ def held_lease(contents: str | bytes | None) -> Attempt:
     files = {**PLACES, "pytest.ini": "[pytest]\nranks_preload =\nranks_at_once = 2\nranks_wait = 1\n"}
     lease = "leases/00000000000000000001-1.lease"
     environ = {"LOCKSTEP_LEASES": "leases"}
-    return Attempt((*PYTEST, "--world-timeout=20"), {**files, lease: contents}, environ, locked=(lease,))
+    return Attempt(
+        (*PYTEST, "--world-timeout=20"), {**files, lease: contents}, environ, (lease,), seconds=RANKS
+    )
 
 
 def roster(contents: str | bytes | None) -> Attempt:
     """Return a session on ranks, of several hosts by a roster with these contents."""
     files = {**PLACES, "pytest.ini": "[pytest]\nranks_preload =\n", "roster.json": contents}
-    return Attempt((*PYTEST, "--world-timeout=20"), files, {"LOCKSTEP_HOSTS": "roster.json"})
+    return Attempt((*PYTEST, "--world-timeout=20"), files, {"LOCKSTEP_HOSTS": "roster.json"}, seconds=RANKS)
 
 
 found_by_itself = st.one_of(
