@@ -21,6 +21,8 @@ def resolve(host: str) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(f"the host {host!r} is not known here: {words(error)}") from None
+    except UnicodeError:
+        raise LaunchError(f"{host!r} is no name that a host can have: give its address") from None
     address = str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise LaunchError(

@@ -215,6 +215,12 @@ def test_no_host_listens_at_all_interfaces(address: str) -> None:
         resolve(address)
 
 
+@pytest.mark.parametrize("name", ["a..b", "é" * 300, "\udcff"])
+def test_a_name_that_no_host_can_have_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match="is no name that a host can have: give its address"):
+        resolve(name)
+
+
 def test_no_launcher_has_started_a_process_without_their_variables() -> None:
     assert (
         place_of({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) is None
