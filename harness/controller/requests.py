@@ -27,6 +27,7 @@ from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
 from lockstep.controller.timeout_internals import limits_of
 from lockstep.controller.unsupported import refuse_fixtures
+from lockstep.exceptions import LaunchError
 from lockstep.fake_ranks import PLACE, FakeRank, places
 from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
 from lockstep.options import DEFAULTS, adopted_kinds, default_backend
@@ -290,6 +291,7 @@ def check_options(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--skew {error}") from None
     _check_folders(config)
     _check_leases(config)
+    _check_roster()
     for name, choices in CHOICES.items():
         value = config.getini(name)
         if value not in choices:
@@ -314,3 +316,14 @@ def _check_leases(config: pytest.Config) -> None:
             raise pytest.UsageError(f"{name}: write {unit} above 0 ({error})") from None
         if value is not None and not value > 0:
             raise pytest.UsageError(f"{name} = {value}: write {unit} above 0")
+
+
+def _check_roster() -> None:
+    if HOSTS not in os.environ:
+        return
+    from lockstep.hosts.roster import read_roster
+
+    try:
+        read_roster()
+    except (LaunchError, OSError) as error:
+        raise pytest.UsageError(str(error)) from None

@@ -1,16 +1,18 @@
 """The roster: the hosts of a run, in a file that controllers read and the meeting writes.
 
-Runs in controllers; standard library only.
+Runs in controllers; must not import torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from lockstep.exceptions import LaunchError
 from lockstep.hosts.wire import Credentials
 from lockstep.specification import HOSTS
 
@@ -91,10 +93,32 @@ def read_roster() -> Roster | None:
 
     Raises:
         OSError: the file is gone.
+        LaunchError: it holds no roster.
     """
     if not (path := os.environ.get(HOSTS)):
         return None
-    content = json.loads(Path(path).read_text(encoding="utf-8", errors="surrogateescape"))
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # the open of a FIFO waits for a process that writes
+            raise ValueError("it is no regular file")
+        return _parse(Path(path).read_text(encoding="utf-8", errors="surrogateescape"))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise LaunchError(
+            f"{path}, which the variable {HOSTS} names, is no roster of hosts ({error}): unset {HOSTS}; "
+            f"`python -m lockstep hosts` sets it where it starts pytest"
+        ) from None
+
+
+def _parse(text: str) -> Roster:
+    content = json.loads(text)
     hosts = tuple(HostInfo(**host | {"gpus": tuple(host["gpus"])}) for host in content["hosts"])
     credentials = Credentials(bytes.fromhex(content["secret"]), bytes.fromhex(content["run"]))
-    return Roster(credentials, hosts, content["environ"], tuple(content["command"]))
+    roster = Roster(credentials, hosts, content["environ"], tuple(content["command"]))
+    sample = HostInfo("", "")
+    for one, other in ((roster, Roster(credentials, (), {})), *((host, sample) for host in hosts)):
+        for each in fields(other):
+            value, kind = getattr(one, each.name), type(getattr(other, each.name))
+            if not isinstance(value, kind):
+                raise TypeError(f"{each.name} is {value!r}, no {kind.__name__}")
+    if not hosts:
+        raise ValueError("it names no host")
+    return roster

@@ -61,7 +61,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended.
+    """The end of an attempt.
 
     Attributes:
         status: the exit status; negative for a signal.

@@ -15,7 +15,7 @@ from suites.selftest.bad_input.sessions import (
     in_test,
     marked,
 )
-from suites.selftest.bad_input.stored import TABLE, held_lease, roster
+from suites.selftest.bad_input.stored import ROSTER, SECRET, TABLE, held_lease, roster
 
 _INI = {"pytest.ini": "[pytest]\nranks_preload =\n"}
 _LAUNCHER = ("SIZE", "RANK", "LOCAL_SIZE")
@@ -47,7 +47,7 @@ def _collect(*options: str, ini: str = "") -> Attempt:
 
 
 def _command(*words: str, **stored: str | bytes | None) -> Attempt:
-    return Attempt(("harness", *words), {**PLACES, **stored})
+    return Attempt(("harness", *words), {**PLACES, **stored}, SECRET)
 
 
 ATTEMPTS: Mapping[str, Attempt] = {
@@ -82,6 +82,9 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "a roster of nested brackets": roster("[" * 100_000),
     "a roster of another form": roster("[]"),
     "a roster that is empty": roster(""),
+    "a roster that is a FIFO": roster(FIFO),
+    "a roster with a host of another form": roster(ROSTER.replace('"b"', "[]")),
+    "a roster without hosts": roster(ROSTER.replace('"hosts"', '"hosts": [], "others"')),
     "a temporary folder whose name is no UTF-8": Attempt(
         (*PYTEST, "--world-timeout=20"), {**PLACES, **_INI}, temporary="tmp\udcff", seconds=RANKS
     ),
@@ -107,7 +110,11 @@ ATTEMPTS: Mapping[str, Attempt] = {
         f"hosts {word}": _command("hosts", *word.split(" "))
         for word in (
             *("--node=1/2 --meet=127.0.0.1:²", "--node=1/2 --meet=127.0.0.1:99999", "--node=²/³ --meet=a:1"),
-            *("--node=1/2 --wait=nan", "--node=0/2 --meet=127.0.0.1:0 --wait=-1", "--node=0/2 --meet=é..é:1"),
+            *(
+                "--node=1/2 --meet=127.0.0.1:1 --wait=nan",
+                "--node=0/2 --meet=127.0.0.1:0 --wait=-1",
+                "--node=0/2 --meet=é..é:1",
+            ),
             *(
                 f"--node=1/2 --meet=127.0.0.1:1 --wait=0 --secret-file={path}"
                 for path in ("folder", "broken.json")

@@ -38,7 +38,7 @@ _CLASS = (
     "    def setUp(self):\n        super().setUp()\n        self._spawn_processes()\n"
     "    @skip_if_lt_x_gpu(2)\n    def test_it(self):\n        self.assertEqual(self.rank, 0)\n"
 )
-_ROSTER = json.dumps(
+ROSTER = json.dumps(
     {
         "secret": "00" * 32,
         "hosts": [{"name": "a", "address": "127.0.0.1"}, {"name": "b", "address": "127.0.0.1", "port": 1}],
@@ -46,7 +46,7 @@ _ROSTER = json.dumps(
         "command": [],
     }
 ).replace('"127.0.0.1"', '"127.0.0.1", "gpus": []')
-_SECRET = {"LOCKSTEP_HOSTS_SECRET": "s" * 32}
+SECRET = {"LOCKSTEP_HOSTS_SECRET": "s" * 32}
 _LEASE = '{"pid": 1, "where": "/", "ranks": 1, "gpus": [], "exclusive": false}'
 _json_words = st.sampled_from(
     ["null", "[]", "{}", "3", "-1", '"x"', "1e999", "NaN", '"\\ud800"', "[[1]]", "9" * 5000]
@@ -104,7 +104,7 @@ commands = st.one_of(
     ),
     st.builds(
         # The last `--wait` counts: a drawn one may be of years.
-        lambda form, odd: Attempt(("harness", "hosts", *form, *odd, "--wait=0.1"), PLACES, _SECRET),
+        lambda form, odd: Attempt(("harness", "hosts", *form, *odd, "--wait=0.1"), PLACES, SECRET),
         st.sampled_from([(), ("--node=1/2", "--meet=127.0.0.1:1"), ("--node=0/2", "--meet=127.0.0.1:0")]),
         _odd_arguments("hosts"),
     ),
@@ -130,6 +130,6 @@ def roster(contents: str | bytes | None) -> Attempt:
 
 found_by_itself = st.one_of(
     st.builds(function, st.one_of(st.just(FIFO), garbage, damaged(text, _json_words)))
-    for function, text in ((held_lease, _LEASE), (roster, _ROSTER))
+    for function, text in ((held_lease, _LEASE), (roster, ROSTER))
 )
 """Sessions that read a damaged file which the user has not named."""
