@@ -58,12 +58,15 @@ class Goldens:
                 use, for the numbers of each line. The collectives must be the same in any case.
 
         Raises:
-            ValueError: the name is no word, or this test has used it already.
+            ValueError: the name is no word, or this test has used it already; the tolerance is none.
         """
-        if not re.fullmatch(r"[\w.-]+", name):
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
             raise ValueError(f"golden({name!r}): it names a file: use letters, digits, `_`, `.` and `-`")
         if name in self._used:
             raise ValueError(f"golden({name!r}): this test has used the name already; give each run its own")
+        if not (tolerance is None or isinstance(tolerance, Tolerance) or tolerance in [*TOLERANCES]):
+            known = ", ".join(map(str, TOLERANCES))
+            raise ValueError(f"golden(tolerance={tolerance!r}): write a Tolerance, or one of {known}")
         self._used.add(name)
         test = Path(self._request.path)
         file = f"{name}-{self._world.size}-{re.sub(r'[^a-z]+', '-', self._world.backend)}.txt"

@@ -11,6 +11,7 @@ import stat
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from lockstep.exceptions import LaunchError
 from lockstep.hosts.wire import Credentials
@@ -114,9 +115,11 @@ def _parse(text: str) -> Roster:
     credentials = Credentials(bytes.fromhex(content["secret"]), bytes.fromhex(content["run"]))
     roster = Roster(credentials, hosts, content["environ"], tuple(content["command"]))
     sample = HostInfo("", "")
-    for one, other in ((roster, Roster(credentials, (), {})), *((host, sample) for host in hosts)):
-        for each in fields(other):
-            value, kind = getattr(one, each.name), type(getattr(other, each.name))
+    pairs: list[tuple[Any, Any]] = [(roster, Roster(credentials, (), {}))]
+    pairs += [(host, sample) for host in hosts]
+    for one, right in pairs:
+        for each in fields(right):
+            value, kind = getattr(one, each.name), type(getattr(right, each.name))
             if not isinstance(value, kind):
                 raise TypeError(f"{each.name} is {value!r}, no {kind.__name__}")
     if not hosts:

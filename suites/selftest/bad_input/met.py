@@ -66,6 +66,9 @@ ATTEMPTS: Mapping[str, Attempt] = {
         ),
         *("faults.corrupt(op={})", "faults.expect(3)", "faults.expect('x', within='y')"),
     ),
+    "arguments of goldens": _calls(
+        "golden(1.5)", "golden('a/b')", "golden('a', tolerance='x')", "golden('a', tolerance=[])", "golden()"
+    ),
     "numbers of goldens": _goldens("x", "1e", "9" * 5000, "nan", ""),
     "a golden that is a FIFO": attempt_of([held_golden(FIFO)]),
     **{f"--world-timeout {word}": _run(f"--world-timeout={word}") for word in ("nan", "inf", "1e300")},

@@ -58,7 +58,7 @@ _OPTION = re.compile(r"^ +(--[a-z-]+)", re.MULTILINE)
 
 def _options_of(command: str) -> list[str]:
     commands = ArgumentParser().add_subparsers()
-    import_module(f"harness.{command}.command").add_to(commands)
+    import_module(f"lockstep.{command}.command").add_to(commands)
     return _OPTION.findall(commands.choices[command].format_help())
 
 

@@ -26,8 +26,8 @@ WARM = (
     "pytest",
     "lockstep.plugin",
     "lockstep.commands",
-    *(f"harness.{name}.command" for name in ("conformance", "hosts", "port")),
-    *(f"harness.{name}" for name in ("controller.plugin", "conformance.plugin", "reporting.summary")),
+    *(f"lockstep.{name}.command" for name in ("conformance", "hosts", "port")),
+    *(f"lockstep.{name}" for name in ("controller.plugin", "conformance.plugin", "reporting.summary")),
     "libcst",
 )
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
