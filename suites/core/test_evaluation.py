@@ -119,7 +119,7 @@ LEFT_OUT = pytest.mark.parametrize("left_out", ["skipped", "unused"])
 @LEFT_OUT
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
 @pytest.mark.parametrize("forward_prefetch", [False, True], ids=["", "forward_prefetch"])
-def test_what_was_gathered_in_vain_is_not_used_later(
+def test_unused_gathers_serve_no_later_step(
     world, fronts, strategy, left_out, backward_prefetch, forward_prefetch
 ):
     """pytorch#137348: a unit that a step gathered and did not run computed the next with those weights."""
@@ -129,7 +129,7 @@ def test_what_was_gathered_in_vain_is_not_used_later(
 
 
 @LEFT_OUT
-def test_what_was_prefetched_in_vain_by_choice_is_not_used_later(world, fully_shard, left_out):
+def test_unused_prefetches_by_choice_serve_no_later_step(world, fully_shard, left_out):
     def prefetch(bare):
         bare[0].set_modules_to_forward_prefetch([bare[1]])
         bare[1].set_modules_to_backward_prefetch([bare[0]])
@@ -139,7 +139,7 @@ def test_what_was_prefetched_in_vain_by_choice_is_not_used_later(world, fully_sh
 
 @pytest.mark.inside
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_what_was_gathered_in_vain_is_given_up_after_forward(world, engine, shard, strategy, collectives):
+def test_unused_gathers_are_given_up_after_forward(world, engine, shard, strategy, collectives):
     require(engine, Capability.GROUPS)
     bare = Skipping()
     model = shard(

@@ -22,7 +22,7 @@ _OTHER_DTYPE = "a gradient in another dtype than the parameter's cannot be assig
 _CAST_BACK = "gradients that are kept are cast to the dtype of the parameters that compute"
 _UNCAST = "a unit that is recomputed does not cast its inputs"
 _LEFT = "full parameters that an evaluation has left are used by the next, changed or not"
-_IN_VAIN = "what a forward gathered ahead and did not run stays unsharded, pytorch#137348"
+_UNUSED_GATHER = "what a forward gathered ahead and did not run stays unsharded"
 _DROPPED = "a full gradient that was dropped is not, and what no_sync left cannot be shown in full"
 _CAST_BUFFERS = "{fp16,params_and_buffers,all_different}"
 
@@ -108,8 +108,9 @@ CORE: tuple[Deviation, ...] = (
         why=_LEFT,
     ),
     Deviation(
-        claims=("core/test_evaluation.py::test_what_was_gathered_in_vain_is_given_up_after_forward[*",),
-        why=_IN_VAIN,
+        claims=("core/test_evaluation.py::test_unused_gathers_are_given_up_after_forward[*",),
+        why=_UNUSED_GATHER,
+        issue=137348,
     ),
     Deviation(
         claims=expand(f"core/test_evaluation.py::test_an_evaluation_has_the_weights_that_*[{SHARDED}-*"),

@@ -1,7 +1,7 @@
 """Where torch's `fully_shard` and `replicate` are known to break claims of the suites."""
 
 from lockstep.conformance.deviations import outside, refusals
-from lockstep.conformance.deviations.deviation import Deviation, expand
+from lockstep.conformance.deviations.deviation import SHARDED, Deviation, expand
 from lockstep.conformance.deviations.shared import (
     AMP_SCALER,
     DTENSOR_NORMS,
@@ -14,6 +14,7 @@ from lockstep.conformance.deviations.shared import (
 )
 
 _EXCEPTION = "parameters of the groups in flight stay unsharded after an exception"
+_CONVERTED = "buffers of all-gathers keep the dtype from before a conversion"
 _EMPTY = "a parameter without elements is refused when gradients are reduced"
 
 _ACCUMULATED = "an accumulated gradient and a fresh one in another dtype meet in one group, and are refused"
@@ -62,8 +63,8 @@ CORE: tuple[Deviation, ...] = (
         issue=196996,
     ),
     Deviation(
-        claims=("core/test_accumulation.py::test_unsynced_gradients_survive_a_conversion_*",),
-        why="pending gradients are not converted with the model",
+        claims=expand(f"core/test_accumulation.py::test_unsynced_gradients_survive_*[{SHARDED}-*"),
+        why=_CONVERTED,
     ),
     Deviation(
         claims=("core/test_collectives.py::test_evaluation_gathers_each_group_*[NO_SHARD-flat-no_grad-*",),
@@ -132,7 +133,7 @@ REPLICATE: tuple[Deviation, ...] = (
     ),
     Deviation(
         claims=("replicate/test_settings.py::test_gradients_are_converted_*",),
-        why="a conversion leaves gradients, and what gathers have sent, in the dtype before",
+        why=_CONVERTED,
     ),
     Deviation(
         claims=(
