@@ -5,7 +5,7 @@ Used on both sides; must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from lockstep.controller.requests import Refusal, Request
     from lockstep.marker import RanksMark
+    from lockstep.options import Options
     from lockstep.protocol import RunItem
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
@@ -75,6 +76,16 @@ def pytest_ranks_item(item: pytest.Item, order: RunItem) -> pytest.Item | None:
 
 
 @pytest.hookspec
+def pytest_ranks_short_options() -> Options | None:
+    """Return options, added as `--ranks-<name>`, that are `--<name>` too where no other plugin has that."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_run_item(item: pytest.Item, nextitem: pytest.Item | None, order: RunItem) -> bool | None:
+    """Run an item, which features wrap. Called in each rank."""
+
+
+@pytest.hookspec
 def pytest_ranks_finished(ending: Ending) -> None:
     """Complete the end of an item. Called in each rank."""
 
@@ -87,6 +98,19 @@ def pytest_ranks_regrouped() -> None:
 @pytest.hookspec
 def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
     """Complete the outcome of an item before it is judged and reported. Called in the controller."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_again(
+    item: pytest.Item, order: RunItem, outcome: ItemOutcome, run: Callable[[RunItem], ItemOutcome]
+) -> ItemOutcome | None:
+    """Run an item again, if its outcome needs that, and return the one to report. Called in the controller.
+
+    Args:
+        order: the first one of the item.
+        outcome: of the item, which is not clean.
+        run: runs an order on a world of the kind that the item requests; raises WorldError if it cannot.
+    """
 
 
 @pytest.hookspec

@@ -21,7 +21,10 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
 
-SHORT: Mapping[str, Mapping[str, Any]] = {
+Options = Mapping[str, Mapping[str, Any]]
+"""Attributes of options by name, without dashes in front."""
+
+SHORT: Options = {
     "backend": {
         "help": "backend of torch.distributed, gloo, nccl, shm or fake, or one for each device, such as "
         "cpu:gloo,cuda:nccl, for tests whose mark names none",
@@ -30,10 +33,6 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
     "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
     "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
-    "no-divergence": {
-        "action": "store_true",
-        "help": "where two runs, or ranks, differ, do not run the test again to find where they part first",
-    },
     "causes": {
         "choices": ("auto", "all", "no"),
         "default": "auto",
@@ -46,9 +45,7 @@ SHORT: Mapping[str, Mapping[str, Any]] = {
 def add_options(parser: pytest.Parser) -> None:
     """Add the options to pytest's."""
     group = parser.getgroup("ranks", "tests on several ranks (marker `ranks`)")
-    for name, attributes in SHORT.items():
-        attributes = {**attributes, "help": f"--{name} where another plugin has that"}
-        group.addoption(f"--ranks-{name}", dest=f"ranks_{name}".replace("-", "_"), **attributes)
+    add_long_names(parser, SHORT)
     group.addoption(
         "--world-timeout",
         type=float,
@@ -120,10 +117,18 @@ def add_options(parser: pytest.Parser) -> None:
     _add_ini_options(parser)
 
 
-def add_short_options(parser: pytest.Parser, taken: Container[str]) -> None:
-    """Add `--backend` and `--device`, each unless a conftest or another plugin has taken that name."""
+def add_long_names(parser: pytest.Parser, options: Options) -> None:
+    """Add `--ranks-backend` for "backend", and so on: names that no other plugin has."""
     group = parser.getgroup("ranks")
-    for name, attributes in SHORT.items():
+    for name, attributes in options.items():
+        attributes = {**attributes, "help": f"--{name} where another plugin has that"}
+        group.addoption(f"--ranks-{name}", dest=f"ranks_{name}".replace("-", "_"), **attributes)
+
+
+def add_short_options(parser: pytest.Parser, options: Options, taken: Container[str]) -> None:
+    """Add `--backend` for "backend", and so on, unless a conftest or another plugin has taken that name."""
+    group = parser.getgroup("ranks")
+    for name, attributes in options.items():
         if f"--{name}" not in taken:
             group.addoption(f"--{name}", dest=f"ranks_{name}".replace("-", "_"), **attributes)
 

@@ -17,7 +17,7 @@ from lockstep.features import register_features
 from lockstep.fixtures import collectives, faults, golden, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
-from lockstep.options import add_options, add_short_options, adopted_kinds, default_backend
+from lockstep.options import SHORT, add_options, add_short_options, adopted_kinds, default_backend
 
 __all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
 
@@ -33,21 +33,24 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if (
         config is None or config.known_args_namespace.confcutdir is not None
     ):  # a conftest has named this plugin
-        _add_short_options(parser)
+        _add_short_options(parser, pluginmanager)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, object, object]:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser
+) -> Generator[None, object, object]:
     """Add the options whose names are free once conftests and other plugins have added theirs."""
     result = yield
-    _add_short_options(parser)
+    _add_short_options(parser, early_config.pluginmanager)
     return result
 
 
-def _add_short_options(parser: pytest.Parser) -> None:
+def _add_short_options(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     from lockstep.controller.pytest_internals import option_names
 
-    add_short_options(parser, option_names(parser))
+    for options in (SHORT, *pluginmanager.hook.pytest_ranks_short_options()):
+        add_short_options(parser, options, option_names(parser))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,9 +20,6 @@ OF_RANKS = "of_ranks"
 RAISED = "raised"
 """The attribute of a failure's report that holds what was raised, a `Raised` for each of the chain."""
 
-DIVERGED = "diverged"
-"""The attribute of a failure's report that holds the case, or "", in which runs or ranks differed."""
-
 Raised = tuple[tuple[tuple[str, str], ...], str, bool]
 """Module and name of an exception's class and of its bases; its text; whether the next one is its cause."""
 
@@ -109,10 +106,6 @@ class RunItem:
     """The run for the item that takes its place in this order."""
     parts: dict[str, Any] = field(default_factory=dict)
     """What features add, by the name of each."""
-    is_recorded: bool = False
-    """Whether to record what the item computes: it has failed for a divergence."""
-    subtests: tuple[str, ...] = ()
-    """The cases of `run_subtests` to run, as `--subtest` has them; empty for those that the user selected."""
 
 
 @dataclass(frozen=True, slots=True)

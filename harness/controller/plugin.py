@@ -31,7 +31,6 @@ from lockstep.controller.pytest_internals import (
     make_report,
     tear_down,
 )
-from lockstep.controller.recorded_run import diverged_case, recorded_order, with_explanation
 from lockstep.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
 from lockstep.controller.rerun import rerun_line
 from lockstep.controller.rerunfailures_internals import run_again_on_failure
@@ -206,23 +205,11 @@ class Controller:
                 while search.add(last):
                     last = self._run_order(item, request, search.order(order))
                 reported = search.to_report(last)
-                runs_again = self._debugging is None and not self._config.option.ranks_no_divergence
-                if runs_again and (case := diverged_case(last)) is not None:
-                    order = recorded_order(order, item, case)
-                    reported = self._explained(reported, item, request, order, case)
+                run, again = partial(self._run_order, item, request), self._config.hook.pytest_ranks_again
+                reported = again(item=item, order=order, outcome=reported, run=run) or reported
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
         return Outcomes(reported, last)
-
-    def _explained(
-        self, outcome: ItemOutcome, item: pytest.Item, request: Request, order: RunItem, case: str
-    ) -> ItemOutcome:
-        """Return the outcome with what the recorded run says, or why there is none."""
-        try:
-            recorded = self._run_order(item, request, order)
-        except (WorldError, pytest.fail.Exception) as error:
-            return replace(outcome, notes={case: f"the test could not run again, with recording: {error}"})
-        return with_explanation(outcome, recorded, case)
 
     def prepare(
         self, item: pytest.Item, request: Request, preparation: Preparation, parts: Mapping[str, Any]

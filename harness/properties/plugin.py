@@ -28,7 +28,7 @@ class Properties:
         self._unsupported = ""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        self._records = not config.getoption("ranks_no_divergence")
+        self._records = not config.getoption("ranks_no_divergence", False)
 
     @contextlib.contextmanager
     def of_item(self, search: Search) -> Iterator[None]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.exceptions import Diverged
 from lockstep.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
-from lockstep.protocol import DIVERGED, RAISED, Raised, Reported, Warned
+from lockstep.protocol import RAISED, Raised, Reported, Warned
 from lockstep.pytest_internals import is_xfail_call
 from lockstep.rank.output import TestOutput
 from lockstep.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
@@ -38,7 +37,6 @@ class RankReporter:
         self.phases_over = 0
         self.names_raised = False
         self._raised: BaseException | None = None
-        self._is_property = False
         self._rank = rank
         self._guards = guards
         self._xml = XmlNotes()
@@ -54,8 +52,6 @@ class RankReporter:
         """Expect the reports of this item."""
         self.phases_over = 0
         self._output.begin(item)
-        # Its search for a smaller example ends with a recorded run of that.
-        self._is_property = bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -84,8 +80,6 @@ class RankReporter:
             data["xml_notes"] = notes
         if report.failed and self.names_raised:
             data[RAISED] = name_raised(self._raised)
-        if report.failed and isinstance(self._raised, Diverged) and not self._is_property:
-            data[DIVERGED] = report.context.msg or "" if isinstance(report, pytest.SubtestReport) else ""
         self._raised = None
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport

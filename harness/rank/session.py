@@ -8,8 +8,8 @@ import mmap
 import os
 import random
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,10 +182,8 @@ class RankSession:
                 set_location(item, order.location)
             self._reporter.begin(item)
             self.rank.reseed()
-            disturbed = nullcontext() if order.fake else self._skewed(item)
-            in_step, values = self._properties_in_step(order.search), self._values(order.fake)
-            with in_step, values, self._recorded(order), disturbed:
-                self._run_protocol(item, next_item)
+            with self._properties_in_step(order.search), self._values(order.fake):
+                self._config.hook.pytest_ranks_run_item(item=item, nextitem=next_item, order=order)
         if not self._spec.session.captures:
             end_lines()
         checks = self._config.getoption("check_collectives")
@@ -219,6 +217,11 @@ class RankSession:
             f"node ids are others: give it with --rootdir={there}"
         )
 
+    def pytest_ranks_run_item(self, item: pytest.Item, nextitem: pytest.Item | None, order: RunItem) -> bool:
+        with nullcontext() if order.fake else self._skewed(item):
+            self._run_protocol(item, nextitem)
+        return True
+
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
@@ -238,23 +241,6 @@ class RankSession:
         from lockstep.rank.fake_values import FakeValues
 
         return FakeValues(fake, self._spec.session.cwd)
-
-    @contextmanager
-    def _recorded(self, order: RunItem) -> Iterator[None]:
-        """Record what the item computes, to find out where two runs or ranks part."""
-        if not order.is_recorded:
-            yield
-            return
-        from lockstep.recorders import ExecutionLog
-
-        options = self._config.option
-        selected = options.subtest
-        options.subtest = list(order.subtests) or selected
-        try:
-            with ExecutionLog(self._spec.session.cwd):
-                yield
-        finally:
-            options.subtest = selected
 
     def _skewed(self, item: pytest.Item) -> AbstractContextManager[object]:
         """Disturb the collectives of an item, where `--skew` or its mark wants that."""

@@ -73,8 +73,6 @@ def explain(
         longrepr.addsection(title, text, "-")
     if context.example:
         longrepr.addsection("failing example", context.example, "-")
-    if context.note:
-        longrepr.addsection("first divergence", context.note, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
     return longrepr
 

@@ -63,7 +63,7 @@ def merge(
     of_examples = [found for case, found in outcome.diagnoses.items() if case.startswith(EXAMPLE)]
     diagnosis = outcome.diagnosis or next(reversed(of_examples), None)
     example = notes.example if last is not None and last is not outcome else ""
-    context = Context(item, outcome, rerun_all, seed, diagnosis, example, outcome.notes.get("", ""))
+    context = Context(item, outcome, rerun_all, seed, diagnosis, example)
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
     merged = []
@@ -121,8 +121,8 @@ def _merge_subtests(
         case = reports[min(reports)].context.msg
         is_case = case and uses_run_subtests(context.item)
         rerun_case = partial(rerun, as_option(case)) if is_case else rerun
-        note = context.outcome.notes.get(case or "", "")
-        of_case = replace(context, rerun=rerun_case, diagnosis=context.outcome.diagnoses.get(case), note=note)
+        diagnosis = context.outcome.diagnoses.get(case)
+        of_case = replace(context, rerun=rerun_case, diagnosis=diagnosis, case=case or "")
         report = _merge_phase(of_case, "call", reports, problems, ranks)
         setattr(report, OF_RANKS, True)
         merged.append(report)

@@ -109,8 +109,8 @@ class Context:
     """The fault between the ranks, if known."""
     example: str = ""
     """The failing example of a property test, where no traceback shows it."""
-    note: str = ""
-    """What to say of the place where two runs part, where no message says it."""
+    case: str = ""
+    """The case of `run_subtests` that is reported; "" of the item itself."""
 
 
 @dataclass(frozen=True, slots=True)

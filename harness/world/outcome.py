@@ -167,8 +167,8 @@ class ItemOutcome:
     """The faults that the test expected, in quotes, and the controller has not seen in their blocks."""
     needs_rebuild: bool = False
     """Whether a rank was lost, as the test expected, and `world.rebuild()` could follow and has not."""
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """What to say of the first divergence, by case of `run_subtests`; "" stands for the test itself."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features add for its report, by the name of each."""
 
     @property
     def world(self) -> str:

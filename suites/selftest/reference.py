@@ -22,7 +22,7 @@ import lockstep
 from lockstep import hookspecs
 from lockstep.conformance import plugin as conformance
 from lockstep.features import plugins
-from lockstep.options import add_options, add_short_options
+from lockstep.options import SHORT, add_options, add_short_options
 
 CHECKOUT = Path(lockstep.__file__).parents[1]
 PAGES = CHECKOUT / "docs" / "reference"
@@ -90,7 +90,10 @@ def options_page() -> str:
     add_options(cast(Any, general))
     for plugin in plugins():
         getattr(plugin, "pytest_addoption", lambda parser: None)(cast(Any, general))
-    add_short_options(cast(Any, general), ())
+    add_short_options(cast(Any, general), SHORT, ())
+    for plugin in plugins():
+        if short := getattr(plugin, "pytest_ranks_short_options", dict)():
+            add_short_options(cast(Any, general), short, ())
     conformance.pytest_addoption(cast(Any, engines))
     importlib.import_module("lockstep.plugin").pytest_configure(cast(Any, general))
     option, ini = "| option | |\n|---|---|\n", "| ini option | type | |\n|---|---|---|\n"

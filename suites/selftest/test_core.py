@@ -16,7 +16,6 @@ FEATURES = (
     "controller.debugging",
     "controller.live",
     "controller.progress",
-    "controller.recorded_run",
     "controller.rerunfailures_internals",
     "controller.timeout_internals",
     "controller.unsupported",
@@ -40,7 +39,7 @@ FEATURES = (
 STILL_IMPORTED = {
     "controller.plugin": (
         "controller.crashed_examples controller.debugging controller.live "
-        "controller.recorded_run controller.rerunfailures_internals "
+        "controller.rerunfailures_internals "
         "controller.unsupported hosts.launchers hosts.remote"
     ),
     "controller.requests": (

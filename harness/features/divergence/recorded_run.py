@@ -5,12 +5,15 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lockstep.protocol import DIVERGED, RunItem
+from lockstep.exceptions import WorldError
+from lockstep.features.divergence import DIVERGED, FEATURE
+from lockstep.protocol import RunItem
 from lockstep.reporting.merge import as_option, uses_run_subtests
 from lockstep.world.outcome import ItemOutcome
 
@@ -30,29 +33,47 @@ def diverged_case(outcome: ItemOutcome) -> str | None:
     return next((str(report[DIVERGED]) for report in reports if DIVERGED in report), None)
 
 
-def recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
+def run_recorded(
+    item: pytest.Item,
+    order: RunItem,
+    outcome: ItemOutcome,
+    case: str,
+    run: Callable[[RunItem], ItemOutcome],
+) -> ItemOutcome:
+    """Return the outcome with the explanations of a recorded run, or with a note that it has none."""
+    try:
+        recorded = run(_recorded_order(order, item, case))
+    except (WorldError, pytest.fail.Exception) as error:
+        note = f"the test could not run again, with recording: {error}"
+    else:
+        note = _explain(outcome, recorded, case)
+    if note:
+        outcome.parts[FEATURE] = {case: note}
+    return outcome
+
+
+def _recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
     """Return the order that runs the test, or one case of it, again."""
+    subtests = (as_option(case),) if case and uses_run_subtests(item) else ()
     return replace(
         order,
         next_item=None,
-        is_recorded=True,
-        subtests=(as_option(case),) if case and uses_run_subtests(item) else (),
         shared_tmp_path=order.shared_tmp_path and f"{order.shared_tmp_path}-recorded",
+        parts={**order.parts, FEATURE: subtests},
     )
 
 
-def with_explanation(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> ItemOutcome:
-    """Return the outcome with the explanations of the recorded run, or with a note that it has none."""
+def _explain(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> str:
+    """Replace reports by those of the recorded run; return a note if it has none."""
     again = {rank.rank: _reports_of(rank.reports, case) for rank in recorded.ranks}
     if not any(again.values()):
-        note = _LATE if recorded.timed_out else _PASSED if _passed(recorded) else _OTHERWISE
-        return replace(outcome, notes={case: note})
+        return _LATE if recorded.timed_out else _PASSED if _passed(recorded) else _OTHERWISE
     for rank in outcome.ranks:
         new = iter(again.get(rank.rank, ()))
         rank.reports[:] = [
             next(new, report) if report.get(DIVERGED) == case else report for report in rank.reports
         ]
-    return outcome
+    return ""
 
 
 def _reports_of(reports: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
