@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 import pytest
 
-from lockstep import hookspecs
+from lockstep import feature_hooks, hookspecs
 from lockstep.features import register_features
 from lockstep.fixtures import collectives, faults, golden, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
@@ -24,6 +24,7 @@ __all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
+    pluginmanager.add_hookspecs(feature_hooks)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

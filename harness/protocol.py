@@ -20,60 +20,29 @@ OF_RANKS = "of_ranks"
 RAISED = "raised"
 """The attribute of a failure's report that holds what was raised, a `Raised` for each of the chain."""
 
+RERUN_OPTIONS = "rerun_options"
+"""The attribute of a failure's report that holds options which running the test again needs in addition."""
+
 Raised = tuple[tuple[tuple[str, str], ...], str, bool]
 """Module and name of an exception's class and of its bases; its text; whether the next one is its cause."""
 
 VICTIM_OF_A_CASE = "this case failed on another rank: "
 """How a rank's subtest failure begins when the rank itself passed the case."""
 
+TRIAL = "example "
+"""How a case begins that is one of a series, and none to select; of `run_subtests` it is `key=value`."""
+
+VICTIM_OF_A_TRIAL = "this example failed on another rank: "
+"""How the failure of a rank begins that found nothing wrong with the trial itself."""
+
+HAS_ENDED = "had already ended the test"
+"""How the failure of a victim ends if the other rank had left the test."""
+
 DEFAULT_GROUP = "the default group"
 """What messages call the default process group; others go by torch's names."""
 
 
 # Controller -> rank
-
-
-@dataclass(frozen=True, slots=True)
-class RunningExample:
-    """The example of a property test that a rank is in.
-
-    The same example has the same choices in any world that runs the same test.
-    """
-
-    run: int
-    """Which property of the test it belongs to, from 1."""
-    number: int
-    """Which example of the run it is, from 1."""
-    choices: bytes
-    is_in_body: bool
-    """Whether the arguments were drawn; choices that a body draws itself come after."""
-
-    def is_same(self, other: RunningExample) -> bool:
-        """Return whether the other is at the same moment; without choices it is compared by number."""
-        same = (self.run, self.choices, self.is_in_body) == (other.run, other.choices, other.is_in_body)
-        return same and (bool(self.choices) or self.number == other.number)
-
-
-@dataclass(frozen=True, slots=True)
-class CrashedExample:
-    """An example that ended its world: a rank died or hung in it."""
-
-    example: RunningExample
-    how: str
-    """Which rank, and what happened to it."""
-
-
-# What every test sends has no slots: pickling and reading a frozen class with slots takes half as long again.
-@dataclass(frozen=True)
-class Search:
-    """The input that all ranks need equally to search for a failing example in step."""
-
-    entropy: int = 0
-    """Seed of Hypothesis's own seeds."""
-    crashed: tuple[CrashedExample, ...] = ()
-    """The examples that ended a world each in earlier runs of this test."""
-    continues: bool = True
-    """Whether to look for a smaller example once the last of these has come up."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +57,7 @@ class Preparation:
         return f"{self.kind} `{self.name}`"
 
 
+# What every test sends has no slots: pickling and reading a frozen class with slots takes half as long again.
 @dataclass(frozen=True)
 class RunItem:
     """Run one item's whole protocol."""
@@ -97,7 +67,6 @@ class RunItem:
     next_item: tuple[str, str] | None
     """Node id and path of the next item of this world: shared fixtures stay up. None: tear all down."""
     shared_tmp_path: str
-    search: Search = field(default_factory=Search)
     location: tuple[str, int | None, str] | None = None
     """Of the item, as pytest has it: a rank need not look into the source for it."""
     fake: FakeRank | None = None
@@ -128,6 +97,15 @@ class Vote:
 
 REBUILT = "rebuilt"
 """The outcome of the last vote in `world.rebuild`: the rank has joined the new group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """State of a rank's process groups."""
+
+    is_aborted: bool
+    collectives: int
+    groups: int
 
 
 @dataclass(frozen=True, slots=True)

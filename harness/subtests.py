@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pytest
 
 from lockstep.exceptions import PeerFailed
-from lockstep.protocol import VICTIM_OF_A_CASE, Vote
+from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_CASE, Vote
 
 
 class VotingRank(Protocol):
@@ -179,7 +179,7 @@ def _expect_all(votes: tuple[Vote, ...], outcome: str) -> None:
 def _disagreement(votes: tuple[Vote, ...]) -> str:
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended"]
     if ended:
-        return f"{VICTIM_OF_A_CASE}rank {', '.join(ended)} had already ended the test"
+        return f"{VICTIM_OF_A_CASE}rank {', '.join(ended)} {HAS_ENDED}"
     if len({vote.case for vote in votes}) > 1:
         where = "; ".join(f"rank {rank} at [{vote.case}]" for rank, vote in enumerate(votes))
         return f"ranks disagree on which subtest comes next: {where}"

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 from lockstep.backends import BACKENDS, backends_of
-from lockstep.controller.crashed_examples import CrashSearch
 from lockstep.controller.debugging import Debugging, check_debuggers
 from lockstep.controller.live import LiveOutput
 from lockstep.controller.pytest_internals import (
@@ -41,7 +40,7 @@ from lockstep.exceptions import WorldError
 from lockstep.hosts.launchers import refuse_launcher
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
 from lockstep.options import adopted_kinds
-from lockstep.protocol import Preparation, RunItem, Search
+from lockstep.protocol import Preparation, RunItem
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
 from lockstep.specification import HOSTS, WorldKey
@@ -183,33 +182,29 @@ class Controller:
     def _run_and_merge(
         self, item: pytest.Item, request: Request | Refusal, nextitem: pytest.Item | None
     ) -> list[pytest.TestReport]:
-        outcomes = self._run(item, request, nextitem) if isinstance(request, Request) else request
+        outcome = self._run(item, request, nextitem) if isinstance(request, Request) else request
         # Wider fixtures of unmarked items before this one, as pytest would between two items.
         torn_down = tear_down(item, nextitem)
-        reports = self._report(item, outcomes)
+        reports = self._report(item, outcome)
         if torn_down.excinfo is not None:
             add_failed_tear_down(item, torn_down, reports)
         return reports
 
     def _run(
         self, item: pytest.Item, request: Request, nextitem: pytest.Item | None
-    ) -> Outcomes | Refusal | list[pytest.TestReport]:
+    ) -> ItemOutcome | Refusal | list[pytest.TestReport]:
         reports: list[pytest.TestReport] | None = self._config.hook.pytest_ranks_before(item=item)
         if reports is not None:
             return reports
         try:
             order = self._order(item, request, nextitem)
-            reported = last = self._run_order(item, request, order)
-            if not last.is_clean():
-                search = CrashSearch()
-                while search.add(last):
-                    last = self._run_order(item, request, search.order(order))
-                reported = search.to_report(last)
+            outcome = self._run_order(item, request, order)
+            if not outcome.is_clean():
                 run, again = partial(self._run_order, item, request), self._config.hook.pytest_ranks_again
-                reported = again(item=item, order=order, outcome=reported, run=run) or reported
+                outcome = again(item=item, order=order, outcome=outcome, run=run) or outcome
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
-        return Outcomes(reported, last)
+        return outcome
 
     def prepare(
         self, item: pytest.Item, request: Request, preparation: Preparation, parts: Mapping[str, Any]
@@ -225,7 +220,7 @@ class Controller:
         order = self._order(item, request, item)
         order = replace(order, preparation=preparation, parts={**order.parts, **parts})
         outcome = self._run_order(item, request, order)
-        return order.shared_tmp_path, self._report(item, Outcomes(outcome, outcome))
+        return order.shared_tmp_path, self._report(item, outcome)
 
     def _run_order(self, item: pytest.Item, request: Request, order: RunItem) -> ItemOutcome:
         """Run an order on a world of the kind that the item requests."""
@@ -251,17 +246,17 @@ class Controller:
         return outcome
 
     def _report(
-        self, item: pytest.Item, outcomes: Outcomes | Refusal | list[pytest.TestReport]
+        self, item: pytest.Item, outcome: ItemOutcome | Refusal | list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
-        if isinstance(outcomes, list):
-            return outcomes
-        if isinstance(outcomes, Refusal):
-            return report_refusal(item, outcomes)
-        if any(rank.warnings for rank in outcomes.last.ranks):
-            pass_on_warnings(item, outcomes.last)
-        seed = self._config.getoption("world_seed")
-        reports = merge(outcomes.reported, item, partial(rerun_line, item), seed, outcomes.last)
-        self._config.hook.pytest_ranks_reported(item=item, outcome=outcomes.reported, reports=reports)
+        if isinstance(outcome, list):
+            return outcome
+        if isinstance(outcome, Refusal):
+            return report_refusal(item, outcome)
+        last = outcome.last_run or outcome
+        if any(rank.warnings for rank in last.ranks):
+            pass_on_warnings(item, last)
+        reports = merge(outcome, item, partial(rerun_line, item), self._config.getoption("world_seed"))
+        self._config.hook.pytest_ranks_reported(item=item, outcome=outcome, reports=reports)
         return reports
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
@@ -276,7 +271,6 @@ class Controller:
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=shared and f"{shared}/{name[:40]}",
-            search=Search(secrets.randbits(128)),
             location=item.location,
             fake=request.fake,
             parts=parts,
@@ -352,14 +346,6 @@ class Controller:
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcomes:
-    """The outcome to report, and that of the last run: a property test that ends worlds has several."""
-
-    reported: ItemOutcome
-    last: ItemOutcome
 
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:

@@ -23,7 +23,6 @@ from pluggy import HookRelay
 from lockstep.exceptions import MessageRefused, PeerFailed
 from lockstep.fake_ranks import FakeRank
 from lockstep.injection.losses import Losses
-from lockstep.properties.messages import GroupState
 from lockstep.protocol import (
     REBUILT,
     VICTIM_OF_A_CASE,
@@ -32,6 +31,7 @@ from lockstep.protocol import (
     Close,
     Finished,
     FromRank,
+    GroupState,
     Interrupt,
     Lost,
     Probe,

@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import random
-import sys
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ import torch
 
 from lockstep.fake_ranks import FakeRank
 from lockstep.hookspecs import RANK_PLUGIN, Ending
-from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem, Search
+from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem
 from lockstep.rank import debugger
 from lockstep.rank.coverage import RankCoverage
 from lockstep.rank.item import ItemGuards
@@ -33,7 +32,6 @@ from lockstep.rank.torch_internals import count_collectives, count_groups, show_
 
 if TYPE_CHECKING:
     from lockstep.injection.item import SkewedItems
-    from lockstep.properties.plugin import Properties
     from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
@@ -81,7 +79,6 @@ class RankSession:
         self._state = self._guards.state
         rank.adopt_state = self._state.adopt
         self._reporter = RankReporter(rank, self._guards)
-        self._properties: Properties | None = None
         self._skewed_items: SkewedItems | None = None
         self._freed_memory = FreedMemory()
         self._workerinput = worker_input(rank.spec.session.workerinput, rank.spec.rank, rank.spec.key.size)
@@ -182,8 +179,7 @@ class RankSession:
                 set_location(item, order.location)
             self._reporter.begin(item)
             self.rank.reseed()
-            with self._properties_in_step(order.search), self._values(order.fake):
-                self._config.hook.pytest_ranks_run_item(item=item, nextitem=next_item, order=order)
+            self._config.hook.pytest_ranks_run_item(item=item, nextitem=next_item, order=order)
         if not self._spec.session.captures:
             end_lines()
         checks = self._config.getoption("check_collectives")
@@ -218,7 +214,8 @@ class RankSession:
         )
 
     def pytest_ranks_run_item(self, item: pytest.Item, nextitem: pytest.Item | None, order: RunItem) -> bool:
-        with nullcontext() if order.fake else self._skewed(item):
+        disturbed = nullcontext() if order.fake else self._skewed(item)
+        with self._values(order.fake), disturbed:
             self._run_protocol(item, nextitem)
         return True
 
@@ -253,17 +250,6 @@ class RankSession:
             self._skewed_items = SkewedItems(self.rank, self._spec.rank, option)
             self._config.pluginmanager.register(self._skewed_items)
         return self._skewed_items.of_item(item)
-
-    def _properties_in_step(self, search: Search) -> AbstractContextManager[None]:
-        """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""
-        if self._properties is None:
-            if "hypothesis" not in sys.modules:
-                return nullcontext()
-            from lockstep.properties.plugin import Properties
-
-            self._properties = Properties(self.rank)
-            self._config.pluginmanager.register(self._properties)
-        return self._properties.of_item(search)
 
 
 GROWTH = 64 * 2**20

@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import linecache
 import os
-import sys
 import threading
 import time
 import traceback
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pluggy
 
-import lockstep.properties
 from lockstep.backends import BACKENDS
 from lockstep.process_tree import children_of
 from lockstep.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
@@ -28,8 +26,7 @@ from lockstep.tracebacks import Stack, is_installed, parse
 WIRE_THREAD = "lockstep-wire"
 INJECTED_HANG = "injected_hang"
 """Name of the function of `lockstep.injection.injector` that a rank waits in for ever."""
-_ADOPTION = str(Path(lockstep.properties.__file__).parents[1] / "adopt")
-_OUR_PROPERTIES = str(Path(lockstep.properties.__file__).parent)
+_ADOPTION = str(Path(__file__).parents[1] / "adopt")
 
 
 @dataclass(slots=True)
@@ -66,6 +63,11 @@ class StatusReader:
         self._looked = (0.0, 0.0)
         self._progress: object = None
         self._keeps_stacks = False
+        self._hidden: tuple[str, ...] = ()
+
+    def hide_frames(self, *folders: str) -> None:
+        """Leave frames of these folders, which are between a test and its body, out of stacks from now on."""
+        self._hidden = (*self._hidden, *folders)
 
     def answer(self, probe: Probe) -> RankStatus | Progress:
         """Return the status, or only that the main thread has run since the last time if that is so."""
@@ -116,12 +118,12 @@ class StatusReader:
     def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""
         stacks = self._stacks.take()
-        main = _frames(stacks.pop(self._main, ()))
+        main = _frames(stacks.pop(self._main, ()), self._hidden)
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[tuple[object, list[traceback.FrameSummary]]] = [("MainThread", main)]
         for ident, stack in stacks.items():
             if names.get(ident) != WIRE_THREAD:
-                threads.append((names.get(ident, ident), _frames(stack)))
+                threads.append((names.get(ident, ident), _frames(stack, self._hidden)))
         texts = (f"{name}:\n{''.join(traceback.format_list(frames))}" for name, frames in threads)
         status = self.collectives()
         locks = build_locks() if full else ()
@@ -165,7 +167,7 @@ def progress() -> object:
     return object()
 
 
-def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
+def _frames(innermost_first: Stack, hidden: tuple[str, ...]) -> list[traceback.FrameSummary]:
     """Summarise a stack, outermost first, without the frames that lead to the user's function.
 
     Where pytest itself is at work, the first frame is one of pytest's.
@@ -173,16 +175,9 @@ def _frames(innermost_first: Stack) -> list[traceback.FrameSummary]:
     linecache.checkcache()
     stack = [place.summary() for place in reversed(innermost_first)]
     last_of_pytest = max((i for i, frame in enumerate(stack) if _is_of_pytest(frame.filename)), default=-1)
-    below = [frame for frame in stack[last_of_pytest + 1 :] if not _is_of_property_tests(frame.filename)]
+    below = [frame for frame in stack[last_of_pytest + 1 :] if not frame.filename.startswith(hidden)]
     calls_user = any(not is_installed(frame.filename) for frame in below)
     return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
-
-
-def _is_of_property_tests(filename: str) -> bool:
-    """Whether a file is Hypothesis's or our part about it: dozens of frames between a test and its body."""
-    hypothesis = sys.modules.get("hypothesis")
-    theirs = str(Path(str(hypothesis.__file__)).parent) if hypothesis is not None else _OUR_PROPERTIES
-    return filename.startswith((_OUR_PROPERTIES, theirs))
 
 
 def _is_of_pytest(filename: str) -> bool:

@@ -10,8 +10,7 @@ import shlex
 import pytest
 
 from lockstep.backends import BROKEN_CONNECTION
-from lockstep.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE
-from lockstep.protocol import VICTIM_OF_A_CASE, Finished, Preparation
+from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_CASE, VICTIM_OF_A_TRIAL, Finished, Preparation
 from lockstep.reporting.problems import Problem
 from lockstep.reporting.pytest_internals import (
     ExceptionChainRepr,
@@ -71,8 +70,6 @@ def explain(
     hook = context.item.config.hook
     for title, text in hook.pytest_ranks_sections(context=context, cause=first[0], report=report):
         longrepr.addsection(title, text, "-")
-    if context.example:
-        longrepr.addsection("failing example", context.example, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
     return longrepr
 
@@ -147,9 +144,9 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str
     if not report.failed:
         return report.outcome  # of a subtest
     message = messages(report)[-1]
-    if LEFT in message and (VICTIM_OF_AN_EXAMPLE in message or VICTIM_OF_A_CASE in message):
+    if HAS_ENDED in message and (VICTIM_OF_A_TRIAL in message or VICTIM_OF_A_CASE in message):
         return "stopped, as another rank had ended the test"
-    if VICTIM_OF_AN_EXAMPLE in message:
+    if VICTIM_OF_A_TRIAL in message:
         return "passed this example"
     if VICTIM_OF_A_CASE in message:
         return "did not fail this case"

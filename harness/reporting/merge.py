@@ -16,12 +16,11 @@ from typing import Literal
 import pytest
 
 from lockstep.output import truncate
-from lockstep.properties.messages import EXAMPLE, HYPOTHESIS
-from lockstep.protocol import OF_RANKS, RAISED
+from lockstep.protocol import OF_RANKS, RAISED, RERUN_OPTIONS, TRIAL
 from lockstep.reporting.explain import explain
 from lockstep.reporting.problems import Problem, find_causes, find_problems, subtest_problems
 from lockstep.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
-from lockstep.reporting.rank_reports import PHASES, Context, HypothesisNotes, Phase, RankReports
+from lockstep.reporting.rank_reports import PHASES, Context, Phase, RankReports
 from lockstep.world.outcome import Died, ItemOutcome, Stuck
 
 MAX_CAUSE = 500
@@ -31,39 +30,35 @@ _PLAIN = {
     *("start", "stop", "duration", "sections", "user_properties"),
 }
 """What pytest's serialised report has where no plugin has added to it."""
+HYPOTHESIS = "Hypothesis"
+"""Title of the section that Hypothesis prints: mostly the same on all ranks, and then shown once."""
 Property = tuple[str, object]
 
 
 def merge(
-    outcome: ItemOutcome,
-    item: pytest.Item,
-    rerun: Callable[[], str],
-    seed: int,
-    last: ItemOutcome | None = None,
+    outcome: ItemOutcome, item: pytest.Item, rerun: Callable[[], str], seed: int
 ) -> list[pytest.TestReport]:
     """Return the reports of an item for pytest: set-up, subtests, call, tear-down.
 
     Args:
         rerun: returns the command that runs the item again; called for failures only.
-        last: the last outcome of a property test that ended worlds before it.
     """
     if outcome.has_passed() and (merged := _merge_plain(item.config, outcome)):
         return merged
-    notes = HypothesisNotes.read(last or outcome)
+    options = _rerun_options(outcome.last_run or outcome)
     ranks = [RankReports.read(item.config, rank) for rank in outcome.ranks]
     _pass_on_xml_notes(item, ranks)
 
     def rerun_subtests(*subtests: str) -> str:
-        return rerun() + notes.rerun + "".join(f" --subtest {shlex.quote(name)}" for name in subtests)
+        return rerun() + options + "".join(f" --subtest {shlex.quote(name)}" for name in subtests)
 
     # The re-run is restricted to the case that a rank was stuck in, else to those that the user selected.
     selected = item.config.getoption("subtest") if uses_run_subtests(item) else []
     cases = {rank.case() for rank in ranks} - {""}
     rerun_all = partial(rerun_subtests, *(map(as_option, cases) if len(cases) == 1 else selected))
-    of_examples = [found for case, found in outcome.diagnoses.items() if case.startswith(EXAMPLE)]
-    diagnosis = outcome.diagnosis or next(reversed(of_examples), None)
-    example = notes.example if last is not None and last is not outcome else ""
-    context = Context(item, outcome, rerun_all, seed, diagnosis, example)
+    of_trials = [found for case, found in outcome.diagnoses.items() if case.startswith(TRIAL)]
+    diagnosis = outcome.diagnosis or next(reversed(of_trials), None)
+    context = Context(item, outcome, rerun_all, seed, diagnosis)
     problems = find_problems(context, ranks)
     bad = next((phase for phase in PHASES if problems[phase]), None)
     merged = []
@@ -75,7 +70,6 @@ def merge(
             merged.extend(_merge_subtests(context, ranks, rerun_subtests))
         merged.append(_merge_phase(context, phase, reports, problems[phase], ranks))
     _fail_for_subtests(merged)
-    notes.add_statistics(merged)
     _repeat_in_later_reports(merged)
     return merged
 
@@ -97,6 +91,11 @@ def _merge_plain(config: pytest.Config, outcome: ItemOutcome) -> list[pytest.Tes
         data = {**reports[0], **times}
         merged.append(config.hook.pytest_report_from_serializable(config=config, data=data))
     return merged
+
+
+def _rerun_options(outcome: ItemOutcome) -> str:
+    reports = (report for rank in outcome.ranks for report in rank.reports)
+    return next((str(report[RERUN_OPTIONS]) for report in reports if RERUN_OPTIONS in report), "")
 
 
 def uses_run_subtests(item: pytest.Item) -> bool:

@@ -12,8 +12,7 @@ from itertools import chain
 import pytest
 
 from lockstep.backends import BROKEN_CONNECTION
-from lockstep.properties.messages import VICTIM_OF_AN_EXAMPLE
-from lockstep.protocol import SKIPS_ALL, VICTIM_OF_A_CASE, Finished
+from lockstep.protocol import SKIPS_ALL, VICTIM_OF_A_CASE, VICTIM_OF_A_TRIAL, Finished
 from lockstep.reporting.differences import without_addresses, without_own_number
 from lockstep.reporting.pytest_internals import ReprFileLocation, lines, messages
 from lockstep.reporting.rank_reports import PHASES, Context, Phase, RankReports
@@ -48,8 +47,8 @@ class Problem:
         )
 
     def is_bystander(self) -> bool:
-        """Whether the rank only learned by a vote that an example had failed on another."""
-        return any(VICTIM_OF_AN_EXAMPLE in message for message in self._messages())
+        """Whether the rank only learned by a vote that a trial had failed on another."""
+        return any(VICTIM_OF_A_TRIAL in message for message in self._messages())
 
     def _messages(self) -> list[str]:
         return [] if self.report is None else messages(self.report)

@@ -6,14 +6,13 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
 
-from lockstep.properties.messages import EXAMPLE, NOTES, SEED, STATISTICS
-from lockstep.protocol import Finished
+from lockstep.protocol import TRIAL, Finished
 from lockstep.pytest_internals import is_xfail_call
 from lockstep.world.diagnosis import Diagnosis, place_of
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
@@ -59,7 +58,7 @@ class RankReports:
     def case(self) -> str:
         """Return the case of `run_subtests` that the rank was stuck in, "" if in none."""
         case = self.fate.status.case if isinstance(self.fate, Stuck) else ""
-        return "" if case.startswith(EXAMPLE) else case
+        return "" if case.startswith(TRIAL) else case
 
     def skip(self) -> tuple[Phase, str] | None:
         """Return the phase and reason of the rank's skip, if it skipped."""
@@ -107,35 +106,5 @@ class Context:
     seed: int
     diagnosis: Diagnosis | None
     """The fault between the ranks, if known."""
-    example: str = ""
-    """The failing example of a property test, where no traceback shows it."""
     case: str = ""
     """The case of `run_subtests` that is reported; "" of the item itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class HypothesisNotes:
-    """Output of Hypothesis on a property test, from the first rank that sent it."""
-
-    example: str
-    """The failing example and the line that reproduces it; empty if none failed."""
-    rerun: str
-    """Options that the command to run the test again needs in addition."""
-    statistics: str
-
-    @classmethod
-    def read(cls, outcome: ItemOutcome) -> HypothesisNotes:
-        found: dict[str, str] = {}
-        for report in (report for rank in outcome.ranks for report in rank.reports):
-            for name in (NOTES, SEED, STATISTICS):
-                if name in report:
-                    found.setdefault(name, str(report[name]))
-        rerun = f" --hypothesis-seed={found[SEED]}" if found.get(SEED) else ""
-        return cls(found.get(NOTES, ""), rerun, found.get(STATISTICS, ""))
-
-    def add_statistics(self, merged: Sequence[pytest.TestReport]) -> None:
-        """Put the statistics where Hypothesis's plugin looks for them, once."""
-        for report in merged:
-            vars(report).pop(STATISTICS, None)
-        if self.statistics and merged:
-            vars(merged[-1])[STATISTICS] = self.statistics

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.properties.messages import EXAMPLE
-from lockstep.protocol import DEFAULT_GROUP, MEETING, Issued, RankStatus
+from lockstep.protocol import DEFAULT_GROUP, MEETING, TRIAL, Issued, RankStatus
 
 # In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(
@@ -234,7 +233,7 @@ class _Ranks:
             case "votes" if not status.case:
                 return f"rank {rank} never reached: it waits for others {_MEETS}"
             case "votes":
-                what = "" if status.case.startswith(EXAMPLE) else "the subtest "
+                what = "" if status.case.startswith(TRIAL) else "the subtest "
                 return f"rank {rank} never reached: it has ended {what}[{status.case}]"
             case "stopped":
                 return f"rank {rank} did not reach: it is stopped"

@@ -13,10 +13,10 @@ from typing import assert_never
 
 from lockstep.exceptions import WorldError
 from lockstep.launch.multiprocessing_internals import pickle_message
-from lockstep.properties.messages import EXAMPLE
 from lockstep.protocol import (
     DEFAULT_GROUP,
     REBUILT,
+    TRIAL,
     AbortGroup,
     Agreed,
     Collecting,
@@ -99,7 +99,7 @@ class ItemRun:
             WorldError: a rank has left its session.
         """
         self._handles = handles
-        self._outcomes = [RankOutcome(handle.rank, host=handle.host) for handle in handles]
+        self._outcomes = [RankOutcome(handle.rank, host=handle.host, spec=handle.spec) for handle in handles]
         self._begun = now = time.monotonic()
         self._deadline, self._next_probe = now + self._timeout, now + PROBE_EVERY
         packed = pickle_message(self.order)
@@ -348,8 +348,8 @@ class ItemRun:
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a case of `run_subtests` so that the others can run, once; give up anything else."""
         cases = {self._answers[rank].case for rank in pending if rank in self._answers}
-        if len(cases) > 1 and all(case.startswith(EXAMPLE) for case in cases):
-            return  # no rank is in an example before all have ended the one before: one is on its way
+        if len(cases) > 1 and all(case.startswith(TRIAL) for case in cases):
+            return  # no rank is in a trial before all have ended the one before: one is on its way
         case = cases.pop() if len(cases) == 1 else ""
         if not case or case in self._diagnoses:
             self._diagnosis = found

@@ -21,11 +21,11 @@ from lockstep.protocol import (
     FlightRecord,
     Preparation,
     RankStatus,
-    RunningExample,
     Struck,
     Vote,
     Warned,
 )
+from lockstep.specification import RankSpec
 from lockstep.tracebacks import shorten
 from lockstep.world.diagnosis import Diagnosis
 
@@ -102,12 +102,12 @@ class RankOutcome:
     vote: Vote | None = None
     status: RankStatus | None = None
     """What it was doing when it failed, or when it was ended."""
-    example: RunningExample | None = None
-    """The example of a property test that it was in at the end, unless the outcome is clean."""
     record: FlightRecord | None = None
     """Its calls in the test, if ranks hung, died or called something differently."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
+    spec: RankSpec | None = None
+    """What the rank was started from."""
     is_expected: bool = False
     """Whether its death is one that the test expects."""
     has_left_world: bool = False
@@ -168,7 +168,9 @@ class ItemOutcome:
     needs_rebuild: bool = False
     """Whether a rank was lost, as the test expected, and `world.rebuild()` could follow and has not."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features add for its report, by the name of each."""
+    """What features add, by the name of each."""
+    last_run: ItemOutcome | None = None
+    """The outcome of the item's last run, where that of an earlier one is reported."""
 
     @property
     def world(self) -> str:

@@ -15,7 +15,6 @@ from lockstep.exceptions import WorldError
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import Launcher
 from lockstep.output import OutputDirectory
-from lockstep.properties.messages import read_running_example
 from lockstep.protocol import Close, Finished, Interrupt, Ready, StartFailed, Warned
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from lockstep.world.diagnosis import place_of
@@ -109,7 +108,6 @@ class World:
             raise WorldError(self.fault() or explain(error)) from error
         if not outcome.is_clean():
             for handle, rank in zip(self._handles, outcome.ranks, strict=True):
-                rank.example = read_running_example(handle.spec.path_of("running"))
                 if self._kept is None or isinstance(rank.fate, Finished):  # that rank has kept it
                     continue
                 try:

@@ -12,7 +12,6 @@ CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
 FEATURES = (
     "features",
     "adopt",
-    "controller.crashed_examples",
     "controller.debugging",
     "controller.live",
     "controller.progress",
@@ -25,7 +24,6 @@ FEATURES = (
     "injection",
     "launch.lease_store",
     "launch.leases",
-    "properties",
     "rank.coverage",
     "rank.debugger",
     "rank.fake_values",
@@ -38,7 +36,7 @@ FEATURES = (
 
 STILL_IMPORTED = {
     "controller.plugin": (
-        "controller.crashed_examples controller.debugging controller.live "
+        "controller.debugging controller.live "
         "controller.rerunfailures_internals "
         "controller.unsupported hosts.launchers hosts.remote"
     ),
@@ -53,24 +51,16 @@ STILL_IMPORTED = {
     "marker": "fake_ranks",
     "plugin": "adopt.plugin fake_ranks",
     "protocol": "fake_ranks",
-    "rank.process": "fake_ranks injection.injector injection.losses properties.messages rank.live",
+    "rank.process": "fake_ranks injection.injector injection.losses rank.live",
     "rank.process_group": "fake_ranks",
     "rank.session": (
-        "fake_ranks injection.item properties.plugin "
-        "rank.coverage rank.debugger rank.fake_values "
-        "rank.live rank.plugins"
+        "fake_ranks injection.item rank.coverage rank.debugger rank.fake_values rank.live rank.plugins"
     ),
-    "rank.status": "properties",
     "rank.world_fixture": "fake_ranks",
-    "reporting.explain": "properties.messages",
-    "reporting.merge": "properties.messages",
-    "reporting.problems": "properties.messages",
-    "reporting.rank_reports": "properties.messages",
     "reporting.summary": "goldens.summary",
-    "world.diagnosis": "properties.messages",
-    "world.item_run": "properties.messages world.expectations world.glance",
+    "world.item_run": "world.expectations world.glance",
     "world.outcome": "fake_ranks",
-    "world.world": "launch.leases properties.messages",
+    "world.world": "launch.leases",
 }
 """Features that a module of the core still imports: nothing may be added, and what is not used must go."""
 

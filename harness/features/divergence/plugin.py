@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,16 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Divergences(session.rank.spec.session.cwd))
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_ranks_again(
     item: pytest.Item, order: RunItem, outcome: ItemOutcome, run: Callable[[RunItem], ItemOutcome]
-) -> ItemOutcome | None:
-    config = item.config
+) -> Generator[None, ItemOutcome | None, ItemOutcome | None]:
+    """Run what has diverged once more, recorded, after other features have run it."""
+    again = yield
+    config, outcome = item.config, again or outcome
     if config.option.ranks_no_divergence or config.getoption("rank_pdb", None) is not None:
-        return None
+        return again
     from lockstep.features.divergence.recorded_run import diverged_case, run_recorded
 
-    case = diverged_case(outcome)
-    return None if case is None else run_recorded(item, order, outcome, case, run)
+    case = diverged_case(outcome.last_run or outcome)
+    return again if case is None else run_recorded(item, order, outcome, case, run)
 
 
 def pytest_ranks_sections(context: Context) -> tuple[str, str] | None:

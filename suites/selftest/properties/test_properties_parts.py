@@ -14,13 +14,20 @@ from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.conjecture.data import ConjectureData
 
-from lockstep.controller.crashed_examples import CrashSearch
-from lockstep.properties.attempt import Attempt
-from lockstep.properties.crashed import CrashGuard
-from lockstep.properties.execution import LockstepDatabase, SharedConstants
-from lockstep.properties.messages import RunningExampleFile, read_running_example
-from lockstep.properties.plugin import Properties
-from lockstep.protocol import CrashedExample, Finished, RankStatus, RunItem, RunningExample, Search
+from lockstep.features.properties.attempt import Attempt
+from lockstep.features.properties.crashed import CrashGuard
+from lockstep.features.properties.crashed_examples import CrashSearch
+from lockstep.features.properties.execution import LockstepDatabase, SharedConstants
+from lockstep.features.properties.messages import (
+    FEATURE,
+    CrashedExample,
+    RunningExample,
+    RunningExampleFile,
+    Search,
+    read_running_example,
+)
+from lockstep.features.properties.rank import Properties
+from lockstep.protocol import Finished, RankStatus, RunItem
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from lockstep.world.diagnosis import Diagnosis
@@ -29,7 +36,7 @@ from lockstep.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
 KEY = b"key"
 FINISHED = Finished(True, 0, 0)
 DIED = Died(-9, "", 0.0)
-ORDER = RunItem("id", "path", None, "tmp")
+ORDER = RunItem("id", "path", None, "tmp", parts={FEATURE: Search(entropy=5)})
 
 
 def _stuck(state: str) -> Stuck:
@@ -78,14 +85,18 @@ def test_examples_are_the_same_if_their_choices_are() -> None:
 
 
 def _ended_in(outcome: ItemOutcome, *examples: RunningExample | None) -> ItemOutcome:
-    for rank, example in zip(outcome.ranks, examples, strict=True):
-        rank.example = example
+    outcome.parts[FEATURE] = {rank: each for rank, each in enumerate(examples) if each is not None}
     return outcome
+
+
+def _search_in(order: RunItem) -> Search:
+    search: Search = order.parts[FEATURE]
+    return search
 
 
 def _crashed(outcome: ItemOutcome, *examples: RunningExample | None) -> tuple[CrashedExample, ...]:
     search = CrashSearch()
-    return search.order(ORDER).search.crashed if search.add(_ended_in(outcome, *examples)) else ()
+    return _search_in(search.order(ORDER)).crashed if search.add(_ended_in(outcome, *examples)) else ()
 
 
 def test_a_rank_that_died_is_blamed_for_its_example() -> None:
@@ -126,15 +137,15 @@ def test_an_example_that_is_lost_twice_ends_the_search() -> None:
 def test_after_a_late_crash_the_test_runs_without_a_search() -> None:
     search = CrashSearch()
     assert search.add(_ended_in(_outcome(DIED, seconds=31.0), _example(b"a")))
-    assert not search.order(ORDER).search.continues
+    assert not _search_in(search.order(ORDER)).continues
     assert not search.add(_ended_in(_outcome(DIED), _example(b"b")))
 
 
 def test_a_quick_loss_leaves_time_to_search_on() -> None:
     search = CrashSearch()
     assert search.add(_ended_in(_outcome(DIED), _example(b"a")))
-    order = search.order(RunItem("id", "path", None, "tmp", Search(entropy=5)))
-    assert (order.search.continues, order.search.entropy) == (True, 5)
+    found = _search_in(search.order(ORDER))
+    assert (found.continues, found.entropy) == (True, 5)
 
 
 # What ranks read

@@ -11,19 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.exceptions import PeerFailed
-from lockstep.properties import desync
-from lockstep.properties.attempt import Attempt, Body, Runner
-from lockstep.properties.crashed import CrashGuard
-from lockstep.properties.desync import LeftAlone, OutOfStep
-from lockstep.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
-from lockstep.properties.messages import (
-    EXAMPLE,
-    VICTIM_OF_AN_EXAMPLE,
-    ExampleResult,
-    RankInStep,
-    RunningExampleFile,
-)
-from lockstep.protocol import Search, Vote
+from lockstep.features.properties import desync
+from lockstep.features.properties.attempt import Attempt, Body, Runner
+from lockstep.features.properties.crashed import CrashGuard
+from lockstep.features.properties.desync import LeftAlone, OutOfStep
+from lockstep.features.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
+from lockstep.features.properties.messages import ExampleResult, RankInStep, RunningExampleFile, Search
+from lockstep.protocol import TRIAL, VICTIM_OF_A_TRIAL, Vote
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
@@ -114,7 +108,7 @@ class Examples:
         __tracebackhide__ = True
         self._count += 1
         self._total += 1
-        case = f"{EXAMPLE}{self._total}"
+        case = f"{TRIAL}{self._total}"
         attempt = Attempt(data, self.running, self.crash_guard)
         self._rank.begin_case(case, case)
         self.running.begin(self._run, self._count)
@@ -184,7 +178,7 @@ class Examples:
         attempt.share(results)
         error = attempt.error if votes[self.rank].outcome == "failed" else None
         if error is None:
-            error = PeerFailed(f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(map(str, culprits or failed))}")
+            error = PeerFailed(f"{VICTIM_OF_A_TRIAL}rank {', '.join(map(str, culprits or failed))}")
         if (origin := results[first].origin) is not None:
             set_origin(error, origin)
         attempt.recorder.hand_over()

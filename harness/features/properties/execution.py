@@ -20,17 +20,17 @@ from hypothesis import Phase, settings
 from hypothesis.database import ExampleDatabase
 
 from lockstep.exceptions import Diverged, PeerFailed
-from lockstep.properties import hypothesis_internals as internals
-from lockstep.properties.desync import LeftAlone
-from lockstep.properties.examples import Examples
-from lockstep.properties.hypothesis_internals import ConjectureData
+from lockstep.features.properties import hypothesis_internals as internals
+from lockstep.features.properties.desync import LeftAlone
+from lockstep.features.properties.examples import Examples
+from lockstep.features.properties.hypothesis_internals import ConjectureData
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
 _DEFAULT_DEADLINE = timedelta(milliseconds=200)
 """Hypothesis's own. It does not fit ranks, which wait for each other, and connect again after a failure."""
 
-_FOLDERS = [str(Path(__file__).parents[1] / room) for room in ("properties", "rank", "injection")]
+_FOLDERS = [str(Path(__file__).parents[2] / room) for room in ("features", "rank", "injection")]
 
 
 def keep_in_step(examples: Examples) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.properties.messages import LEFT, VICTIM_OF_AN_EXAMPLE, Drawn
-from lockstep.protocol import Vote
+from lockstep.features.properties.messages import Drawn
+from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_TRIAL, Vote
 
 END = "the end of a property"
 """Case at which ranks wait for each other before they leave a property."""
@@ -35,7 +35,7 @@ def describe_places(votes: Sequence[Vote]) -> str:
     """Say where each rank is, as they are not at the same example."""
     ended = [str(rank) for rank, vote in enumerate(votes) if vote.outcome == "ended" or vote.case == END]
     if ended:
-        return f"{VICTIM_OF_AN_EXAMPLE}rank {', '.join(ended)} {LEFT}"
+        return f"{VICTIM_OF_A_TRIAL}rank {', '.join(ended)} {HAS_ENDED}"
     where = "; ".join(f"rank {rank} at [{vote.case}]" for rank, vote in enumerate(votes))
     return f"ranks disagree on what comes next: {where}"
 

@@ -21,7 +21,7 @@ from hypothesis.internal.conjecture.data import ConjectureData, DataObserver, St
 from hypothesis.internal.escalation import InterestingOrigin, get_trimmed_traceback
 from hypothesis.strategies._internal.core import DataObject
 
-from lockstep.properties.messages import Origin
+from lockstep.features.properties.messages import Origin
 
 __all__ = ["ConjectureData", "DataObserver", "Status", "choices_to_bytes", "get_trimmed_traceback"]
 

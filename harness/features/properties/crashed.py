@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.properties.hypothesis_internals import call_after_draws, call_before_rules
-from lockstep.properties.messages import VICTIM_OF_AN_EXAMPLE, RunningExampleFile
-from lockstep.protocol import CrashedExample
+from lockstep.features.properties.hypothesis_internals import call_after_draws, call_before_rules
+from lockstep.features.properties.messages import CrashedExample, RunningExampleFile
+from lockstep.protocol import VICTIM_OF_A_TRIAL
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
@@ -25,7 +25,7 @@ class RankCrashed(pytest.fail.Exception):  # type: ignore[misc, name-defined]
     """
 
     def __init__(self, index: int, crashed: CrashedExample) -> None:
-        super().__init__(f"{VICTIM_OF_AN_EXAMPLE}{crashed.how}", pytrace=False)
+        super().__init__(f"{VICTIM_OF_A_TRIAL}{crashed.how}", pytrace=False)
         self.index = index
 
 

@@ -1,4 +1,4 @@
-"""Values that ranks exchange about examples, and the file in which a rank records its example.
+"""Values sent about examples, and the file in which a rank records its example.
 
 Both sides import this; standard library only.
 """
@@ -9,31 +9,71 @@ import mmap
 import os
 import pickle
 import struct
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from lockstep.protocol import RunningExample, Vote
+from lockstep.protocol import GroupState, Vote
 from lockstep.specification import RankSpec
 
-EXAMPLE = "example "
-"""Prefix of the case of an example; cases of `run_subtests` read `key=value`."""
-VICTIM_OF_AN_EXAMPLE = "this example failed on another rank: "
-"""Prefix of the failure of a rank that found nothing wrong with the example itself."""
-LEFT = "had already ended the test"
-"""End of that failure if the other rank had left the test."""
-HYPOTHESIS = "Hypothesis"
-"""Title of the section that Hypothesis prints: mostly the same on all ranks, and then shown once."""
+if TYPE_CHECKING:
+    import pytest
+
+    from lockstep.world.outcome import ItemOutcome
+
+FEATURE = "properties"
 
 # Names of what ranks add to pytest's reports.
 CRASHED = "lockstep_crashed_example"
 """Index, among the examples that ended a world, of the one that the report is about."""
 NOTES = "lockstep_example"
 """Hypothesis's description of the failing example."""
-SEED = "lockstep_seed"
-"""Seed that reproduces the failure where no database keeps it."""
 STATISTICS = "_hypothesis_stats"
 """Key under which Hypothesis's plugin reads them (`_hypothesis_pytestplugin`, seen in 6.170)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningExample:
+    """The example of a property test that a rank is in.
+
+    The same example has the same choices in any world that runs the same test.
+    """
+
+    run: int
+    """Which property of the test it belongs to, from 1."""
+    number: int
+    """Which example of the run it is, from 1."""
+    choices: bytes
+    is_in_body: bool
+    """Whether the arguments were drawn; choices that a body draws itself come after."""
+
+    def is_same(self, other: RunningExample) -> bool:
+        """Return whether the other is at the same moment; without choices it is compared by number."""
+        same = (self.run, self.choices, self.is_in_body) == (other.run, other.choices, other.is_in_body)
+        return same and (bool(self.choices) or self.number == other.number)
+
+
+@dataclass(frozen=True, slots=True)
+class CrashedExample:
+    """An example that ended its world: a rank died or hung in it."""
+
+    example: RunningExample
+    how: str
+    """Which rank, and what happened to it."""
+
+
+# Sent with each test, and without slots: see `RunItem`.
+@dataclass(frozen=True)
+class Search:
+    """The input that all ranks need equally to search for a failing example in step."""
+
+    entropy: int = 0
+    """Seed of Hypothesis's own seeds."""
+    crashed: tuple[CrashedExample, ...] = ()
+    """The examples that ended a world each in earlier runs of this test."""
+    continues: bool = True
+    """Whether to look for a smaller example once the last of these has come up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +124,16 @@ class ExampleResult:
         return cls(*pickle.loads(packed))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """State of a rank's process groups after a failed example."""
-
-    is_aborted: bool
-    collectives: int
-    groups: int
-
-
 class FaultsOfRank(Protocol):
     """The faults that tests inject, as far as property tests need them."""
 
     def example(self) -> AbstractContextManager[None]: ...
+
+
+class StatusOfRank(Protocol):
+    """The status of a rank, as far as property tests need it."""
+
+    def hide_frames(self, *folders: str) -> None: ...
 
 
 class RankInStep(Protocol):
@@ -106,6 +143,8 @@ class RankInStep(Protocol):
     def spec(self) -> RankSpec: ...
     @property
     def faults(self) -> FaultsOfRank | None: ...
+    @property
+    def status(self) -> StatusOfRank: ...
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]: ...
     def begin_case(self, name: str, count: str = "") -> None: ...
     def groups(self) -> GroupState: ...
@@ -174,3 +213,21 @@ def read_running_example(path: str) -> RunningExample | None:
         return None
     _, is_in_body, run, number, length = _HEADER.unpack_from(content)
     return RunningExample(run, number, content[_HEADER.size : _HEADER.size + length], bool(is_in_body))
+
+
+def failing_example(outcome: ItemOutcome) -> str:
+    """Return the failing example and the line that reproduces it, "" if none failed."""
+    return _first(outcome, NOTES)
+
+
+def add_statistics(outcome: ItemOutcome, merged: Sequence[pytest.TestReport]) -> None:
+    """Put the statistics where Hypothesis's plugin looks for them, once."""
+    for report in merged:
+        vars(report).pop(STATISTICS, None)
+    if merged and (statistics := _first(outcome, STATISTICS)):
+        vars(merged[-1])[STATISTICS] = statistics
+
+
+def _first(outcome: ItemOutcome, name: str) -> str:
+    reports = (report for rank in outcome.ranks for report in rank.reports)
+    return next((str(report[name]) for report in reports if name in report), "")

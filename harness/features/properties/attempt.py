@@ -12,9 +12,8 @@ import pytest
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 from lockstep.backends import BROKEN_CONNECTION
-from lockstep.output import truncate
-from lockstep.properties.crashed import CrashGuard
-from lockstep.properties.hypothesis_internals import (
+from lockstep.features.properties.crashed import CrashGuard
+from lockstep.features.properties.hypothesis_internals import (
     ConjectureData,
     DataObserver,
     Status,
@@ -26,7 +25,8 @@ from lockstep.properties.hypothesis_internals import (
     restore_structure,
     structure_of,
 )
-from lockstep.properties.messages import Drawn, ExampleResult, RunningExampleFile
+from lockstep.features.properties.messages import Drawn, ExampleResult, RunningExampleFile
+from lockstep.output import truncate
 from lockstep.protocol import Vote
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback

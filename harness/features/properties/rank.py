@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.properties.messages import CRASHED, NOTES, SEED, STATISTICS, RankInStep
+from lockstep.features.properties.messages import CRASHED, NOTES, STATISTICS, RankInStep, Search
+from lockstep.protocol import RERUN_OPTIONS
 
 if TYPE_CHECKING:
-    from lockstep.properties.examples import Examples
-    from lockstep.protocol import Search
+    from lockstep.features.properties.examples import Examples
 
 __tracebackhide__ = True  # frames of hooks do not belong into a test's traceback
 
@@ -61,11 +62,13 @@ class Properties:
             return None
 
     def _keep_in_step(self) -> Examples:
-        from lockstep.properties.examples import Examples
-        from lockstep.properties.execution import keep_in_step
+        from lockstep.features.properties.examples import Examples
+        from lockstep.features.properties.execution import keep_in_step
 
         examples = Examples(self._rank, self._records)
         keep_in_step(examples)
+        if (hypothesis := sys.modules["hypothesis"].__file__) is not None:
+            self._rank.status.hide_frames(str(Path(hypothesis).parent), str(Path(__file__).parent))
         return examples
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -85,13 +88,13 @@ class Properties:
         return report
 
     def _facts(self, examples: Examples, error: BaseException) -> dict[str, Any]:
-        from lockstep.properties.crashed import RankCrashed
+        from lockstep.features.properties.crashed import RankCrashed
 
         facts: dict[str, Any] = {}
         if notes := getattr(error, "__notes__", None):
             facts[NOTES] = "\n".join(notes)
         if examples.seed is not None:
-            facts[SEED] = examples.seed
+            facts[RERUN_OPTIONS] = f" --hypothesis-seed={examples.seed}"
         if isinstance(error, RankCrashed):
             facts[CRASHED] = error.index
         return facts

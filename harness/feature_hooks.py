@@ -1,0 +1,93 @@
+"""Hooks between the core and its features, which may change in any version. Imported by the plugin alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from lockstep.controller.requests import Refusal, Request
+    from lockstep.hookspecs import Ending
+    from lockstep.marker import RanksMark
+    from lockstep.options import Options
+    from lockstep.protocol import RunItem
+    from lockstep.reporting.problems import Problem
+    from lockstep.reporting.rank_reports import Context
+    from lockstep.world.outcome import ItemOutcome
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -> Refusal | None:
+    """Refuse to run an item in the world that it requests. Called in the controller, after collection."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_before(item: pytest.Item) -> list[pytest.TestReport] | None:
+    """Run what an item needs before it; reports take the place of its run. Called in the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_order(item: pytest.Item, request: Request, parts: dict[str, Any]) -> None:
+    """Add what features send to ranks with the order to run an item. Called in the controller."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_item(item: pytest.Item, order: RunItem) -> pytest.Item | None:
+    """Return another item to run in the place of this one. Called in each rank, for every order."""
+
+
+@pytest.hookspec
+def pytest_ranks_short_options() -> Options | None:
+    """Return options, added as `--ranks-<name>`, that are `--<name>` too where no other plugin has that."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_run_item(item: pytest.Item, nextitem: pytest.Item | None, order: RunItem) -> bool | None:
+    """Run an item, which features wrap. Called in each rank."""
+
+
+@pytest.hookspec
+def pytest_ranks_finished(ending: Ending) -> None:
+    """Complete the end of an item. Called in each rank."""
+
+
+@pytest.hookspec
+def pytest_ranks_regrouped() -> None:
+    """Forget what belongs to old connections: there is a new default group. Called in each rank."""
+
+
+@pytest.hookspec
+def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
+    """Complete the outcome of an item before it is judged and reported. Called in the controller."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_again(
+    item: pytest.Item, order: RunItem, outcome: ItemOutcome, run: Callable[[RunItem], ItemOutcome]
+) -> ItemOutcome | None:
+    """Run an item again, if its outcome needs that, and return the one to report. Called in the controller.
+
+    Args:
+        order: the first one of the item.
+        outcome: of the item, which is not clean.
+        run: runs an order on a world of the kind that the item requests; raises WorldError if it cannot.
+    """
+
+
+@pytest.hookspec
+def pytest_ranks_sections(
+    context: Context, cause: Problem, report: pytest.TestReport | None
+) -> tuple[str, str] | None:
+    """Return the title and the text of a section of a failure's report. Called in the controller.
+
+    Args:
+        cause: what went wrong first.
+        report: that of the first rank which has one of the failed phase or subtest.
+    """
+
+
+@pytest.hookspec
+def pytest_ranks_reported(item: pytest.Item, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
+    """Complete the reports of an item before pytest gets them. Called in the controller."""

@@ -1,0 +1,86 @@
+"""The plugin of property tests: ranks are kept in step, and examples that end worlds are made smaller."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lockstep.features.properties.messages import (
+    FEATURE,
+    Search,
+    add_statistics,
+    failing_example,
+    read_running_example,
+)
+from lockstep.hookspecs import RANK_PLUGIN
+
+if TYPE_CHECKING:
+    from lockstep.features.properties.rank import Properties
+    from lockstep.protocol import RunItem
+    from lockstep.reporting.rank_reports import Context
+    from lockstep.world.outcome import ItemOutcome
+
+_properties: pytest.StashKey[Properties] = pytest.StashKey()
+
+# In the controller
+
+
+def pytest_ranks_order(parts: dict[str, Any]) -> None:
+    parts[FEATURE] = Search(secrets.randbits(128))
+
+
+def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
+    """Note the example that each rank was in at the end of the item."""
+    if not outcome.is_clean():
+        paths = {rank.rank: rank.spec.path_of("running") for rank in outcome.ranks if rank.spec is not None}
+        examples = {rank: read_running_example(path) for rank, path in paths.items()}
+        outcome.parts[FEATURE] = {rank: example for rank, example in examples.items() if example is not None}
+
+
+def pytest_ranks_again(
+    order: RunItem, outcome: ItemOutcome, run: Callable[[RunItem], ItemOutcome]
+) -> ItemOutcome | None:
+    """Look for the smallest example that ends a world, if one has."""
+    if not outcome.parts.get(FEATURE):
+        return None
+    from lockstep.features.properties.crashed_examples import find_smallest
+
+    return find_smallest(order, outcome, run)
+
+
+def pytest_ranks_sections(context: Context) -> tuple[str, str] | None:
+    """Show the failing example where no traceback does: a crash has none."""
+    last = context.outcome.last_run
+    return ("failing example", example) if last and (example := failing_example(last)) else None
+
+
+def pytest_ranks_reported(outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
+    add_statistics(outcome.last_run or outcome, reports)
+
+
+# In a rank
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_ranks_run_item(item: pytest.Item, order: RunItem) -> Generator[None, bool, bool]:
+    """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""
+    if (properties := _properties_of(item.config)) is None:
+        return (yield)
+    with properties.of_item(order.parts[FEATURE]):
+        return (yield)
+
+
+def _properties_of(config: pytest.Config) -> Properties | None:
+    if _properties not in config.stash:
+        if "hypothesis" not in sys.modules:
+            return None
+        from lockstep.features.properties.rank import Properties
+
+        session: Any = config.pluginmanager.get_plugin(RANK_PLUGIN)
+        config.stash[_properties] = Properties(session.rank)
+        config.pluginmanager.register(config.stash[_properties])
+    return config.stash[_properties]
