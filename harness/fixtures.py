@@ -1,4 +1,4 @@
-"""The fixtures of ranks: `world`, `run_subtests`, `golden`, `collectives`, `faults`. Must not import torch.
+"""The fixtures of ranks: `world`, `run_subtests`, `collectives`, `faults`. Must not import torch.
 
 A project that has fixtures of these names keeps them: a fixture of a conftest or a test file comes before one
 of a plugin. It reaches ours under other names by importing them in its conftest:
@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lockstep.goldens.golden import Goldens
     from lockstep.injection.injector import Faults
     from lockstep.rank.session import RankSession
     from lockstep.rank.world_fixture import RankWorld
     from lockstep.recorders import CollectivesLog
     from lockstep.subtests import RunSubtests
 
-__all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
+__all__ = ["collectives", "faults", "run_subtests", "world"]
+
+# Fixtures of features, which projects import here too.
+__getattr__ = lazy_exports(__name__, {"lockstep.features.goldens.plugin": ("golden",)})
 
 
 def session_of(request: pytest.FixtureRequest) -> RankSession:
@@ -52,14 +55,6 @@ def run_subtests(request: pytest.FixtureRequest, subtests: Any) -> RunSubtests:
     selection = parse_selection(request.config.getoption("subtest"))
     expected = request.config.hook.pytest_ranks_expected_failures(item=request.node) or ()
     return RunSubtests(session_of(request).rank, subtests, selection, expected)
-
-
-@pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Goldens:
-    """Hold a training run to a text file beside the test, which `--update-goldens` writes."""
-    from lockstep.goldens.golden import Goldens
-
-    return Goldens(request, session_of(request).world)
 
 
 @pytest.fixture

@@ -96,7 +96,6 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="run only the cases of run_subtests with these settings",
     )
-    group.addoption("--update-goldens", action="store_true", help="write the files of the fixture `golden`")
     group.addoption(
         "--ranks-adopt",
         metavar="KINDS",

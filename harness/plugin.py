@@ -14,12 +14,12 @@ import pytest
 
 from lockstep import feature_hooks, hookspecs
 from lockstep.features import register_features
-from lockstep.fixtures import collectives, faults, golden, run_subtests, world
+from lockstep.fixtures import collectives, faults, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
 from lockstep.options import SHORT, add_options, add_short_options, adopted_kinds, default_backend
 
-__all__ = ["collectives", "faults", "golden", "run_subtests", "world"]
+__all__ = ["collectives", "faults", "run_subtests", "world"]
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -1,4 +1,4 @@
-"""How far a rank has come in its item, in a file that it maps: the controller reads it once the rank died.
+"""Progress of a rank in its item, in a file that it maps: the controller reads it once the rank has died.
 
 Standard library only.
 """

@@ -321,9 +321,9 @@ def _check_leases(config: pytest.Config) -> None:
 def _check_roster() -> None:
     if HOSTS not in os.environ:
         return
-    from lockstep.hosts.roster import read_roster
+    from lockstep.hosts.placement import spread_of
 
     try:
-        read_roster()
+        spread_of(1, None, needs_gpus=False, per_host=None)  # reads it
     except (LaunchError, OSError) as error:
         raise pytest.UsageError(str(error)) from None

@@ -95,11 +95,6 @@ class Summary:
         count_subtests(stats)
         if line := too_few_hosts(stats.get("skipped", [])):
             terminalreporter.write_line(line)
-        if goldens := goldens_of(stats):
-            from lockstep.goldens.summary import lines as lines_of_goldens
-
-            for line in lines_of_goldens(self._config, stats, goldens):
-                terminalreporter.write_line(line)
         wanted = self._config.getoption("ranks_causes")
         if wanted == "no" or self._config.option.verbose < -1:
             return result
@@ -206,13 +201,6 @@ def too_few_hosts(skipped: Iterable[object]) -> str:
         return ""
     most = f"{min(needs)} to {max(needs)}" if len({*needs}) > 1 else str(needs[0])
     return f"{_counted(len(needs), 'test')} skipped: {most} hosts needed (python -m lockstep hosts)"
-
-
-def goldens_of(stats: dict[str, list[object]]) -> set[str]:
-    """Return the paths of the goldens that tests have used, those of workers of pytest-xdist too."""
-    reports = (report for found in stats.values() for report in found)
-    properties = (pair for report in reports for pair in getattr(report, "user_properties", ()))
-    return {str(value) for name, value in properties if name == "golden"}
 
 
 def _is_sum(report: pytest.TestReport) -> bool:

@@ -110,6 +110,7 @@ def options_page() -> str:
         *(f"`{mark.partition(':')[0]}`:{escaped(mark.partition(':')[2])}" for mark in general.marks),
         "## Fixtures",
         *fixtures("lockstep.fixtures"),
+        *(text for plugin in plugins() for text in fixtures(plugin.__name__)),
         "With the plugin `lockstep.conformance.plugin`:",
         *fixtures("lockstep.conformance.plugin"),
         "## Hooks",

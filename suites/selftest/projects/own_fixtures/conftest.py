@@ -3,10 +3,11 @@
 import pytest
 
 from lockstep.fixtures import collectives as rank_collectives
+from lockstep.fixtures import golden as rank_golden
 from lockstep.fixtures import run_subtests as rank_subtests
 from lockstep.fixtures import world as rank_world
 
-__all__ = ["rank_collectives", "rank_subtests", "rank_world"]
+__all__ = ["rank_collectives", "rank_golden", "rank_subtests", "rank_world"]
 
 
 @pytest.fixture

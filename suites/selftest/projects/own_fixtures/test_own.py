@@ -15,13 +15,14 @@ def test_an_argument_of_that_name(world):
 
 
 @pytest.mark.ranks(2)
-def test_on_ranks(world, engine, rank_world, rank_collectives):
+def test_on_ranks(world, engine, rank_world, rank_collectives, rank_golden):
     import torch
     import torch.distributed as dist
 
     dist.all_reduce(torch.ones(2))
     assert (world, engine) == ("of the project", "steam")
     assert (rank_world.size, len(rank_collectives)) == (2, 1)
+    assert repr(rank_golden) == "<goldens>"
 
 
 @pytest.mark.ranks(2)

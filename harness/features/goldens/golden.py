@@ -17,7 +17,7 @@ import torch
 
 from lockstep.assertions.agreement import gathered
 from lockstep.assertions.closeness import TOLERANCES, Tolerance
-from lockstep.goldens.text import Entry, Golden, differences
+from lockstep.features.goldens.text import Entry, Golden, differences
 from lockstep.output import write_text
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.recorders import CollectivesLog, named_tensors
