@@ -51,7 +51,7 @@ def test_input_that_was_met(supervisor: Supervisor, name: str) -> None:
 
 
 # Each a session of about twenty marks, and of calls of fixtures: ranks take two seconds to start.
-@draws(4)
+@draws(3)
 @given(st.lists(sessions.cases, min_size=12, max_size=40))
 def test_marks_and_arguments_of_fixtures(supervisor: Supervisor, cases: list[sessions.Case]) -> None:
     check(supervisor, sessions.attempt_of(cases))
@@ -63,7 +63,7 @@ def test_options(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
 
 
-@draws(3)
+@draws(2)
 @given(sessions.on_ranks)
 def test_options_of_tests_on_ranks(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)

@@ -7,6 +7,7 @@ order is a line of JSON on standard input, its result one on standard output. Wi
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -42,6 +43,7 @@ def main() -> dict[str, Any] | None:
     process_tree.adopt_orphans()
     for module in WARM:
         importlib.import_module(module)
+    gc.freeze()  # no child goes through what it has inherited
     while line := sys.stdin.readline():
         order = json.loads(line)
         started, child = time.monotonic(), os.fork()
