@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lockstep import options
+from lockstep import features, options
 from lockstep.conformance import plugin as conformance
 from lockstep.marker import RanksMark
 from suites.selftest.bad_input.attempt import FIFO, RANKS, SECONDS, Attempt
@@ -255,9 +255,14 @@ class _Declarations:
     def __init__(self) -> None:
         self.options: dict[str, dict[str, Any]] = {}
         self.ini: list[str] = []
-        for declare in (options.add_options, conformance.pytest_addoption):
-            declare(self)  # type: ignore[arg-type]
-        options.add_short_options(self, ())  # type: ignore[arg-type]
+        parser: Any = self
+        options.add_options(parser)
+        options.add_short_options(parser, options.SHORT, ())
+        for plugin in (conformance, *features.plugins()):
+            if hasattr(plugin, "pytest_addoption"):
+                plugin.pytest_addoption(parser)
+            if hasattr(plugin, "pytest_ranks_short_options"):
+                options.add_short_options(parser, plugin.pytest_ranks_short_options(), ())
 
     def getgroup(self, *_: str) -> _Declarations:
         return self
