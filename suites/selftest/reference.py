@@ -27,8 +27,6 @@ from lockstep.options import SHORT, add_options, add_short_options
 CHECKOUT = Path(lockstep.__file__).parents[1]
 PAGES = CHECKOUT / "docs" / "reference"
 PACKAGES = ("", ".engine", ".conformance", ".assertions", ".recorders", ".shm")
-HOOKS = ("pytest_ranks_expected_failures", "pytest_ranks_rerun")
-"""Those for other plugins; the rest are between the core and its features."""
 COMMANDS = ("doctor", "conformance", "port")
 NOTES = """\
 `pytest -n`, `-k`, `-x`, `--lf`, `--durations`, `--reruns` and the rest work as anywhere; `-s`,
@@ -114,7 +112,7 @@ def options_page() -> str:
         "With the plugin `lockstep.conformance.plugin`:",
         *fixtures("lockstep.conformance.plugin"),
         "## Hooks",
-        *(documented(node) for node in functions(hookspecs.__name__) if node.name in HOOKS),
+        *(documented(node) for node in functions(hookspecs.__name__)),
         "## Commands",
         *(text for name in COMMANDS for text in command(name)),
     ]

@@ -9,18 +9,12 @@ import mmap
 import os
 import pickle
 import struct
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lockstep.protocol import GroupState, Vote
 from lockstep.specification import RankSpec
-
-if TYPE_CHECKING:
-    import pytest
-
-    from lockstep.world.outcome import ItemOutcome
 
 FEATURE = "properties"
 
@@ -213,21 +207,3 @@ def read_running_example(path: str) -> RunningExample | None:
         return None
     _, is_in_body, run, number, length = _HEADER.unpack_from(content)
     return RunningExample(run, number, content[_HEADER.size : _HEADER.size + length], bool(is_in_body))
-
-
-def failing_example(outcome: ItemOutcome) -> str:
-    """Return the failing example and the line that reproduces it, "" if none failed."""
-    return _first(outcome, NOTES)
-
-
-def add_statistics(outcome: ItemOutcome, merged: Sequence[pytest.TestReport]) -> None:
-    """Put the statistics where Hypothesis's plugin looks for them, once."""
-    for report in merged:
-        vars(report).pop(STATISTICS, None)
-    if merged and (statistics := _first(outcome, STATISTICS)):
-        vars(merged[-1])[STATISTICS] = statistics
-
-
-def _first(outcome: ItemOutcome, name: str) -> str:
-    reports = (report for rank in outcome.ranks for report in rank.reports)
-    return next((str(report[name]) for report in reports if name in report), "")

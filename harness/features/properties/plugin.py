@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.features.properties.messages import (
-    FEATURE,
-    Search,
-    add_statistics,
-    failing_example,
-    read_running_example,
-)
+from lockstep.features.properties.messages import FEATURE, NOTES, STATISTICS, Search, read_running_example
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
@@ -55,11 +49,21 @@ def pytest_ranks_again(
 def pytest_ranks_sections(context: Context) -> tuple[str, str] | None:
     """Show the failing example where no traceback does: a crash has none."""
     last = context.outcome.last_run
-    return ("failing example", example) if last and (example := failing_example(last)) else None
+    return ("failing example", example) if last and (example := _first(last, NOTES)) else None
 
 
 def pytest_ranks_reported(outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
-    add_statistics(outcome.last_run or outcome, reports)
+    """Put the statistics where Hypothesis's plugin looks for them, once."""
+    for report in reports:
+        vars(report).pop(STATISTICS, None)
+    if reports and (statistics := _first(outcome.last_run or outcome, STATISTICS)):
+        vars(reports[-1])[STATISTICS] = statistics
+
+
+def _first(outcome: ItemOutcome, name: str) -> str:
+    """Return what the first rank that has anything under a name has added to a report, "" if none has."""
+    reports = (report for rank in outcome.ranks for report in rank.reports)
+    return next((str(report[name]) for report in reports if name in report), "")
 
 
 # In a rank
