@@ -37,12 +37,6 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median, quantiles
 
-# Beside this file lies a harness.py, which must not hide the package of that name: that comes first.
-_HERE = str(Path(__file__).resolve().parent)
-sys.path[:] = [folder for folder in sys.path if folder != _HERE]
-import_module("harness")
-sys.path.append(_HERE)
-
 import torch
 import torch.distributed as dist
 from figures import describe_machine, ratio, table, verdicts
@@ -134,7 +128,7 @@ def group_of_ours(backend: str) -> dist.ProcessGroup:
     """Return the group of all ranks on `backend`."""
     if backend == "gloo":
         return dist.group.WORLD
-    import_module(f"harness.{backend}")  # registers it
+    import_module(f"lockstep.{backend}")  # registers it
     return dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
 
 

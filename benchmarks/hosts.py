@@ -141,7 +141,7 @@ def main() -> int:
         rows.append([f"{kind} test", f"{one * 1000:.1f} ms", f"{two * 1000:.1f} ms", f"{two / one:.2f}"])
     print(table(["4 ranks", "one host", "two hosts", "ratio"], rows))
     whole = [["20 tests, start to verdict", f"{runs['hosts']:.1f} s", f"{runs['torchrun']:.1f} s"]]
-    print(table(["", "harness hosts", "torchrun -m pytest"], whole))
+    print(table(["", "lockstep hosts", "torchrun -m pytest"], whole))
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "tests": kinds, "runs": runs}, indent=1))
     return 0

@@ -105,8 +105,9 @@ class Copy:
     def __init__(self, folder: Path, source: Path = ROOT) -> None:
         self.folder = folder
         ignored = shutil.ignore_patterns("selftest", "projects", *(["__pycache__"] if source == ROOT else []))
-        for package in ("harness", "lockstep", "suites"):
+        for package in ("harness", "suites"):
             shutil.copytree(source / package, folder / package, ignore=ignored)
+        (folder / "lockstep").symlink_to("harness")
         for file in ("pyproject.toml", "conftest.py"):
             shutil.copy2(source / file, folder)
 

@@ -189,12 +189,12 @@ def run(race: Race | None, training: str) -> str:
     """Return a row of the table: how many of the runs failed, and what those under skew say."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        for package in ("harness", "lockstep"):
-            shutil.copytree(ROOT / package, path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "harness", path / "lockstep", ignore=ignored)
         shutil.copy(PROJECT / "test_training.py", path)
         (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore\n")
         for name, edits in race.edits.items() if race else ():
-            file = path / "harness" / "engine" / name
+            file = path / "lockstep" / "engine" / name
             source = file.read_text()
             for before, after in edits:
                 assert source.count(before) == 1, before

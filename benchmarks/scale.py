@@ -10,12 +10,9 @@ pieces as there are ranks.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,10 +20,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# Beside this file lies a harness.py, which must not hide the package of that name.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != _HERE]
-ours = import_module("lockstep.engine")
+from lockstep import engine as ours
 
 NUM_UNITS = 100
 SIZES = (8, 64, 1024)

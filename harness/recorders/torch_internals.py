@@ -54,7 +54,7 @@ def caller_of_operator() -> str:
 # Frames between an operator and who called it, and the files of torch's own collectives. If one moves: print
 # the stack in `__torch_dispatch__` during `dist.all_reduce`.
 _OF_DISPATCH = (
-    "harness/recorders/execution.py",
+    "lockstep/recorders/execution.py",
     "torch/_ops.py",
     "torch/_compile.py",
     "torch/_dynamo/eval_frame.py",

@@ -17,7 +17,7 @@ import pytest
 
 import lockstep
 
-ROOT = Path(lockstep.__file__).parent
+ROOT = Path(lockstep.__file__).resolve().parent
 OTHERS = ("torch", "pytest", "_pytest", "hypothesis", "multiprocessing")
 MODULES = sorted(ROOT.rglob("*_internals.py"))
 OUTCOMES = {"harness/exceptions.py", "harness/conformance/capabilities.py"}

@@ -33,7 +33,7 @@ def test_a_failure_on_one_rank_is_shrunk(session: FaultSession) -> None:
     assert "number=100," in _example(session, "test_one_rank")
     assert "assert (1 == 0 or 100 < 100)" in verdict.text
     assert session.place("# on rank 1") in verdict.text
-    assert "harness/rank" not in verdict.text  # of lines that only failing examples have run
+    assert "lockstep/rank" not in verdict.text  # of lines that only failing examples have run
 
 
 def test_a_failure_is_reported_with_its_reproduce_failure(session: FaultSession) -> None:

@@ -84,7 +84,7 @@ def test_a_mismatch_in_a_case_is_named_as_outside_of_cases(session: FaultSession
 
 def test_a_traceback_has_no_frames_of_the_backend(session: FaultSession) -> None:
     for name in ("test_order", "test_mismatch_in_a_case", "test_failure_in_backward"):
-        assert "harness/shm/" not in session[name].text
+        assert "lockstep/shm/" not in session[name].text
 
 
 def test_a_case_that_catches_the_abort_of_its_deadlock_fails(session: FaultSession) -> None:

@@ -1,4 +1,4 @@
-"""How far a rank has come, as the controller reads it of one that may have died."""
+"""Progress of a rank, as the controller reads it of one that may have died."""
 
 from __future__ import annotations
 
