@@ -27,6 +27,8 @@ import torch.distributed as dist
 from figures import describe_machine, table, verdicts
 from torch.multiprocessing.spawn import start_processes
 
+import lockstep.shm  # noqa: F401 (registers the backend)
+
 # torch 2.13 renamed them; there the older names warn.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
