@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from lockstep.hookspecs import Ending
     from lockstep.marker import RanksMark
     from lockstep.options import Options
-    from lockstep.protocol import RunItem
+    from lockstep.protocol import Part, Progress, RankStatus, RunItem
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
+    from lockstep.world.item_run import ItemRun, Moment
     from lockstep.world.outcome import ItemOutcome
 
 
@@ -31,6 +32,34 @@ def pytest_ranks_before(item: pytest.Item) -> list[pytest.TestReport] | None:
 @pytest.hookspec
 def pytest_ranks_order(item: pytest.Item, request: Request, parts: dict[str, Any]) -> None:
     """Add what features send to ranks with the order to run an item. Called in the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_message(run: ItemRun, rank: int, part: Part) -> None:
+    """Take what a feature on a rank has sent during an item. Called in the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_part(part: Part) -> None:
+    """Take what a feature in the controller has sent by `ItemRun.send`.
+
+    Called in that rank, on the thread that also answers probes: it must not wait for the test.
+    """
+
+
+@pytest.hookspec
+def pytest_ranks_answer(run: ItemRun, rank: int, answer: RankStatus | Progress) -> None:
+    """Note what a rank has answered to a probe, or what is seen of one that cannot. In the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_probe(moment: Moment) -> bool | None:
+    """Return whether ranks that move must name their line, too. In the controller, before each probe."""
+
+
+@pytest.hookspec
+def pytest_ranks_run_ended(run: ItemRun) -> None:
+    """Forget a run that has ended on all ranks, or that was broken off. Called in the controller."""
 
 
 @pytest.hookspec(firstresult=True)

@@ -32,7 +32,6 @@ SHORT: Options = {
     "device": {"choices": ("cpu", "cuda"), "help": "device of the ranks (default: cpu, cuda under nccl)"},
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
     "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
-    "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
     "causes": {
         "choices": ("auto", "all", "no"),
         "default": "auto",

@@ -163,7 +163,15 @@ class Interrupt:
     """Interrupt what runs, as a Ctrl-C would; then tear down what is up, leave."""
 
 
-ToRank = RunItem | Agreed | Probe | AbortGroup | Lost | Close | Interrupt
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A message from one half of a feature to the other during an item, to a rank or from one."""
+
+    feature: str
+    data: Any
+
+
+ToRank = RunItem | Agreed | Probe | AbortGroup | Lost | Close | Interrupt | Part
 
 
 # Rank -> controller
@@ -200,15 +208,6 @@ class Reported:
     data: dict[str, Any]
     status: RankStatus | None = None
     """The status of the rank, where the report is of a failure."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """Lines to show while the test runs: a record of a live log, say."""
-
-    text: str
-    to_file: bool = False
-    """Whether they are for the file of `--log-file`, and not for the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +374,7 @@ FromRank = (
     | Collecting
     | ItemStarted
     | Reported
-    | Shown
+    | Part
     | Warned
     | Vote
     | RankStatus

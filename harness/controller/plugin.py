@@ -23,7 +23,6 @@ import pytest
 
 from lockstep.backends import BACKENDS, backends_of
 from lockstep.controller.debugging import Debugging, check_debuggers
-from lockstep.controller.live import LiveOutput
 from lockstep.controller.pytest_internals import (
     add_failed_tear_down,
     basetemp_of,
@@ -89,7 +88,6 @@ class Controller:
         self._launcher: Launcher | None = None
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._termination = Termination()
-        self._live = LiveOutput(config)
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared_tmp_path = ""
@@ -234,7 +232,7 @@ class Controller:
         attending = contextlib.nullcontext() if self._debugging is None else self._debugging.attending(world)
         try:
             with attending:
-                outcome = world.run(ItemRun(order, request.timeout, self._live))
+                outcome = world.run(ItemRun(order, request.timeout, self._config.hook))
             self._config.hook.pytest_ranks_outcome(outcome=outcome)
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)

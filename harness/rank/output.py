@@ -1,10 +1,13 @@
-"""The output of a rank's tests: captured in files that outlive the rank, and truncated before it is sent."""
+"""The output of a rank's tests: captured in files that outlive it, and truncated; or shown with its name."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,3 +101,65 @@ def capture_into(directory: str) -> None:
 
     FD_CAPTURE.start = start_in_file
     FD_CAPTURE.done = done_with_file
+
+
+def prefix_streams(name: Callable[[], str]) -> None:
+    """Begin each line of `sys.stdout` and `sys.stderr` with the rank's name: ranks share the terminal."""
+    for stream in ("stdout", "stderr"):
+        setattr(sys, stream, PrefixedStream(getattr(sys, stream), name))
+
+
+def end_lines() -> None:
+    """End the lines that a test has left unfinished: the next test's output must not go on with them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, PrefixedStream):
+            stream.end_line()
+
+
+class PrefixedStream:
+    """A text stream that writes whole lines, each with a prefix; all else is that of the stream below.
+
+    Threads may write at once, as to any text stream.
+    """
+
+    def __init__(self, stream: Any, name: Callable[[], str]) -> None:
+        self._stream = stream
+        self._name = name
+        self._begun = ""
+        self._is_in_line = False
+        self._writing = threading.RLock()  # a finaliser may print, too
+
+    def write(self, text: str) -> int:
+        with self._writing:
+            *lines, self._begun = (self._begun + text).split("\n")
+            if lines:
+                self._put("\n".join([*lines, ""]))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        """Write what there is of a line, a progress bar for example."""
+        with self._writing:
+            begun, self._begun = self._begun, ""
+            self._put(begun)
+
+    def end_line(self) -> None:
+        with self._writing:
+            self.flush()
+            if self._is_in_line:
+                self._put("\n")
+
+    def _put(self, text: str) -> None:
+        if not text:
+            return
+        prefix = f"{self._name()}: "
+        first = "" if self._is_in_line else prefix
+        self._is_in_line = not text.endswith("\n")
+        body = text.removesuffix("\n")
+        self._stream.write(first + body.replace("\n", f"\n{prefix}") + text[len(body) :])
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

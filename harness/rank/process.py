@@ -34,6 +34,7 @@ from lockstep.protocol import (
     GroupState,
     Interrupt,
     Lost,
+    Part,
     Probe,
     Ready,
     RunItem,
@@ -41,8 +42,7 @@ from lockstep.protocol import (
     ToRank,
     Vote,
 )
-from lockstep.rank.live import prefix_streams
-from lockstep.rank.output import capture_into
+from lockstep.rank.output import capture_into, prefix_streams
 from lockstep.rank.process_group import DefaultGroup
 from lockstep.rank.pytest_internals import attach_log_handlers_quickly, set_root
 from lockstep.rank.rendezvous import Rendezvous
@@ -342,6 +342,8 @@ class Rank:
                             self.group.abort()
                 case Lost(rank):
                     self.losses.note(rank)
+                case Part():
+                    self.hook.pytest_ranks_part(part=message)
                 case Interrupt():
                     self.interrupted = True
                     self.group.abort()  # the main thread may wait in a collective, where no signal reaches it

@@ -23,7 +23,7 @@ from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem
 from lockstep.rank import debugger
 from lockstep.rank.coverage import RankCoverage
 from lockstep.rank.item import ItemGuards
-from lockstep.rank.live import end_lines, show_live, wants_log_file
+from lockstep.rank.output import end_lines
 from lockstep.rank.plugins import LeftOut, worker_input
 from lockstep.rank.pytest_internals import set_argument, set_location, waiting_conftests
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
@@ -97,7 +97,6 @@ class RankSession:
         self._config = config
         self.rank.hook = config.hook
         options = vars(config.option)
-        self._has_log_file = wants_log_file(config)
         options.update({name: value for name, value in _CONTROLLER_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
         debugger.plug_in(config, self.rank)
@@ -128,7 +127,6 @@ class RankSession:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._left_out.guard(session.config, "pytest_sessionstart")
         show_freed_tensors()
-        show_live(self.rank, session.config, self._has_log_file)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import assert_never
+
+from pluggy import HookRelay
 
 from lockstep.exceptions import WorldError
 from lockstep.launch.multiprocessing_internals import pickle_message
@@ -27,13 +29,13 @@ from lockstep.protocol import (
     ItemStarted,
     Lost,
     NewExample,
+    Part,
     Probe,
     Progress,
     RankStatus,
     Ready,
     Reported,
     RunItem,
-    Shown,
     StartFailed,
     Struck,
     Vote,
@@ -41,7 +43,6 @@ from lockstep.protocol import (
 )
 from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
 from lockstep.world.expectations import Expectations
-from lockstep.world.glance import Glance, Onlooker, Places
 from lockstep.world.handle import ANSWER_WITHIN, RankHandle, receive
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
 
@@ -58,6 +59,23 @@ COLLECT_WITHIN = 60.0
 """Seconds, at least, that importing a test file may take; it counts for no test."""
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An item that runs, when its ranks are about to be probed again."""
+
+    label: str
+    elapsed: float
+    """Seconds since it began."""
+    limit: float
+    """Seconds from its beginning to its deadline; infinite for a user who debugs."""
+    importing: str
+    """The file that a rank imports, else ""."""
+    silent: set[int]
+    """Ranks that run it and have not answered the last probe."""
+    outcomes: Sequence[RankOutcome]
+    """What the ranks have sent so far."""
+
+
 class ItemRun:
     """Runs one item on all ranks.
 
@@ -66,15 +84,13 @@ class ItemRun:
 
     Args:
         timeout: seconds for the item, without collection; infinity for a user who debugs.
-        onlooker: shows the user what happens meanwhile.
+        hook: calls what features do during an item.
     """
 
-    def __init__(self, order: RunItem, timeout: float, onlooker: Onlooker | None = None) -> None:
+    def __init__(self, order: RunItem, timeout: float, hook: HookRelay) -> None:
         self.order = order
         self.label = label_of(order.nodeid, order.preparation)
-        self._onlooker = onlooker
-        self._places: Places | None = None
-        self._names_place = False
+        self._hook = hook
         self._timeout = timeout
         self._begun = self._deadline = 0.0
         self._grace = self._last_grace = float("inf")
@@ -111,8 +127,7 @@ class ItemRun:
                 self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
                 self._end_what_is_over(self._pending())
         finally:
-            if self._places is not None and self._onlooker is not None:
-                self._onlooker.look_away()
+            self._hook.pytest_ranks_run_ended(run=self)
         if all(isinstance(outcome.fate, Died) for outcome in self._outcomes):
             for each in self._outcomes:
                 each.is_expected = False  # no rank is left that could say how the test went on
@@ -123,9 +138,9 @@ class ItemRun:
         seconds = now - self._begun
         self._diagnosis = self._find_diagnosis()
         self._collect_records()
-        if (fake := self.order.fake) is not None:
-            self._outcomes[0].rank = fake.rank
-        outcomes = tuple(self._outcomes)
+        for each in self._outcomes:
+            each.rank = self.number_of(each.rank)
+        outcomes, fake = tuple(self._outcomes), self.order.fake
         found, cases = self._diagnosis, self._diagnoses
         expected = self._expectations if "_expectations" in vars(self) else None
         missed = expected.missed() if expected else ()
@@ -134,6 +149,14 @@ class ItemRun:
         return ItemOutcome(
             outcomes, self._timeout, timed_out, seconds, found, cases, fake, before, missed, is_lost
         )
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of a rank in reports; in a fake world, that of the rank it runs as."""
+        return rank if self.order.fake is None else self.order.fake.rank
+
+    def send(self, rank: int, part: Part) -> None:
+        """Send a rank what a feature has for its half there."""
+        self._handles[rank].send(part)
 
     def _can_be_rebuilt(self) -> bool:
         first = self._handles[0]
@@ -183,9 +206,8 @@ class ItemRun:
                     outcome.status = outcome.status or doing
                 elif doing is not None and doing.case:
                     self._failed_cases.setdefault(doing.case, {})[rank] = doing
-            case Shown():
-                if self._onlooker is not None:
-                    self._onlooker.show(rank if self.order.fake is None else self.order.fake.rank, message)
+            case Part():
+                self._hook.pytest_ranks_message(run=self, rank=rank, part=message)
             case Warned():
                 outcome.warnings.append(message)
             case Vote():
@@ -214,7 +236,7 @@ class ItemRun:
             case RankStatus():
                 self._unanswered.discard(rank)
                 self._answers[rank] = message
-                self._note_place(rank, message)
+                self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)
             case Debugger(state):
                 self._handles[rank].debugger = state
             case Struck():
@@ -226,7 +248,7 @@ class ItemRun:
                 self._expectations.enter(rank, message)
             case Progress():
                 self._unanswered.discard(rank)
-                self._note_place(rank, message)
+                self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)
             case Ready():
                 pass
             case StartFailed(text):
@@ -288,9 +310,9 @@ class ItemRun:
         self._next_probe = time.monotonic() + PROBE_EVERY
         for rank in pending - self._answers.keys():
             if self._handles[rank].is_stopped():
-                self._answers[rank] = self._handles[rank].describe_silent()
-                self._note_place(rank, self._answers[rank])
-        self._let_look(pending)
+                self._answers[rank] = answer = self._handles[rank].describe_silent()
+                self._hook.pytest_ranks_answer(run=self, rank=rank, answer=answer)
+        names_place = any(self._hook.pytest_ranks_probe(moment=self._moment(pending)))
         for rank in pending & self._answers.keys():
             if self._answers[rank].state == "idle":
                 del self._answers[rank]  # it has not begun this item: it would have sent the end of it before
@@ -310,7 +332,7 @@ class ItemRun:
         for handle in self._handles:
             if handle.rank not in self._unanswered:  # a write to a full wire would wait until the rank reads
                 self._unanswered.add(handle.rank)
-                handle.send(Probe(names_place=self._names_place))
+                handle.send(Probe(names_place=names_place))
 
     def _has_lost(self) -> bool:
         """Whether a rank has died as was expected, and the others are still in its world, and differ."""
@@ -320,30 +342,11 @@ class ItemRun:
         """Return how many ranks the world has now."""
         return sum(not each.has_left_world for each in self._outcomes)
 
-    def _let_look(self, pending: set[int]) -> None:
-        if self._onlooker is None:
-            return
-        now = time.monotonic()
-        self._places = self._places or Places()
-        self._places.note_silent((self._unanswered & pending) - self._answers.keys(), now)
-        subtests = [[data for data in rank.reports if not is_of_phase(data)] for rank in self._outcomes]
-        ended = min(map(len, subtests))
-        activity = self._places.count() or (f"{ended} subtests ended" if ended else "")
-        if self._collecting:
-            activity = f"imports {min(self._collecting.values())}"
-        glance = Glance(
-            self.label,
-            now - self._begun,
-            self._deadline - self._begun,
-            activity,
-            max(sum(data["outcome"] == "failed" for data in reports) for reports in subtests),
-            self._places.standing(now),
-        )
-        self._names_place = self._onlooker.look(glance)
-
-    def _note_place(self, rank: int, answer: RankStatus | Progress) -> None:
-        if self._places is not None:
-            self._places.note(rank, answer, time.monotonic())
+    def _moment(self, pending: set[int]) -> Moment:
+        silent = (self._unanswered & pending) - self._answers.keys()
+        elapsed, limit = time.monotonic() - self._begun, self._deadline - self._begun
+        importing = min(self._collecting.values(), default="")
+        return Moment(self.label, elapsed, limit, importing, silent, self._outcomes)
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a case of `run_subtests` so that the others can run, once; give up anything else."""

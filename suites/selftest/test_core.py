@@ -13,8 +13,6 @@ FEATURES = (
     "features",
     "adopt",
     "controller.debugging",
-    "controller.live",
-    "controller.progress",
     "controller.rerunfailures_internals",
     "controller.timeout_internals",
     "controller.unsupported",
@@ -26,16 +24,14 @@ FEATURES = (
     "rank.coverage",
     "rank.debugger",
     "rank.fake_values",
-    "rank.live",
     "rank.plugins",
     "world.expectations",
-    "world.glance",
 )
 """Folder of the features, and modules that are still to move there."""
 
 STILL_IMPORTED = {
     "controller.plugin": (
-        "controller.debugging controller.live "
+        "controller.debugging "
         "controller.rerunfailures_internals "
         "controller.unsupported hosts.launchers hosts.remote"
     ),
@@ -50,13 +46,11 @@ STILL_IMPORTED = {
     "marker": "fake_ranks",
     "plugin": "adopt.plugin fake_ranks",
     "protocol": "fake_ranks",
-    "rank.process": "fake_ranks injection.injector injection.losses rank.live",
+    "rank.process": "fake_ranks injection.injector injection.losses",
     "rank.process_group": "fake_ranks",
-    "rank.session": (
-        "fake_ranks injection.item rank.coverage rank.debugger rank.fake_values rank.live rank.plugins"
-    ),
+    "rank.session": ("fake_ranks injection.item rank.coverage rank.debugger rank.fake_values rank.plugins"),
     "rank.world_fixture": "fake_ranks",
-    "world.item_run": "world.expectations world.glance",
+    "world.item_run": "world.expectations",
     "world.outcome": "fake_ranks",
     "world.world": "launch.leases",
 }

@@ -11,6 +11,9 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+from pluggy import HookRelay, PluginManager
+
+from lockstep import feature_hooks
 from lockstep.launch.processes import RankProcess
 from lockstep.protocol import (
     DEFAULT_GROUP,
@@ -39,7 +42,7 @@ class SilentRank(RankHandle):
 
     def __init__(self, wire: Connection) -> None:
         self.rank, self.died, self.can_debug, self.debugger = 0, None, False, "left"
-        self.wire, self.host = wire, ""
+        self.wire, self.host, self.spec = wire, "", None
         self.sent: list[Any] = []
         self.reads = 0
 
@@ -72,8 +75,15 @@ class SilentRank(RankHandle):
         return SimpleNamespace(captured=lambda: ())
 
 
+def hooks() -> HookRelay:
+    """Return the hooks of a controller without features."""
+    manager = PluginManager("pytest")
+    manager.add_hookspecs(feature_hooks)
+    return manager.hook
+
+
 def _run(rank: SilentRank, timeout: float) -> ItemOutcome:
-    return ItemRun(ORDER, timeout).run([rank])
+    return ItemRun(ORDER, timeout, hooks()).run([rank])
 
 
 class FreedRank(SilentRank):
@@ -177,7 +187,7 @@ def test_a_rank_that_is_slow_to_answer_after_a_failure_reports_its_own() -> None
     failed, slow = SilentRank(ours), SlowRank(*multiprocessing.Pipe())
     slow.rank = 1
     theirs.send((FAILED, Finished(False, 0, 0)))
-    outcome = ItemRun(ORDER, 30).run([failed, slow])
+    outcome = ItemRun(ORDER, 30, hooks()).run([failed, slow])
     assert outcome.ranks[1].fate == Finished(False, 0, 0)
     assert slow.sent == [Probe(full=True)] * 2
 
@@ -201,6 +211,6 @@ def test_a_rank_that_has_not_begun_does_not_count_as_one_that_has_ended(monkeypa
     for rank, answer in zip(ranks, (waits, idle), strict=True):
         rank.answers = iter([answer] * 5)
     ranks[1].rank = 1
-    outcome = ItemRun(ORDER, 30).run(ranks)
+    outcome = ItemRun(ORDER, 30, hooks()).run(ranks)
     assert outcome.diagnosis is None
     assert [rank.fate for rank in outcome.ranks] == [Finished(True, 0, 0)] * 2

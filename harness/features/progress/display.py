@@ -18,8 +18,8 @@ import pytest
 
 from lockstep.controller.debugging import debugged_rank
 from lockstep.controller.pytest_internals import terminal_stream
+from lockstep.features.progress.glance import Glance
 from lockstep.output import shows_live
-from lockstep.world.glance import Glance
 
 SHOW_AFTER = 1.0
 """Seconds after which a test gets its status line."""
@@ -37,7 +37,7 @@ SHORTEST_NAME = 12
 Way = Literal["line", "plain", "off"]
 
 
-class Progress:
+class ProgressDisplay:
     """Shows how far the test has come that this process waits for."""
 
     def __init__(self, config: pytest.Config, environ: Mapping[str, str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.controller import progress
-from lockstep.controller.progress import Progress, fit, way_of, width
-from lockstep.world.glance import Glance
+from lockstep.features.progress import display
+from lockstep.features.progress.display import ProgressDisplay, fit, way_of, width
+from lockstep.features.progress.glance import Glance
 from suites.selftest.project import Project
 from suites.selftest.screen import Screen, run_in_terminal
 
@@ -89,8 +89,8 @@ def config(monkeypatch: pytest.MonkeyPatch, reporter: object, *, terminal: bool,
         "rank_pdb": None,
         "rank_debugpy": None,
     }
-    monkeypatch.setattr(progress, "terminal_stream", lambda _: Stream(terminal))
-    monkeypatch.setattr(progress, "shows_live", lambda _: options.get("live", False))
+    monkeypatch.setattr(display, "terminal_stream", lambda _: Stream(terminal))
+    monkeypatch.setattr(display, "shows_live", lambda _: options.get("live", False))
     found = SimpleNamespace(**{**usual, **options})
     manager = SimpleNamespace(get_plugin=lambda _: reporter)
     return SimpleNamespace(option=found, pluginmanager=manager, getoption=lambda name: getattr(found, name))
@@ -126,7 +126,7 @@ def test_options_and_the_environment_decide_how(
 def test_a_plugins_own_report_keeps_the_terminal(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, way: str
 ) -> None:
-    monkeypatch.setattr(progress, "is_replaced", lambda _: True)
+    monkeypatch.setattr(display, "is_replaced", lambda _: True)
     reporter = object.__new__(pytest.TerminalReporter)
     assert way_of(config(monkeypatch, reporter, terminal=terminal), {"TERM": "xterm"}) == way
     assert way_of(config(monkeypatch, None, terminal=terminal), {"TERM": "xterm"}) == "off"
@@ -135,7 +135,7 @@ def test_a_plugins_own_report_keeps_the_terminal(
 def test_nothing_is_shown_without_a_report_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     without = config(monkeypatch, None, terminal=True)
     del without.option.verbose  # as under `-p no:terminal`, where pytest cannot name the stream either
-    monkeypatch.setattr(progress, "terminal_stream", lambda _: pytest.fail("there is no terminal writer"))
+    monkeypatch.setattr(display, "terminal_stream", lambda _: pytest.fail("there is no terminal writer"))
     assert way_of(without, {"TERM": "xterm"}) == "off"
 
 
@@ -145,7 +145,7 @@ def test_a_log_gets_a_line_after_half_a_minute_and_each_minute_after(
     nowhere: Any = SimpleNamespace(stats={}, write_line=lambda _: pytest.fail("it writes to nowhere there"))
     of_worker = config(monkeypatch, nowhere, terminal=False)
     of_worker.workerinput = {"workerid": "gw3"}
-    shown = Progress(of_worker, {})
+    shown = ProgressDisplay(of_worker, {})
     glances = {now: Glance("test_a.py::test_b", now, 300.0, "subtest 17 of 144", 2, "") for now in range(160)}
     asks = [now for now, glance in glances.items() if shown.look(glance)]
     assert capsys.readouterr().err.splitlines() == [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lockstep.features.progress.glance import Places
 from lockstep.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus
-from lockstep.world.glance import Places
 
 
 def in_all_gather(number: int, group: str = DEFAULT_GROUP) -> RankStatus:

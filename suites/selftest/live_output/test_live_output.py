@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
-
-from lockstep.rank.live import PrefixedStream
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -65,56 +61,6 @@ def test_pytest_s_logging_can_be_left_out(project: Project) -> None:
     project.copy("live")
     output = project.run("-p", "no:logging", "test_live.py::test_a")
     assert "1 passed" in output
-
-
-@pytest.mark.parametrize("option", ["-s", "--capture=tee-sys", "-pno:capture"])
-def test_lines_that_ranks_print_have_their_number(project: Project, option: str) -> None:
-    project.copy("live")
-    output = project.run(option, "test_live.py::test_a")
-    assert "1 passed" in output
-    printed = [line.removeprefix("test_live.py ") for line in output.splitlines()]
-    for rank in (0, 1):
-        of_rank = [line for line in printed if line.startswith(f"rank {rank}: ")]
-        assert of_rank == [f"rank {rank}: {text} {rank}" for text in ("first", "second", "to stderr")]
-
-
-def test_a_line_that_is_flushed_in_parts_has_one_prefix() -> None:
-    below = io.StringIO()
-    stream = PrefixedStream(below, lambda: "rank 3")
-    stream.write("half")
-    assert below.getvalue() == ""
-    stream.flush()
-    stream.write(" and half\n\nwhole\n")
-    stream.flush()
-    assert below.getvalue() == "rank 3: half and half\nrank 3: \nrank 3: whole\n"
-
-
-def test_a_line_that_a_test_leaves_unfinished_ends_with_it() -> None:
-    below = io.StringIO()
-    stream = PrefixedStream(below, lambda: "rank 3")
-    for text in ("no end", "", "next\n"):
-        stream.write(text)
-        stream.end_line()
-    assert below.getvalue() == "rank 3: no end\nrank 3: next\n"
-
-
-def test_what_a_thread_prints_meanwhile_is_not_lost() -> None:
-    below = io.StringIO()
-    stream = PrefixedStream(below, lambda: "rank 3")
-    other = threading.Thread(target=stream.write, args=["of the other\n"])
-
-    class Interrupted(str):
-        """A text at whose addition to what was printed another thread prints."""
-
-        def __radd__(self, begun: str) -> str:
-            other.start()
-            other.join(0.2)
-            return begun + str(self)
-
-    stream.write("begun, ")
-    stream.write(Interrupted("ended\n"))
-    other.join()
-    assert below.getvalue() == "rank 3: begun, ended\nrank 3: of the other\n"
 
 
 FINALISERS = """

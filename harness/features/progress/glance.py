@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from lockstep.protocol import DEFAULT_GROUP, Progress, RankStatus, Shown
+from lockstep.protocol import DEFAULT_GROUP, Progress, RankStatus
 from lockstep.world.diagnosis import in_flight, named
+from lockstep.world.item_run import Moment
+from lockstep.world.outcome import is_of_phase
 
 STANDS_AFTER = 2.0
 """Seconds after which a rank that has not moved is named with its place."""
@@ -33,19 +34,6 @@ class Glance:
     """How many of its subtests have failed."""
     standing: str
     """What each rank is in, once one has stood still; else ""."""
-
-
-class Onlooker(Protocol):
-    """The part of the controller that shows the user what happens while a test runs."""
-
-    def show(self, rank: int, shown: Shown) -> None:
-        """Show what a rank wants to be shown at once."""
-
-    def look(self, glance: Glance) -> bool:
-        """Show how far the test has come; return whether to find out what its ranks are in."""
-
-    def look_away(self) -> None:
-        """Remove what is shown: the test has ended."""
 
 
 class Places:
@@ -71,6 +59,16 @@ class Places:
     def _note(self, rank: int, text: str, now: float, *, has_moved: bool = False) -> None:
         before, since = self._since.get(rank, ("", now))
         self._since[rank] = text, since if text == before and not has_moved else now
+
+    def glance(self, moment: Moment, now: float) -> Glance:
+        """Return how far the test has come."""
+        subtests = [[data for data in rank.reports if not is_of_phase(data)] for rank in moment.outcomes]
+        ended = min(map(len, subtests))
+        activity = self.count() or (f"{ended} subtests ended" if ended else "")
+        if moment.importing:
+            activity = f"imports {moment.importing}"
+        failed = max(sum(data["outcome"] == "failed" for data in reports) for reports in subtests)
+        return Glance(moment.label, moment.elapsed, moment.limit, activity, failed, self.standing(now))
 
     def count(self) -> str:
         """Return which subtest or example the ranks are in, the first of them; "" if one is in none."""

@@ -1,0 +1,16 @@
+"""The message of a rank with output to show at once. Both sides; must not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FEATURE = "live_output"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Lines to show while the test runs: a record of a live log, say."""
+
+    text: str
+    to_file: bool = False
+    """Whether they are for the file of `--log-file`, and not for the terminal."""

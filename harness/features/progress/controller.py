@@ -1,0 +1,38 @@
+"""Follows a test by what its ranks answer to probes. Runs in the controller; must not import torch."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from lockstep.features.progress.display import ProgressDisplay
+from lockstep.features.progress.glance import Places
+from lockstep.protocol import Progress, RankStatus
+from lockstep.world.item_run import Moment
+
+
+class FollowedRuns:
+    """Shows how far the test has come that ranks run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._places = Places()
+        self._display: ProgressDisplay | None = None
+
+    def pytest_ranks_answer(self, rank: int, answer: RankStatus | Progress) -> None:
+        self._places.note(rank, answer, time.monotonic())
+
+    def pytest_ranks_probe(self, moment: Moment) -> bool:
+        """Show how far the test has come; return whether to ask its ranks where they are."""
+        now = time.monotonic()
+        self._places.note_silent(moment.silent, now)
+        if self._display is None:  # what other plugins do of the terminal is known by now
+            self._display = ProgressDisplay(self._config, os.environ)
+        return self._display.look(self._places.glance(moment, now))
+
+    def pytest_ranks_run_ended(self) -> None:
+        self._places = Places()
+        if self._display is not None:
+            self._display.end()
