@@ -122,6 +122,10 @@ def new_secret() -> bytes:
 
 def _read_private(path: Path) -> str:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # the open of a FIFO waits for a process that writes
+            raise LaunchError(
+                f"the secret {path} is no regular file: write it to one, or set {SECRET_VARIABLE}"
+            )
         with open(path, encoding="utf-8") as file:
             status = os.fstat(file.fileno())
             text = file.read()
