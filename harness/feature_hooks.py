@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +17,29 @@ if TYPE_CHECKING:
     from lockstep.reporting.rank_reports import Context
     from lockstep.world.item_run import ItemRun, Moment
     from lockstep.world.outcome import ItemOutcome
+
+
+@pytest.hookspec
+def pytest_ranks_repeated_options() -> Mapping[str, object] | None:
+    """Return options that the command which runs a test again repeats, by their dests, and their defaults."""
+
+
+@pytest.hookspec
+def pytest_ranks_mentioned(config: pytest.Config, text: bytes) -> bool | None:
+    """Return whether a file may have tests on ranks without the word. Called in the controller.
+
+    The server starts with the first file that may, while pytest collects.
+    """
+
+
+@pytest.hookspec
+def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[str]) -> None:
+    """Change what the server imports once for all ranks. Called in the controller, before it starts.
+
+    Args:
+        preload: modules that `ranks_preload` names, which must be importable.
+        hints: modules of which those are imported that can be.
+    """
 
 
 @pytest.hookspec(firstresult=True)

@@ -15,8 +15,6 @@ DEFAULTS: Mapping[str, Any] = {
     "fresh_worlds": False,
     "check_collectives": False,
     "ranks_skew": None,
-    "ranks_adopt": None,
-    "ranks_adopt_cpu": False,
     **dict.fromkeys(("ranks_hosts", "ranks_per_host", "ranks_shared_dir")),
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
@@ -95,18 +93,6 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="run only the cases of run_subtests with these settings",
     )
-    group.addoption(
-        "--ranks-adopt",
-        metavar="KINDS",
-        help="run existing test classes on ranks, unchanged: torch (MultiProcessTestCase and "
-        "MultiProcContinuousTest), deepspeed (DistributedTest), or both with a comma between (default: the "
-        "ini option)",
-    )
-    for name, what in (
-        ("cpu", "run adopted tests that want accelerators on gloo and the CPU; see docs/how_to/adopt.md"),
-        ("report", "list the classes adopted, and those left to their own launcher, with the reason"),
-    ):
-        group.addoption(f"--ranks-adopt-{name}", action="store_true", help=what)
     for name, what in (
         ("hosts", "spread each test evenly over N hosts, unless its mark says how many"),
         ("per-host", "how many ranks fit on a host without GPUs (default: as many as it has CPUs)"),
@@ -138,12 +124,6 @@ def default_backend(config: pytest.Config) -> str:
     return of_device if backend is None else backend
 
 
-def adopted_kinds(config: pytest.Config) -> tuple[str, ...]:
-    """Return the kinds of test classes that run on ranks: of `--ranks-adopt`, else of the ini option."""
-    given: str | None = config.getoption("ranks_adopt")
-    return tuple(config.getini("ranks_adopt") if given is None else given.replace(",", " ").split())
-
-
 def _add_ini_options(parser: pytest.Parser) -> None:
     parser.addini(
         "ranks_preload",
@@ -165,13 +145,4 @@ def _add_ini_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "ranks_wait", "seconds that a world waits for ranks or GPUs that other runs hold", "float", 600.0
-    )
-    parser.addini(
-        "ranks_adopt", "kinds of existing test classes to run on ranks: torch, deepspeed", "args", default=[]
-    )
-    parser.addini(
-        "ranks_adopt_groups",
-        "process groups of adopted tests: own (each makes its own), or reuse (a request for a group like the "
-        "rank's gets the rank's)",
-        default="own",
     )

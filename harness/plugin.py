@@ -17,7 +17,7 @@ from lockstep.features import register_features
 from lockstep.fixtures import collectives, faults, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
-from lockstep.options import SHORT, add_options, add_short_options, adopted_kinds, default_backend
+from lockstep.options import SHORT, add_options, add_short_options, default_backend
 
 __all__ = ["collectives", "faults", "run_subtests", "world"]
 
@@ -64,10 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "`made_up_values`. The nearest mark wins.",
     )
     config.addinivalue_line("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
-    if adopted_kinds(config):
-        from lockstep.adopt.plugin import register
-
-        register(config)
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
     from lockstep.controller.plugin import Controller

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import itertools
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -38,7 +37,6 @@ from lockstep.controller.world_starter import WorldStarter, measures
 from lockstep.exceptions import WorldError
 from lockstep.hosts.launchers import refuse_launcher
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
-from lockstep.options import adopted_kinds
 from lockstep.protocol import Preparation, RunItem
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
@@ -53,18 +51,6 @@ TEAR_DOWN_WITHIN = 5.0
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
 RANK = "lockstep.rank:Rank"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
-# What files of adopted tests import, 0.6 s in all; the last two add nothing to the first.
-ADOPTED_IMPORTS = (
-    "torch.testing._internal.common_distributed",
-    "torch.testing._internal.common_fsdp",
-    "torch.testing._internal.distributed._tensor.common_dtensor",
-)
-SUBCLASS = re.compile(rb"^class \w+\(\w", re.MULTILINE)
-
-
-def _may_be_adopted(text: bytes) -> bool:
-    """Whether a file may have classes to adopt. Where this is wrong, the server only starts late, or idly."""
-    return b"istributed" in text and SUBCLASS.search(text) is not None
 
 
 def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
@@ -112,20 +98,22 @@ class Controller:
                 text = path.read_bytes()
             except OSError:  # pytest reports what is wrong with it
                 return
-            if b"ranks" in text or (adopted_kinds(self._config) and _may_be_adopted(text)):
+            mentioned = self._config.hook.pytest_ranks_mentioned
+            if b"ranks" in text or any(mentioned(config=self._config, text=text)):
                 with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
                     self._launch(text).prestart()
 
     def _launch(self, text: bytes = b"") -> Launcher:
         """Return the launcher; what its server imports depends on the first file that mentions ranks."""
         if self._launcher is None:
-            preload = tuple(self._config.getini("ranks_preload"))
+            preload: list[str] = list(self._config.getini("ranks_preload"))
+            hints: list[str] = []
+            self._config.hook.pytest_ranks_imports(config=self._config, preload=preload, hints=hints)
             if measures(self._config):  # no rank runs, and so measures, what the server runs as it imports
-                preload = tuple(filter(is_of_torch, preload))
-            hints = ADOPTED_IMPORTS if "torch" in adopted_kinds(self._config) else ()
+                preload = list(filter(is_of_torch, preload))
             method = str(self._config.getini("ranks_start_method"))
             modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
-            program = RankProgram(RANK, modules, preload, hints)
+            program = RankProgram(RANK, modules, tuple(preload), tuple(hints))
             terminal = self._debugging.terminal if self._debugging is not None else None
             self._launcher = ProcessLauncher(method, program, terminal)
             if HOSTS in os.environ:

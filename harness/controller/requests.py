@@ -30,14 +30,13 @@ from lockstep.controller.unsupported import refuse_fixtures
 from lockstep.exceptions import LaunchError
 from lockstep.fake_ranks import PLACE, FakeRank, places
 from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
-from lockstep.options import DEFAULTS, adopted_kinds, default_backend
+from lockstep.options import DEFAULTS, default_backend
 from lockstep.specification import HOSTS, Spread, WorldKey
 from lockstep.subtests import parse_selection
 
 CHOICES = {
     "ranks_start_method": ("forkserver", "spawn"),
     "ranks_leaks": ("warn", "error", "off"),
-    "ranks_adopt_groups": ("own", "reuse"),
 }
 """The values that ini options take which pytest does not check."""
 
@@ -274,8 +273,6 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--world-timeout {seconds}: write {SECONDS}")
     if (seed := config.getoption("world_seed")) not in SEEDS:
         raise pytest.UsageError(f"--world-seed {shown(seed)}: write a whole number from -2**63 to 2**64 - 1")
-    if config.getoption("ranks_adopt_cpu") and "torch" not in adopted_kinds(config):
-        raise pytest.UsageError("--ranks-adopt-cpu: add --ranks-adopt torch, whose tests it is for")
     _check_hosts(config)
     debugging.check_options(config)
     try:

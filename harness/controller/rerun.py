@@ -19,7 +19,7 @@ from lockstep.specification import HOSTS
 _PYTEST_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
 
 # Options of pytest and pytest-xdist select tests, write reports and distribute work: one test that is run
-# again needs none of them, except those that change how it runs. `DEFAULTS` has those of ours.
+# again needs none of them, except those that change how it runs. `DEFAULTS` and features have those of ours.
 _NOT_REPEATED = {
     "general",
     "terminal reporting",
@@ -50,7 +50,10 @@ def rerun_line(item: pytest.Item) -> str:
     ini = [value for value in config.option.override_ini or () if not value.startswith("cache_dir=")]
     for flag, values in (("-o", ini), ("-p", config.option.plugins)):
         words += [word for value in values or () for word in (flag, str(value))]
-    for option, default in (*DEFAULTS.items(), *_PYTEST_OPTIONS.items()):
+    of_features = itertools.chain.from_iterable(
+        options.items() for options in config.hook.pytest_ranks_repeated_options()
+    )
+    for option, default in (*DEFAULTS.items(), *of_features, *_PYTEST_OPTIONS.items()):
         value = config.getoption(option, default)  # without it under `-p no:capture`
         if value != default:
             words += [_option_of(config, option), *([] if value is True else [str(value)])]

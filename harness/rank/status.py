@@ -26,7 +26,6 @@ from lockstep.tracebacks import Stack, is_installed, parse
 WIRE_THREAD = "lockstep-wire"
 INJECTED_HANG = "injected_hang"
 """Name of the function of `lockstep.injection.injector` that a rank waits in for ever."""
-_ADOPTION = str(Path(__file__).parents[1] / "adopt")
 
 
 @dataclass(slots=True)
@@ -64,10 +63,15 @@ class StatusReader:
         self._progress: object = None
         self._keeps_stacks = False
         self._hidden: tuple[str, ...] = ()
+        self._of_pytest: tuple[str, ...] = (pytest_internals.FOLDER, str(pluggy.__path__[0]))
 
     def hide_frames(self, *folders: str) -> None:
         """Leave frames of these folders, which are between a test and its body, out of stacks from now on."""
         self._hidden = (*self._hidden, *folders)
+
+    def count_as_pytest(self, folder: str) -> None:
+        """Treat frames of a folder, which runs tests as pytest would, as pytest's own from now on."""
+        self._of_pytest = (*self._of_pytest, folder)
 
     def answer(self, probe: Probe) -> RankStatus | Progress:
         """Return the status, or only that the main thread has run since the last time if that is so."""
@@ -118,19 +122,19 @@ class StatusReader:
     def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""
         stacks = self._stacks.take()
-        main = _frames(stacks.pop(self._main, ()), self._hidden)
+        main = self._frames(stacks.pop(self._main, ()))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads: list[tuple[object, list[traceback.FrameSummary]]] = [("MainThread", main)]
         for ident, stack in stacks.items():
             if names.get(ident) != WIRE_THREAD:
-                threads.append((names.get(ident, ident), _frames(stack, self._hidden)))
+                threads.append((names.get(ident, ident), self._frames(stack)))
         texts = (f"{name}:\n{''.join(traceback.format_list(frames))}" for name, frames in threads)
         status = self.collectives()
         locks = build_locks() if full else ()
         where, call = _user_line(main)
         if any(frame.name == INJECTED_HANG for _, frames in threads for frame in frames):
             call = "an injected hang"
-        is_reporting = status.state == "runs" and main and _is_of_pytest(main[0].filename)
+        is_reporting = status.state == "runs" and main and self._is_of_pytest(main[0].filename)
         return replace(
             status,
             stacks="\n".join(texts),
@@ -140,6 +144,25 @@ class StatusReader:
             build_locks=locks,
             record=self.record() if full else None,
         )
+
+    def _frames(self, innermost_first: Stack) -> list[traceback.FrameSummary]:
+        """Summarise a stack, outermost first, without the frames that lead to the user's function.
+
+        Where pytest itself is at work, the first frame is one of pytest's.
+        """
+        linecache.checkcache()
+        stack = [place.summary() for place in reversed(innermost_first)]
+        of_pytest = (i for i, frame in enumerate(stack) if self._is_of_pytest(frame.filename))
+        last_of_pytest = max(of_pytest, default=-1)
+        below = [
+            frame for frame in stack[last_of_pytest + 1 :] if not frame.filename.startswith(self._hidden)
+        ]
+        calls_user = any(not is_installed(frame.filename) for frame in below)
+        return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
+
+    def _is_of_pytest(self, filename: str) -> bool:
+        """Whether a file is pytest's, or of a folder that counts as pytest."""
+        return any(folder in filename for folder in self._of_pytest)
 
     def _others_run_users_code(self) -> bool:
         """Whether a thread other than the main one and this one runs user code: it may free the main one."""
@@ -165,24 +188,6 @@ def progress() -> object:
         if "nanosleep" not in waits_in:
             return Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text()
     return object()
-
-
-def _frames(innermost_first: Stack, hidden: tuple[str, ...]) -> list[traceback.FrameSummary]:
-    """Summarise a stack, outermost first, without the frames that lead to the user's function.
-
-    Where pytest itself is at work, the first frame is one of pytest's.
-    """
-    linecache.checkcache()
-    stack = [place.summary() for place in reversed(innermost_first)]
-    last_of_pytest = max((i for i, frame in enumerate(stack) if _is_of_pytest(frame.filename)), default=-1)
-    below = [frame for frame in stack[last_of_pytest + 1 :] if not frame.filename.startswith(hidden)]
-    calls_user = any(not is_installed(frame.filename) for frame in below)
-    return below if last_of_pytest < 0 or calls_user else stack[last_of_pytest:]
-
-
-def _is_of_pytest(filename: str) -> bool:
-    """Whether a file is pytest's, or ours that runs what pytest would."""
-    return pytest_internals.FOLDER in filename or filename.startswith((str(pluggy.__path__[0]), _ADOPTION))
 
 
 def _user_line(frames: list[traceback.FrameSummary]) -> tuple[str, str]:

@@ -46,7 +46,6 @@ class Recorder:
         self.ini: list[str] = []
         self.marks: list[str] = []
         self.pluginmanager = SimpleNamespace(hasplugin=lambda name: True)
-        self.option = SimpleNamespace(ranks_adopt="")
 
     def getgroup(self, *names: str) -> Recorder:
         return self
@@ -61,9 +60,6 @@ class Recorder:
 
     def addinivalue_line(self, name: str, line: str) -> None:
         self.marks.append(line)
-
-    def getoption(self, name: str) -> str:
-        return ""
 
 
 def row_of(action: argparse.Action) -> str:

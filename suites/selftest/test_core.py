@@ -11,7 +11,6 @@ CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
 """Folders of the core; the files beside them are of the core as well."""
 FEATURES = (
     "features",
-    "adopt",
     "controller.debugging",
     "controller.rerunfailures_internals",
     "controller.timeout_internals",
@@ -44,7 +43,7 @@ STILL_IMPORTED = {
     "fixtures": "injection.injector",
     "launch.bootstrap": "launch.lease_store",
     "marker": "fake_ranks",
-    "plugin": "adopt.plugin fake_ranks",
+    "plugin": "fake_ranks",
     "protocol": "fake_ranks",
     "rank.process": "fake_ranks injection.injector injection.losses",
     "rank.process_group": "fake_ranks",

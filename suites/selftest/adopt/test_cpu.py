@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.adopt.cpu import PATCHES
+from lockstep.features.adopt.cpu import PATCHES
 from suites.selftest.adopt.verdicts import verdicts_of
 from suites.selftest.project import Project
 

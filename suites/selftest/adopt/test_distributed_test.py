@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.adopt.modules import restored
+from lockstep.features.adopt.modules import restored
 from suites.selftest.adopt.verdicts import verdicts_of
 from suites.selftest.project import Project
 

@@ -86,6 +86,12 @@ def test_the_first_failure_ends_the_run(mixed: Project) -> None:
     assert [name for name in found if name in FAILURES] == ["TestContinuous.test_fails"]
 
 
+def test_the_command_that_runs_a_test_again_adopts_it_too(project: Project) -> None:
+    project.copy("adopt/mixed")
+    output = project.run("--ranks-adopt=torch", "-k", "TestTwo and fails")
+    assert " --ranks-adopt torch" in output
+
+
 def test_the_last_failures_run_again(mixed: Project) -> None:
     mixed.run("-pcacheprovider", "-q")
     assert verdicts_of(mixed, "-pcacheprovider", "--lf") == FAILURES

@@ -19,8 +19,8 @@ from unittest import mock
 
 import pytest
 
-from lockstep.adopt import torch_internals
-from lockstep.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
+from lockstep.features.adopt import torch_internals
+from lockstep.features.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
 
 __tracebackhide__ = True
 

@@ -21,9 +21,9 @@ from unittest import mock
 
 import pytest
 
-from lockstep.adopt import pytest_internals
-from lockstep.adopt.kinds import Demand, LeftAlone, Place
-from lockstep.adopt.modules import restored
+from lockstep.features.adopt import pytest_internals
+from lockstep.features.adopt.kinds import Demand, LeftAlone, Place
+from lockstep.features.adopt.modules import restored
 from lockstep.hookspecs import RANK_PLUGIN
 
 __tracebackhide__ = True

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lockstep.adopt.torch_internals import COMMON, parse_to
+from lockstep.features.adopt.torch_internals import COMMON, parse_to
 
 __tracebackhide__ = True
 

@@ -9,9 +9,6 @@ from typing import NoReturn, Protocol
 
 import pytest
 
-FAMILIES = ("torch", "deepspeed")
-"""What `ranks_adopt` may name."""
-
 
 class LeftAlone(Exception):
     """The reason for which a class or a test is left to its own launcher."""
@@ -93,9 +90,19 @@ class Kind(Protocol):
 
 def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
-    from lockstep.adopt.continuous import Continuous
-    from lockstep.adopt.distributed_test import DistributedTest
-    from lockstep.adopt.multi_process import MultiProcess, MultiThreaded
+    from lockstep.features.adopt.continuous import Continuous
+    from lockstep.features.adopt.distributed_test import DistributedTest
+    from lockstep.features.adopt.multi_process import MultiProcess, MultiThreaded
 
     kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
     return tuple(kind for kind in kinds if kind.family in families)
+
+
+KIND = pytest.StashKey[Kind]()
+"""Kind of an item that is adopted, in a rank."""
+
+
+def kind_of(item: pytest.Item, kinds: tuple[Kind, ...]) -> Kind | None:
+    """Return the first of the kinds that the class of an item is of; None if it is of none."""
+    cls = getattr(item, "cls", None)
+    return None if cls is None else next((kind for kind in kinds if kind.matches(cls)), None)

@@ -1,0 +1,1 @@
+"""Test classes of other projects, run unchanged on ranks."""
