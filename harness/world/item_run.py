@@ -45,6 +45,7 @@ from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flig
 from lockstep.world.expectations import Expectations
 from lockstep.world.handle import ANSWER_WITHIN, RankHandle, receive
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
+from lockstep.world.standstill import Standstill
 
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
@@ -98,12 +99,7 @@ class ItemRun:
         self._answers: dict[int, RankStatus] = {}
         self._next_probe = 0.0
         self._unanswered: set[int] = set()
-        self._suspicion: Diagnosis | None = None
-        self._diagnosis: Diagnosis | None = None
-        self._diagnoses: dict[str, Diagnosis] = {}
-        self._failed_cases: dict[str, dict[int, RankStatus]] = {}
-        """By case, what the ranks that failed in it had begun then."""
-        self._aborted = ""
+        self._standstill = Standstill()
 
     def run(self, handles: Sequence[RankHandle]) -> ItemOutcome:
         """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
@@ -134,18 +130,17 @@ class ItemRun:
         now = time.monotonic()
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
-        self._compare_failed_cases()
+        self._standstill.compare_failed_cases(self._size())
         seconds = now - self._begun
-        self._diagnosis = self._find_diagnosis()
+        found = self._standstill.diagnosis = self._find_diagnosis()
         self._collect_records()
         for each in self._outcomes:
             each.rank = self.number_of(each.rank)
         outcomes, fake = tuple(self._outcomes), self.order.fake
-        found, cases = self._diagnosis, self._diagnoses
         expected = self._expectations if "_expectations" in vars(self) else None
         missed = expected.missed() if expected else ()
         is_lost = expected is not None and not missed and expected.has_lost() and self._can_be_rebuilt()
-        before = self.order.preparation
+        before, cases = self.order.preparation, self._standstill.cases
         return ItemOutcome(
             outcomes, self._timeout, timed_out, seconds, found, cases, fake, before, missed, is_lost
         )
@@ -174,7 +169,7 @@ class ItemRun:
             # Forget what would end a rank early: whatever waits, waits for the debugger.
             self._grace = self._last_grace = float("inf")
             self._next_probe = now + PROBE_EVERY
-            self._suspicion = None
+            self._standstill.forget_suspicion()
             self._answers.clear()
             return
         # The rank of `--rank-pdb` may still come to a breakpoint, or fail.
@@ -205,7 +200,7 @@ class ItemRun:
                 if is_of_phase(data):
                     outcome.status = outcome.status or doing
                 elif doing is not None and doing.case:
-                    self._failed_cases.setdefault(doing.case, {})[rank] = doing
+                    self._standstill.note_failure(doing.case, rank, doing)
             case Part():
                 self._hook.pytest_ranks_message(run=self, rank=rank, part=message)
             case Warned():
@@ -275,18 +270,18 @@ class ItemRun:
         votes = []
         for outcome in self._outcomes:
             vote = outcome.vote or Vote("the end of the test", "died" if outcome.is_expected else "ended")
-            if (vote.case, vote.outcome) == (self._aborted, "passed"):
+            if (vote.case, vote.outcome) == (self._standstill.aborted, "passed"):
                 # A case that stood still has failed, though the test caught the error that freed it.
                 vote = replace(vote, outcome="failed")
             if vote.outcome == "lost others":
                 outcome.lost_others.append(vote.more)
             votes.append(vote)
         if any(outcome.vote and not outcome.vote.inside for outcome in voters):
-            self._aborted = ""
+            self._standstill.aborted = ""
         if all(outcome.vote and outcome.vote.outcome == REBUILT for outcome in voters):
             for each in self._outcomes:
                 each.has_left_world = each.is_expected
-            self._suspicion = None  # of the groups of before
+            self._standstill.forget_suspicion()  # it was of the earlier groups
             self._expectations.note_rebuilt()
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
@@ -319,15 +314,15 @@ class ItemRun:
         found = None
         if pending & self._answers.keys() and not self._has_lost():
             found = diagnose(self._answers, self._size(), self._timeout)
-        is_certain = found is not None and found == self._suspicion
+        is_certain = self._standstill.confirm(found)
         if found is not None and is_certain and (lost := self._expectations.culprits(found, pending)):
             for rank in lost:
                 self._handles[rank].started.kill()  # the others notice its death, and go on
-            found = None
+            self._standstill.forget_suspicion()
         elif found is not None and is_certain and found.is_hopeless and not self._expectations.is_settling():
             self._end_standstill(found, pending)
-            found = None  # the answers to the next probe may come before a rank has noticed
-        self._suspicion = found
+            # The answers to the next probe may come before a rank has noticed.
+            self._standstill.forget_suspicion()
         self._answers.clear()
         for handle in self._handles:
             if handle.rank not in self._unanswered:  # a write to a full wire would wait until the rank reads
@@ -354,12 +349,9 @@ class ItemRun:
         if len(cases) > 1 and all(case.startswith(TRIAL) for case in cases):
             return  # no rank is in a trial before all have ended the one before: one is on its way
         case = cases.pop() if len(cases) == 1 else ""
-        if not case or case in self._diagnoses:
-            self._diagnosis = found
+        if not self._standstill.abort(case, found):
             self._give_up(pending)
             return
-        self._diagnoses[case] = found
-        self._aborted = case
         for rank in pending:
             self._handles[rank].send(AbortGroup(case))
 
@@ -412,8 +404,8 @@ class ItemRun:
 
     def _find_diagnosis(self) -> Diagnosis | None:
         """Return what was wrong between ranks that were ended or that failed, as far as is known."""
-        if self._diagnosis is not None or self._has_lost():
-            return self._diagnosis
+        if self._standstill.diagnosis is not None or self._has_lost():
+            return self._standstill.diagnosis
         statuses = {outcome.rank: outcome.status for outcome in self._outcomes if outcome.status is not None}
         if not statuses:
             return None
@@ -429,16 +421,10 @@ class ItemRun:
             if isinstance(outcome.fate, Stuck):
                 outcome.record = outcome.fate.status.record
         ended = {each.rank for each in self._outcomes if isinstance(each.fate, Finished)}
-        if self._diagnosis is None and not self._diagnoses and len(ended) == len(self._outcomes):
+        if not self._standstill.was_found() and len(ended) == len(self._outcomes):
             return
         for rank, status in self._request_statuses(ended).items():
             self._outcomes[rank].record = status.record
-
-    def _compare_failed_cases(self) -> None:
-        for case, statuses in self._failed_cases.items():
-            found = find_mismatch(statuses, self._size(), include_ended=True)
-            if found is not None:
-                self._diagnoses.setdefault(case, found)
 
     def _look_for_work_in_flight(self) -> None:
         """Find out what is still in flight on ranks that ended after unequal numbers of collectives.
