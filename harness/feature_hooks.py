@@ -42,6 +42,16 @@ def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[
     """
 
 
+@pytest.hookspec
+def pytest_ranks_session(config: pytest.Config, args: list[str], parts: dict[str, Any]) -> None:
+    """Complete what ranks repeat of this session, before a world starts. Called in the controller.
+
+    Args:
+        args: the arguments of pytest in each rank.
+        parts: what features send to their half in each rank, by the name of each.
+    """
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -> Refusal | None:
     """Refuse to run an item in the world that it requests. Called in the controller, after collection."""

@@ -5,7 +5,7 @@ Both sides import this; standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ class SessionSpec:
     sys_path: tuple[str, ...]
     environ: dict[str, str]
     workerinput: dict[str, Any]
-    measures: bool
-    """Whether pytest-cov does in the controller."""
     debugged_rank: int | None
     """Of `--rank-pdb` or `--rank-debugpy`."""
     captures: bool
@@ -59,6 +57,8 @@ class SessionSpec:
     rootdir: str = ""
     inifile: str = ""
     """Path of the ini file, empty if there is none."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features send to their half in each rank, by the name of each."""
 
 
 RankFile = Literal["log", "captured", "running", "stacks", "standing"]

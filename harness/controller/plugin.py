@@ -33,10 +33,10 @@ from lockstep.controller.rerun import rerun_line
 from lockstep.controller.rerunfailures_internals import run_again_on_failure
 from lockstep.controller.termination import Termination
 from lockstep.controller.unsupported import note_on_snapshots
-from lockstep.controller.world_starter import WorldStarter, measures
+from lockstep.controller.world_starter import WorldStarter
 from lockstep.exceptions import WorldError
 from lockstep.hosts.launchers import refuse_launcher
-from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram, is_of_torch
+from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram
 from lockstep.protocol import Preparation, RunItem
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
@@ -109,8 +109,6 @@ class Controller:
             preload: list[str] = list(self._config.getini("ranks_preload"))
             hints: list[str] = []
             self._config.hook.pytest_ranks_imports(config=self._config, preload=preload, hints=hints)
-            if measures(self._config):  # no rank runs, and so measures, what the server runs as it imports
-                preload = list(filter(is_of_torch, preload))
             method = str(self._config.getini("ranks_start_method"))
             modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
             program = RankProgram(RANK, modules, tuple(preload), tuple(hints))

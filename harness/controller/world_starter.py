@@ -87,8 +87,8 @@ class WorldStarter:
         config = self._config
         # Every rank would open the file of --debug again, as soon as it reads its arguments.
         args = [arg for arg in map(str, config.invocation_params.args) if not arg.startswith("--debug")]
-        if config.pluginmanager.hasplugin("_cov"):
-            args.append("--no-cov")  # pytest-cov in a rank would erase what others have measured
+        parts: dict[str, Any] = {}
+        config.hook.pytest_ranks_session(config=config, args=args, parts=parts)
         environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         if self._workerinput is None:  # all worlds have the same
             self._workerinput = xdist_input(config)
@@ -99,19 +99,14 @@ class WorldStarter:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=self._workerinput,
-            measures=measures(config),
             debugged_rank=debugging.debugged_rank(config),
             debugpy_port=debugging.debugpy_port(config),
             captures=config.getoption("capture", "no") in ("fd", "sys"),
             output_directory=self._output_directory,
             rootdir=str(config.rootpath),
             inifile=str(config.inipath or ""),
+            parts=parts,
         )
-
-
-def measures(config: pytest.Config) -> bool:
-    """Return whether pytest-cov measures this run."""
-    return config.pluginmanager.hasplugin("_cov") and not config.option.no_cov
 
 
 def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None]) -> Lease:

@@ -21,7 +21,6 @@ from lockstep.fake_ranks import FakeRank
 from lockstep.hookspecs import RANK_PLUGIN, Ending
 from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem
 from lockstep.rank import debugger
-from lockstep.rank.coverage import RankCoverage
 from lockstep.rank.item import ItemGuards
 from lockstep.rank.output import end_lines
 from lockstep.rank.plugins import LeftOut, worker_input
@@ -100,8 +99,6 @@ class RankSession:
         options.update({name: value for name, value in _CONTROLLER_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
         debugger.plug_in(config, self.rank)
-        if self._spec.session.measures:
-            config.pluginmanager.register(RankCoverage(config))
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         if self._spec.session.debugged_rank is None:  # nor may a plugin put one there
             config.pluginmanager.set_blocked("terminalreporter")

@@ -256,7 +256,7 @@ def test_gpus_are_named_as_the_environment_names_them(
 
 
 def test_ranks_are_spread_over_the_gpus_of_their_world() -> None:
-    session = SessionSpec((), "/", (), (), {}, {}, captures=True, measures=False, debugged_rank=None)
+    session = SessionSpec((), "/", (), (), {}, {}, captures=True, debugged_rank=None)
     key = WorldKey(4, "gloo", "cuda")
     assert [RankSpec(n, key, session, 0, "/", "/", None, ("5", "7")).gpu for n in range(4)] == [0, 1, 0, 1]
     assert RankSpec(3, key, session, 0, "/", "/").gpu is None

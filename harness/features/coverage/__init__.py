@@ -1,0 +1,3 @@
+"""The coverage of ranks, where pytest-cov measures that of the controller."""
+
+FEATURE = "coverage"
