@@ -22,7 +22,7 @@ from lockstep.assertions import (
     named_parameters,
     per_rank_batches,
 )
-from lockstep.assertions.closeness import EXACT
+from lockstep.assertions.closeness import EXACT, Tolerance
 from lockstep.conformance import Precision, ShardSpec, trainee
 from lockstep.conformance.models import (
     InHalf,
@@ -153,12 +153,14 @@ class TestShardedGradScalerParityWithDDP:
         ]
         sgd = partial(torch.optim.SGD, lr=0.01)
         optimizers = [sgd(reference.parameters()), engine.optimizer(model, sgd)]
+        # Engines round a third at different places, which ten steps amplify: to 1.6e-6, by engine and CPU.
+        tolerance = Tolerance(1e-5, 1e-5) if world.size == 3 else None
         for number in range(10):
             found = [
                 overflowing_step(world, number, run, optimizer)
                 for run, optimizer in zip(runs, optimizers, strict=True)
             ]
-            assert_named_close({"loss": found[1]}, {"loss": found[0]})
+            assert_named_close({"loss": found[1]}, {"loss": found[0]}, tolerance)
         assert_named_close(engine.full_parameters(model), named_parameters(reference))
 
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.assertions import Training, assert_parity, train, unsharded_with_casts
+from lockstep.assertions import Tolerance, Training, assert_parity, train, unsharded_with_casts
 from lockstep.conformance import Capability, Precision, ShardSpec, offers, trainee
 from lockstep.conformance.models import TransformerWithSharedParams
 from lockstep.recorders import ForwardDtypes
 
 F16, F32, I64 = torch.float16, torch.float32, torch.int64
 STEPS = 6
+# The row of fp16, but for its atol: an engine that rounds what each rank sends is off by a unit of the terms,
+# 3e-5 at 0.05, where the gradients of ranks cancel. Where they do depends on the CPU.
+CLOSE = Tolerance(1e-4, 1e-3)
 
 
 def loss_of(model, batch):
@@ -25,7 +28,7 @@ def loss_of(model, batch):
 
 def check_training(world, engine, batches, collectives, precision, units):
     bare = TransformerWithSharedParams().to(world.device)
-    training = Training(batches(TransformerWithSharedParams.batch), loss_of, STEPS, tolerance=F16)
+    training = Training(batches(TransformerWithSharedParams.batch), loss_of, STEPS, tolerance=CLOSE)
     casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
     # Where units are chosen at all, batch norm becomes one in full precision, if the engine has such.
     precise = (nn.BatchNorm1d,) if units and offers(engine, Capability.NORM_UNITS) else ()

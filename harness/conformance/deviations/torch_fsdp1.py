@@ -273,12 +273,6 @@ CORE: tuple[Deviation, ...] = (
 
 SCALER: tuple[Deviation, ...] = (
     Deviation(
-        claims=(
-            "grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[flat-no_offload-3-ranks]",
-        ),
-        why="sums of three ranks round otherwise than those of DistributedDataParallel",
-    ),
-    Deviation(
         claims=("grad_scaler/test_agreement.py::test_a_fused_optimizer_gets_what_all_ranks_found[*-False-*",),
         why="an optimizer that unscales by itself sees only what this rank has found",
     ),

@@ -256,10 +256,6 @@ REPLICATE: tuple[Deviation, ...] = (
 
 SCALER: tuple[Deviation, ...] = (
     Deviation(
-        claims=("grad_scaler/test_grad_scaler.py::*::test_sharded_grad_scaler_found_inf[*-3-ranks]",),
-        why="sums of three ranks round otherwise than those of DistributedDataParallel",
-    ),
-    Deviation(
         claims=("grad_scaler/test_agreement.py::test_an_inf_on_one_rank_of_a_hybrid_model_stops_all*",),
         cases=("*",),
         why="ranks agree inside a replica only",
