@@ -110,8 +110,6 @@ class Fault:
             return f"write {' or '.join(f'{name}=' for name in allowed)} in the place of {wrong[0]}="
         if len(given) > 1:
             return "either before= or after="
-        if given and not isinstance(getattr(self, given[0]), str):
-            return f'{given[0]} is the name of a collective, such as "all_reduce"'
         if (op := self.operation) in _RECORDED_AS:
             return f"{op} is recorded as {_RECORDED_AS[op]}: write that"
         if op is not None and op not in OPS:

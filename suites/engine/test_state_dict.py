@@ -333,7 +333,7 @@ def test_the_type_is_set_for_all_units_and_restored(world, engine):
 def test_a_config_of_another_type_is_refused(world, engine):
     model = shard(engine, world)
     with pytest.raises(
-        TypeError, match=r"FULL_STATE_DICT goes with FullStateDictConfig of harness\.engine, got Sharded"
+        TypeError, match=r"FULL_STATE_DICT goes with FullStateDictConfig of lockstep\.engine, got Sharded"
     ):
         FullyShardedDataParallel.set_state_dict_type(model, FULL, ShardedStateDictConfig())
     with pytest.raises(ValueError, match="Linear contains no FullyShardedDataParallel"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.assertions.closeness import TOLERANCES
-from lockstep.goldens.text import Golden, differences
+from lockstep.features.goldens.text import Golden, differences
 from lockstep.output import write_text
 
 FOLDER = "goldens/test_training"

@@ -160,15 +160,16 @@ MISUSED: list[tuple[Callable[[Faults], object], str]] = [
     ),
     (
         lambda faults: faults.delay(before=3),  # type: ignore[arg-type]
-        'faults.delay(before=3, nth=1): before is the name of a collective, such as "all_reduce"',
+        "faults.delay(before=3, nth=1): before is the name of an operation, such as 'all_reduce'",
     ),
     (
         lambda faults: faults.delay(before="all_reduce"),
-        'faults.delay(before="all_reduce", nth=1): a delay has seconds above 0, and nothing else has',
+        'faults.delay(before="all_reduce", nth=1): a delay has seconds above 0, at most 1000000, and '
+        "nothing else has",
     ),
     (
         lambda faults: faults.drop(op=["barrier"]),  # type: ignore[arg-type]
-        "faults.drop(op=['barrier'], nth=1): op is the name of a collective, such as \"all_reduce\"",
+        "faults.drop(op=['barrier'], nth=1): op is the name of an operation, such as 'all_reduce'",
     ),
     (lambda faults: faults.inject("x"), f"faults.inject('x'): {A_FAULT}"),  # type: ignore[arg-type]
     (lambda faults: faults.inject(None), f"faults.inject(None): {A_FAULT}"),  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_a_marked_test_may_have_subtests(mark: Run) -> None:
 
 def test_a_wrong_mark_says_what_to_write(mark: Run, option: Run) -> None:
     for run in (mark, option):
-        assert "skew(seeds=0): a number above 0, or a list of seeds" in failure(run, "test_wrong_mark")
+        assert "skew(seeds=0): a number from 1 to 10000, or a list of" in failure(run, "test_wrong_mark")
 
 
 @pytest.mark.parametrize("text", ["x", "1:", "-1", "1:0", "1:x", "1:nan", "9" * 40, "9" * 5000])
