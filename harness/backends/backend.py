@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    """A backend of which nothing more is known than that torch.distributed has it.
+    """A backend of torch.distributed as worlds use it; each one has a subclass.
 
     Attributes:
         name: torch.distributed's.
@@ -37,10 +37,6 @@ class Backend:
     meets: ClassVar[bool] = True
     connects: ClassVar[bool] = False
     broken_connection: ClassVar[str] = ""
-
-    def __init__(self, name: str = "", devices: tuple[str, ...] = ()) -> None:
-        self.name = name or self.name
-        self.devices = devices or self.devices
 
     # On a rank
 
