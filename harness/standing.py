@@ -37,11 +37,13 @@ class Standing:
         with Path(spec.path_of("standing")).open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, _WORDS.size)  # a store where there is no room kills the rank
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+        self._log = os.open(spec.path_of("log"), os.O_RDONLY) if spec.session.captures else None
 
     def record_phases_over(self, count: int) -> None:
         """Record how far the item has come: of a rank that dies, reports may not have been sent."""
         self._words[_PHASES] = count
 
-    def await_item(self, log_size: int) -> None:
-        """Record that no phase of the coming item is over, and where in the log it begins."""
-        self._words[_PHASES], self._words[_LOG] = 0, log_size
+    def await_item(self) -> None:
+        """Record that no phase of the coming item is over: what the log has so far belongs to no item."""
+        self._words[_PHASES] = 0
+        self._words[_LOG] = 0 if self._log is None else os.lseek(self._log, 0, os.SEEK_END)

@@ -49,7 +49,7 @@ from lockstep.world.world import World
 TEAR_DOWN_WITHIN = 5.0
 """Seconds that ranks get to tear down when the run is interrupted; what still runs then is ended."""
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
-RANK = "lockstep.rank:Rank"
+RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
 
 

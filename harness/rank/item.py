@@ -18,7 +18,7 @@ import pytest
 from lockstep.exceptions import RankStateWarning
 from lockstep.rank.leaks import LeakGuard
 from lockstep.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
-from lockstep.rank.state import RankState
+from lockstep.rank.state import CrashReports, RankState
 from lockstep.rank.torch_internals import DTensorResults
 from lockstep.subtests import RunSubtests
 
@@ -59,10 +59,10 @@ class ItemGuards:
         raised: Whether the item has failed in an earlier phase, or as was expected; the reporter sets it.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, crash_reports: CrashReports) -> None:
         self._rank = rank
         self._streams = StreamGuard()
-        self.state = StateGuard(rank, self._streams)
+        self.state = StateGuard(self._streams, crash_reports, rank.spec.key.has_group)
         self.raised = False
         self._setups: list[list[Any]] = []
         """The snapshots from before each set-up under way of a wide fixture, the outermost first."""
@@ -178,6 +178,9 @@ class ItemGuards:
 class StateGuard:
     """Restores the state of the rank after each test.
 
+    Args:
+        has_group: Whether the world starts with a default process group.
+
     Attributes:
         is_restored: Whether all that the last test had changed could be restored.
     """
@@ -185,10 +188,11 @@ class StateGuard:
     warning: type[Warning] = RankStateWarning
     baseline: RankState
 
-    def __init__(self, rank: Rank, streams: StreamGuard) -> None:
+    def __init__(self, streams: StreamGuard, crash_reports: CrashReports, has_group: bool) -> None:
         self.is_restored = True
-        self._rank = rank
         self._streams = streams
+        self._crash_reports = crash_reports
+        self._has_group = has_group
         self._dtensor_results = DTensorResults()
 
     def capture(self) -> RankState:
@@ -217,13 +221,13 @@ class StateGuard:
     def after(self, raised: bool) -> Sequence[str]:
         baseline = self.baseline
         now = self._last = RankState.capture()
-        if not self._rank.spec.key.has_group:  # the groups that a test makes there are expected; they end
+        if not self._has_group:  # the groups that a test makes there are expected; they end
             now = replace(now, process_groups=now.process_groups & baseline.process_groups)
         left = self._streams.take_notes()
         if now != baseline:
             left = [*baseline.changes(now), *left]
             baseline.restore()
-        self._rank.crash_reports.enable()  # last: the test may have left another handler
+        self._crash_reports.enable()  # last: the test may have left another handler
         if now != baseline:
             self._last = RankState.capture()
             kept = self._last.process_groups & baseline.process_groups

@@ -166,8 +166,15 @@ class DefaultGroup:
             self._joined = time.time_ns()
 
     def stands(self) -> bool:
-        """Return whether the next test can start with this group, or without one if it starts so."""
-        return not self.is_aborted and (not self._spec.key.has_group or dist.is_initialized())
+        """Return whether the next test can start with this group, or without one if it starts so.
+
+        It cannot once a test has regrouped the ranks that were left: others may be missing.
+        """
+        return (
+            not self.is_aborted
+            and not self._living
+            and (not self._spec.key.has_group or dist.is_initialized())
+        )
 
     def stand_for(self, fake: FakeRank) -> None:
         """Leave the fake group for that of another rank or size; 0.3 ms."""

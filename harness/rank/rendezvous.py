@@ -33,17 +33,14 @@ class Rendezvous:
     """Makes the stores of groups that the environment describes, and counts what meets.
 
     Args:
-        activity: of the rank, which is given the call of `init_process_group` under way.
+        activity: of the rank: has the number of the item, and is given the call of `init_process_group` under
+            way.
         make_store: returns a store of this world by name and size.
-
-    Attributes:
-        item: number of the current item of this world, the same on all ranks.
     """
 
     def __init__(
         self, spec: RankSpec, activity: Activity, make_store: Callable[[str, int], dist.Store]
     ) -> None:
-        self.item = 0
         self._make_store = make_store
         self._master = _HERE if spec.place is None else {spec.place.master}
         self._spec = spec
@@ -92,7 +89,8 @@ class Rendezvous:
         if port != self._spec.port or hostname not in self._master:
             store: dist.Store = self._make_torchs(hostname, port, rank, world_size, *args, **kwargs)
             return store
-        self._meetings[self.item, world_size] += 1
+        item = self._activity.item
+        self._meetings[item, world_size] += 1
         alone = f"-of-{self._spec.rank}" if world_size == 1 else ""
-        name = f"meeting-{self.item}-{world_size}-{self._meetings[self.item, world_size]}{alone}"
+        name = f"meeting-{item}-{world_size}-{self._meetings[item, world_size]}{alone}"
         return self._make_store(name, world_size)

@@ -17,6 +17,7 @@ from lockstep.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_use
 if TYPE_CHECKING:
     from lockstep.rank.item import ItemGuards
     from lockstep.rank.process import Rank
+    from lockstep.standing import Standing
 
 PHASES = ("setup", "call", "teardown")
 MAX_RAISED = 10
@@ -33,11 +34,12 @@ class RankReporter:
         names_raised: Whether reports of failures name the exceptions, for pytest-rerunfailures.
     """
 
-    def __init__(self, rank: Rank, guards: ItemGuards) -> None:
+    def __init__(self, rank: Rank, standing: Standing, guards: ItemGuards) -> None:
         self.phases_over = 0
         self.names_raised = False
         self._raised: BaseException | None = None
         self._rank = rank
+        self._standing = standing
         self._guards = guards
         self._xml = XmlNotes()
         self._output = TestOutput(rank.world, rank.spec.session.output_directory)
@@ -69,7 +71,7 @@ class RankReporter:
         if is_of_subtest:
             return  # the test goes on
         self.phases_over = PHASES.index(report.when) + 1
-        self._rank.record_phases_over(self.phases_over)
+        self._standing.record_phases_over(self.phases_over)
         if report.when != "teardown" and _raised(report):
             self._rank.group.abort()
 

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import mmap
 import os
-import random
+import sys
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import pytest
-import torch
 
 from lockstep.fake_ranks import FakeRank
 from lockstep.hookspecs import RANK_PLUGIN, Ending
-from lockstep.protocol import Close, Collecting, Finished, ItemStarted, RunItem
+from lockstep.protocol import Close, Collecting, Finished, ItemStarted, Ready, RunItem, StartFailed
 from lockstep.rank import debugger
 from lockstep.rank.item import ItemGuards
-from lockstep.rank.output import end_lines
+from lockstep.rank.output import capture_into, end_lines, prefix_streams
 from lockstep.rank.plugins import LeftOut, worker_input
-from lockstep.rank.pytest_internals import set_argument, set_location, waiting_conftests
+from lockstep.rank.process import Rank
+from lockstep.rank.pytest_internals import (
+    attach_log_handlers_quickly,
+    set_argument,
+    set_location,
+    set_root,
+    waiting_conftests,
+)
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
-from lockstep.rank.state import RankState
+from lockstep.rank.state import CrashReports, RankState
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
+from lockstep.rank.wire import LeaseShare
+from lockstep.specification import RankSpec
+from lockstep.standing import Standing
 
 if TYPE_CHECKING:
     from lockstep.injection.item import SkewedItems
-    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -67,21 +76,59 @@ class RankSession:
         started: Whether the session has come to its first item.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, spec: RankSpec, connection: Connection, lease: LeaseShare | None) -> None:
         self.__name__ = RANK_PLUGIN  # by this pytest names a plugin that is an object
-        self.rank = rank
-        self._spec = rank.spec
+        self.rank = rank = Rank(spec, connection, lease)
+        self._spec = spec
         self.world = rank.world
         self.started = False
         self._collection = RankCollection()
-        self._guards = ItemGuards(rank)
+        self._crash_reports = CrashReports(spec.path_of("stacks"))
+        self._guards = ItemGuards(rank, self._crash_reports)
         self._state = self._guards.state
         rank.adopt_state = self._state.adopt
-        self._reporter = RankReporter(rank, self._guards)
+        self._standing = Standing(spec)
+        self._reporter = RankReporter(rank, self._standing, self._guards)
         self._skewed_items: SkewedItems | None = None
         self._freed_memory = FreedMemory()
-        self._workerinput = worker_input(rank.spec.session.workerinput, rank.spec.rank, rank.spec.key.size)
+        self._workerinput = worker_input(spec.session.workerinput, spec.rank, spec.key.size)
         self._left_out = LeftOut()
+
+    def join(self) -> None:
+        """Answer the controller from now on, and meet the other ranks in the default process group."""
+        gc.enable()  # the server has it off
+        self._crash_reports.enable()
+        self.rank.join()
+
+    def send(self, message: StartFailed) -> None:
+        """Send the controller why the session did not start."""
+        self.rank.send(message)
+
+    def run(self) -> None:
+        """Run items until the controller closes the session, and end the process."""
+        # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
+        logging.getLogger("c10d-NullHandler-default").disabled = True
+        capture_into(self._spec.path_of("captured"))
+        given = self._spec.session
+        if not given.captures and self._spec.rank != given.debugged_rank:
+            prefix_streams(lambda: f"rank {self.world.rank}")
+        attach_log_handlers_quickly()
+        set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
+        try:
+            status = pytest.main(list(given.args), plugins=[self])
+        except BaseException as error:
+            if not self.started:  # sys.exit in a conftest: the process would end without a message
+                self.send(StartFailed(f"it raised before it ran a test\n{describe_raised(error)}"))
+            raise
+        if not self.started:
+            self.send(StartFailed(f"pytest ended with status {int(status)} before it ran a test"))
+        self.rank.group.leave()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError):  # a test has closed it
+                stream.flush()
+        os._exit(0)  # threads that tests have left would keep the process
+
+    # Hooks of pytest
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None, object, object]:
@@ -139,10 +186,12 @@ class RankSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.started = True
         self._state.start()
-        self.rank.stand_ready()
+        self._standing.await_item()
+        self.rank.send(Ready())
         while True:
-            match self.rank.next_order():
+            match self.rank.wire.next_order():
                 case RunItem() as order:
+                    self.rank.status.activity.begin_item()
                     self._run(session, order)
                 case Close():
                     return True
@@ -179,11 +228,13 @@ class RankSession:
             end_lines()
         checks = self._config.getoption("check_collectives")
         doing = replace(self.rank.status.collectives(), state="idle") if checks else None
-        usable = self.rank.group.stands() and self._state.is_restored and not self.rank.is_rebuilt
+        usable = self.rank.group.stands() and self._state.is_restored
         counts = count_collectives(), count_groups()
         ending = Ending(usable)
         self._config.hook.pytest_ranks_finished(ending=ending)
-        self.rank.finish(Finished(ending.usable, *counts, doing, ending.parts))
+        self.rank.status.activity.end_item()
+        self.rank.send(Finished(ending.usable, *counts, doing, ending.parts))
+        self._standing.await_item()
         self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
@@ -218,7 +269,7 @@ class RankSession:
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         except BaseException as error:
-            if self.rank.interrupted and isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
+            if self.rank.wire.is_interrupted and isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
                 raise  # pytest tears down what is up and ends the session
             # KeyboardInterrupt, pytest.exit, or whatever a hook raises. Inside one rank it is that test's
             # failure; stopping the run is the controller's.
@@ -279,19 +330,6 @@ def _resident() -> int:
             return int(figures.read().split()[1]) * mmap.PAGESIZE
     except OSError:
         return 0
-
-
-def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed random, numpy's legacy generator, and torch's generators of the CPU and of the rank's device.
-
-    Not by `torch.manual_seed`: it also queues a seed for every kind of device that was never used, with a
-    formatted stack each, which takes longer than a small test.
-    """
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed_all(seed)
 
 
 def _represent(item: pytest.Item, error: BaseException) -> object:

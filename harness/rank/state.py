@@ -7,12 +7,14 @@ import faulthandler
 import gc
 import locale
 import os
+import random
 import resource
 import signal
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -268,3 +270,16 @@ def _cwd() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return "(removed)"
+
+
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed random, numpy's legacy generator, and torch's generators of the CPU and of the rank's device.
+
+    Not by `torch.manual_seed`: it also queues a seed for every kind of device that was never used, with a
+    formatted stack each, which takes longer than a small test.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pluggy
@@ -21,9 +21,9 @@ from lockstep.rank import pytest_internals
 from lockstep.rank.flight_record import issued_since, keep_stack, read_record
 from lockstep.rank.process_group import DefaultGroup
 from lockstep.rank.torch_internals import build_locks
+from lockstep.rank.wire import WIRE_THREAD
 from lockstep.tracebacks import Stack, is_installed, parse
 
-WIRE_THREAD = "lockstep-wire"
 INJECTED_HANG = "injected_hang"
 """Name of the function of `lockstep.injection.injector` that a rank waits in for ever."""
 
@@ -41,6 +41,20 @@ class Activity:
     """When the item began, nanoseconds since the epoch."""
     meeting: Issued | None = None
     """The last call of `init_process_group` in the item, for a group of all ranks."""
+    item: int = 0
+    """Number of the item in this world, the same on all ranks."""
+    abortable: str = ""
+    """The case in which the controller may abort the group; one that has ended has another group."""
+    aborting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the group is aborted, or `abortable` forgotten."""
+
+    def begin_item(self) -> None:
+        self.state, self.began = "runs", time.time_ns()
+        self.item += 1
+        self.meeting = None
+
+    def end_item(self) -> None:
+        self.state, self.case, self.count = "idle", "", ""
 
 
 class StatusReader:
@@ -53,7 +67,7 @@ class StatusReader:
     """
 
     def __init__(self, activity: Activity, group: DefaultGroup, base: str) -> None:
-        self._activity = activity
+        self.activity = activity
         self._group = group
         self._base = base
         self._stacks = Stacks()
@@ -77,18 +91,18 @@ class StatusReader:
         """Return the status, or only that the main thread has run since the last time if that is so."""
         try:
             before, self._progress = self._progress, self._waits_in_meeting() or progress()
-            if not probe.full and self._activity.state != "runs":
+            if not probe.full and self.activity.state != "runs":
                 return self.collectives()
             if probe.full or (before == self._progress and not self._others_run_users_code()):
                 return self._describe(probe.full)
-            return self._place() if probe.names_place else Progress(self._activity.count)
+            return self._place() if probe.names_place else Progress(self.activity.count)
         except Exception:  # of what torch does not document; the thread that answers is needed on
-            return RankStatus(traceback.format_exc(), "an unknown place", state=self._activity.state)
+            return RankStatus(traceback.format_exc(), "an unknown place", state=self.activity.state)
 
     def collectives(self) -> RankStatus:
         """Return the collectives that this rank has begun in this test, and no more."""
-        issued, before = issued_since(self._activity.began, self._group)
-        activity = self._activity
+        issued, before = issued_since(self.activity.began, self._group)
+        activity = self.activity
         if activity.meeting is not None:
             issued = (activity.meeting, *issued)
         return RankStatus("", "", "", issued, before, activity.state, activity.case, activity.count)
@@ -98,7 +112,7 @@ class StatusReader:
 
         None where this rank has child processes: one of them may come in place of another rank.
         """
-        meeting = self._activity.meeting
+        meeting = self.activity.meeting
         return meeting if meeting and meeting.in_flight and not children_of(os.getpid()) else None
 
     def _place(self) -> Progress:
@@ -108,7 +122,7 @@ class StatusReader:
         computes = self._looked[0] - ran > (self._looked[1] - now) / 2
         stack = self._stacks.take().get(self._main, ())
         where, call = _user_line([place.summary() for place in reversed(stack)])
-        return Progress(self._activity.count, where.removeprefix(f"{self._base}/"), call, computes)
+        return Progress(self.activity.count, where.removeprefix(f"{self._base}/"), call, computes)
 
     def keep_stacks(self) -> None:
         """Let the record of shm have the line of each call, as torch's has, once the backend is loaded."""
@@ -117,7 +131,7 @@ class StatusReader:
 
     def record(self) -> FlightRecord:
         """Return the calls of this test, with times and stacks."""
-        return read_record(self._activity.began, self._group)
+        return read_record(self.activity.began, self._group)
 
     def _describe(self, full: bool) -> RankStatus:
         """Describe all threads of this process but this one, the main thread first."""

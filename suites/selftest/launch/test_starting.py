@@ -107,6 +107,6 @@ def test_a_server_that_takes_too_long_is_reported_with_a_remedy(
     monkeypatch.setattr(server, "status_path", lambda _: tmp_path / "never")
     monkeypatch.setattr(processes, "_has_ended", lambda _: False)
     with pytest.raises(LaunchError, match=re.escape(said)):
-        ProcessLauncher("forkserver", RankProgram("lockstep.rank:Rank", preload=preload))._await_server(
-            deadline=0.0
-        )
+        ProcessLauncher(
+            "forkserver", RankProgram("lockstep.rank:RankSession", preload=preload)
+        )._await_server(deadline=0.0)
