@@ -63,12 +63,37 @@ def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
 _request_key = pytest.StashKey[Request | Refusal]()
 
 
+class SharedDirectories:
+    """Names of the directories that the ranks of one test share."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._numbers = itertools.count()
+        self._here = ""
+        """The directory above them, of worlds on this host."""
+        given: str | None = config.getoption("ranks_shared_dir")
+        own = f"lockstep-{secrets.token_hex(4)}"  # each worker of pytest-xdist has its own
+        self._of_hosts = "" if given is None else f"{os.path.abspath(given)}/{own}"
+        """The directory above those of worlds on several hosts; "" without `--shared-dir`."""
+
+    def path_for(self, item: pytest.Item, spans_hosts: bool) -> str:
+        """Return a path for one run of an item; "" where no directory is known that all ranks see."""
+        self._here = self._here or str(basetemp_of(self._config) / "shared")
+        above = self._of_hosts if spans_hosts else self._here
+        name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
+        return above and f"{above}/{name[:40]}"
+
+    def remove(self) -> None:
+        """Remove those of worlds on several hosts."""
+        if self._of_hosts:
+            shutil.rmtree(self._of_hosts, ignore_errors=True)
+
+
 class Controller:
     """Runs `ranks` items on worlds; leaves every other item to pytest."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._numbers = itertools.count()
         self._positions: dict[pytest.Item, int] = {}
         self._last_items: dict[str, pytest.Item] = {}
         self._launcher: Launcher | None = None
@@ -76,10 +101,7 @@ class Controller:
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
         self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
-        self._shared_tmp_path = ""
-        shared_dir: str | None = config.getoption("ranks_shared_dir")
-        own = f"lockstep-{secrets.token_hex(4)}"  # each worker of pytest-xdist has its own
-        self._shared_dir = "" if shared_dir is None else f"{os.path.abspath(shared_dir)}/{own}"
+        self._shared = SharedDirectories(config)
         self._current: pytest.Item | None = None
 
     # Before tests: find out what will be needed, and start it early
@@ -245,16 +267,13 @@ class Controller:
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
-        self._shared_tmp_path = self._shared_tmp_path or str(basetemp_of(self._config) / "shared")
-        shared = self._shared_tmp_path if len(request.key.spread) < 2 else self._shared_dir
-        name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
         parts: dict[str, Any] = {}
         self._config.hook.pytest_ranks_order(item=item, request=request, parts=parts)
         return RunItem(
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
-            shared_tmp_path=shared and f"{shared}/{name[:40]}",
+            shared_tmp_path=self._shared.path_for(item, len(request.key.spread) > 1),
             location=item.location,
             fake=request.fake,
             parts=parts,
@@ -319,8 +338,7 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()
-        if self._shared_dir:
-            shutil.rmtree(self._shared_dir, ignore_errors=True)
+        self._shared.remove()
         self._stop_server()
         if self._debugging is not None:
             self._debugging.terminal.close()
