@@ -20,10 +20,10 @@ from lockstep.engine.casting import BatchNormCast, Buffers
 from lockstep.engine.config import Ignored, UnitConfig
 from lockstep.engine.dtensor_param import place
 from lockstep.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
-from lockstep.engine.marks import OWNER, mark_sharded
+from lockstep.engine.marks import OWNER
 from lockstep.engine.materialise import Materialiser
 from lockstep.engine.mesh import device_of
-from lockstep.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of
+from lockstep.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of, mark_sharded
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.unit import Unit
 from lockstep.engine.unsharded import Precision

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lockstep.engine.param import Param
 
 OWNER = "_lockstep_unit"
 """The attribute of a module or parameter that carries the name of the unit that shards it."""
 _INVALID = "_lockstep_invalid"
 
 
-class _Owner(str):
+class Owner(str):
     """The unit that shards what carries this mark. A copy of that belongs to no unit: its mark is empty."""
 
     def __deepcopy__(self, _: object) -> str:
@@ -23,14 +19,6 @@ class _Owner(str):
 
     def __reduce__(self) -> tuple[type[str], tuple[()]]:
         return str, ()
-
-
-def mark_sharded(params: Iterable[Param], unit: str) -> None:
-    """Mark parameters, and the modules that hold them, as sharded by `unit`: a second unit refuses them."""
-    for param in params:
-        setattr(param.parameter, OWNER, _Owner(f"{param.name} of {unit}"))
-        for ref in param.refs:
-            ref.module.__dict__[OWNER] = _Owner(unit)
 
 
 def invalidate(replaced: Iterable[Tensor], what: str) -> None:

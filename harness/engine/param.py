@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from lockstep.engine import collectives
 from lockstep.engine.config import UnitConfig
 from lockstep.engine.guard import Guard, stand_in
 from lockstep.engine.layout import FlatLayout, Layout, RowLayout
-from lockstep.engine.marks import invalidate, mark_sharded
+from lockstep.engine.marks import OWNER, Owner, invalidate
 from lockstep.engine.torch_internals import count_as_parameter, local_tensor
 
 INNER = "_sharded_module"
@@ -115,6 +115,14 @@ class Param:
     def clear(self) -> None:
         for ref in self.refs:
             ref.clear()
+
+
+def mark_sharded(params: Iterable[Param], unit: str) -> None:
+    """Mark parameters, and the modules that hold them, as sharded by `unit`: a second unit refuses them."""
+    for param in params:
+        setattr(param.parameter, OWNER, Owner(f"{param.name} of {unit}"))
+        for ref in param.refs:
+            ref.module.__dict__[OWNER] = Owner(unit)
 
 
 class LocalShard:

@@ -26,10 +26,9 @@ from lockstep.shm.collectives import Collectives
 from lockstep.shm.in_place import Read, all_gather_views, reduce_scatter_views
 from lockstep.shm.meeting import meet
 from lockstep.shm.p2p import ANY, Mailbox
-from lockstep.shm.progress import progress
 from lockstep.shm.reduce import PREMUL_SUM
 from lockstep.shm.torch_internals import backend_options, empty_backend
-from lockstep.shm.work import Bundle, Completed, Pending, ShmWork
+from lockstep.shm.work import Bundle, Completed, Pending, ShmWork, progress
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

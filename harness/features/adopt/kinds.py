@@ -88,16 +88,6 @@ class Kind(Protocol):
         ...
 
 
-def kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
-    """Return the kinds of these families; a class is of the first one that matches it."""
-    from lockstep.features.adopt.continuous import Continuous
-    from lockstep.features.adopt.distributed_test import DistributedTest
-    from lockstep.features.adopt.multi_process import MultiProcess, MultiThreaded
-
-    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
-    return tuple(kind for kind in kinds if kind.family in families)
-
-
 KIND = pytest.StashKey[Kind]()
 """Kind of an item that is adopted, in a rank."""
 

@@ -11,6 +11,7 @@ import pytest
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
+    from lockstep.features.adopt.kinds import Kind
     from lockstep.rank.session import RankSession
 
 FAMILIES = ("torch", "deepspeed")
@@ -70,9 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _register(config: pytest.Config, families: tuple[str, ...]) -> None:
-    from lockstep.features.adopt.kinds import KIND, kinds_of
+    from lockstep.features.adopt.kinds import KIND
 
-    kinds = kinds_of(families)
+    kinds = _kinds_of(families)
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is None:
         from lockstep.features.adopt.controller import Adoption
@@ -89,6 +90,16 @@ def _register(config: pytest.Config, families: tuple[str, ...]) -> None:
 
         cpu_devices = CpuDevices(runs_here=lambda item: KIND in item.stash)
         config.pluginmanager.register(cpu_devices, "harness-adopt-cpu")
+
+
+def _kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
+    """Return the kinds of these families; a class is of the first one that matches it."""
+    from lockstep.features.adopt.continuous import Continuous
+    from lockstep.features.adopt.distributed_test import DistributedTest
+    from lockstep.features.adopt.multi_process import MultiProcess, MultiThreaded
+
+    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
+    return tuple(kind for kind in kinds if kind.family in families)
 
 
 def _families(config: pytest.Config) -> tuple[str, ...]:
