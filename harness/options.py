@@ -27,7 +27,10 @@ SHORT: Options = {
         "help": "backend of torch.distributed, gloo, nccl, shm or fake, or one for each device, such as "
         "cpu:gloo,cuda:nccl, for tests whose mark names none",
     },
-    "device": {"choices": ("cpu", "cuda"), "help": "device of the ranks (default: cpu, cuda under nccl)"},
+    "device": {
+        "metavar": "TYPE",
+        "help": "device of the ranks: cpu, cuda or another accelerator (default: cpu, cuda under nccl)",
+    },
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
     "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
     "causes": {
@@ -120,8 +123,12 @@ def add_short_options(parser: pytest.Parser, options: Options, taken: Container[
 def default_backend(config: pytest.Config) -> str:
     """Return the backend of items that name none: `--backend`, else what suits `--device`."""
     backend: str | None = config.getoption("ranks_backend")
-    of_device = "nccl" if config.getoption("ranks_device") == "cuda" else "gloo"
-    return of_device if backend is None else backend
+    if backend is not None:
+        return backend
+    from lockstep.backends.device import CPU, Device  # of runs that have tests on ranks
+
+    device: str | None = config.getoption("ranks_device")
+    return Device(CPU if device is None else device).default_backend
 
 
 def _add_ini_options(parser: pytest.Parser) -> None:

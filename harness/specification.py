@@ -81,17 +81,11 @@ class RankSpec:
     lease: str | None = None
     """What the world has leased of the machine: the path of its files in the store, without suffix."""
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs that the world has leased, as CUDA_VISIBLE_DEVICES has them; empty on CPUs."""
+    """Names of the accelerators that the world has leased (`Device.names`); empty on CPUs."""
     port: int = 0
     """MASTER_PORT of the ranks."""
     place: Place | None = None
     """Where it runs, in a run on several hosts."""
-
-    @property
-    def gpu(self) -> int | None:
-        """The rank's GPU, counted among those of the world, which are all that it sees; None on CPUs."""
-        rank = self.rank if self.place is None else self.place.local_rank
-        return rank % len(self.gpus) if self.gpus else None
 
     def path_of(self, file: RankFile) -> str:
         """Return the path of a file of this rank."""

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.assertions import divergence
 from lockstep.assertions.agreement import fail_together, gathered
 from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences
+from lockstep.backends.device import accelerator
 from lockstep.exceptions import Diverged
 from lockstep.recorders import active_log
 from lockstep.recorders.tensors import local_part
@@ -212,6 +213,7 @@ def train(trainee: Trainee, training: Training) -> Run:
 def _train(trainee: Trainee, training: Training, start: Named) -> Run:
     model, scaler, run = trainee.model, trainee.scaler, Run(start)
     rank = dist.get_rank() if dist.is_initialized() else 0
+    device = accelerator()
     log = active_log()
     recorder = None if log is None else divergence.TrainingRecorder(log, model, start)
     optimizer = trainee.optimizer(model, training.optimizer)
@@ -222,8 +224,8 @@ def _train(trainee: Trainee, training: Training, start: Named) -> Run:
         seed = _seed(training.seed, rank, step)
         # `torch.manual_seed` also formats a stack for every kind of device that was never used: 0.6 ms.
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(seed)
+        if device is not None and device.is_used():
+            device.seed(seed)
         loss = training.loss(model, training.batches(step))
         run.losses.append({"loss": loss.detach().clone()})
         if recorder:

@@ -1,21 +1,24 @@
 """Backends of torch.distributed that worlds can use, by name: `gloo`, or `cpu:gloo,cuda:nccl`.
 
-Used on both sides at collection; must not import torch.
+Used on both sides at collection; must not import torch, except to look for one that is not listed here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 
 from lockstep.backends.backend import Backend
+from lockstep.backends.device import CPU, accelerator
 from lockstep.backends.fake import Fake
 from lockstep.backends.gloo import Gloo
 from lockstep.backends.nccl import Nccl
 from lockstep.backends.shm import Shm
+from lockstep.backends.vendor import Vendor
 
 BACKENDS: Mapping[str, Backend] = {each.name: each for each in (Gloo(), Nccl(), Shm(), Fake())}
-"""The backends of torch.distributed that worlds can use."""
+"""The backends that worlds can use; `backend_named` finds that of another accelerator."""
 
 BROKEN_CONNECTION = re.compile(
     "|".join(each.broken_connection for each in BACKENDS.values() if each.broken_connection),
@@ -26,16 +29,30 @@ BROKEN_CONNECTION = re.compile(
 _FORM = "write DEVICE:BACKEND, with a comma between two: cpu:gloo,cuda:nccl"
 
 
+def backend_named(name: object) -> Backend:
+    """Return a backend: one of `BACKENDS`, or the default one of this machine's accelerator.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if isinstance(name, str) and name in BACKENDS:
+        return BACKENDS[name]
+    with contextlib.suppress(ValueError):  # the accelerator has no backend at all
+        if name and (device := accelerator()) is not None and device.default_backend == name:
+            return Vendor(device.default_backend, device.type)
+    raise ValueError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
+
+
 def backends_of(text: str) -> dict[str, str]:
     """Return the backend of each device that a name means: of `gloo`, gloo for each device that it serves."""
     if ":" not in text:
-        return dict.fromkeys(BACKENDS[text].devices, text)
+        return dict.fromkeys(backend_named(text).devices, text)
     return dict(part.split(":") for part in text.split(","))
 
 
 def objects_of(text: str) -> list[Backend]:
     """Return the backends that a name means, each once."""
-    return [BACKENDS[name] for name in dict.fromkeys(backends_of(text).values())]
+    return [backend_named(name) for name in dict.fromkeys(backends_of(text).values())]
 
 
 def takes_devices(text: str) -> bool:
@@ -46,29 +63,30 @@ def takes_devices(text: str) -> bool:
 def devices_of(text: str) -> tuple[str, ...]:
     """Return the devices that a rank's tensors can be on, the default first.
 
-    With a part for cuda they are there: the part for cpu serves what the test keeps on the CPU beside.
+    With a part for an accelerator they are there: that for cpu serves what the test keeps on the CPU beside.
     """
     devices = tuple(backends_of(text))
-    return devices if ":" not in text else ("cuda" if "cuda" in devices else "cpu",)
+    return devices if ":" not in text else (next((each for each in devices if each != CPU), CPU),)
 
 
 def check_backend(text: object) -> None:
     """Raise ValueError unless `text` names a backend that worlds can use; the message says what to write."""
-    if not isinstance(text, str) or (":" not in text and text not in BACKENDS):
-        raise ValueError(f"unknown backend {text!r}; there are {', '.join(BACKENDS)}")
-    if ":" not in text:
+    if not isinstance(text, str) or ":" not in text:
+        backend_named(text)
         return
     seen: set[str] = set()
     for part in text.split(","):
         device, _, name = part.partition(":")
         if not device or not name or ":" in name or part != part.strip():
             raise ValueError(f"backend {text!r}: {_FORM}")
-        if name not in BACKENDS:
-            raise ValueError(f"backend {text!r}: unknown backend {name!r}; there are {', '.join(BACKENDS)}")
+        try:
+            devices = backend_named(name).devices
+        except ValueError as error:
+            raise ValueError(f"backend {text!r}: {error}") from None
         if name == "fake":
             raise ValueError(f"backend {text!r}: a fake world has no other backend: write 'fake'")
-        if device not in BACKENDS[name].devices:
-            works = " and ".join(BACKENDS[name].devices)
+        if device not in devices:
+            works = " and ".join(devices)
             raise ValueError(f"backend {text!r}: {name} works on {works}, not on {device!r}")
         if device in seen:
             raise ValueError(f"backend {text!r}: names {device} twice")

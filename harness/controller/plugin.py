@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.backends import BACKENDS, backends_of
+from lockstep.backends import BACKENDS, objects_of
 from lockstep.controller.debugging import Debugging, check_debuggers
 from lockstep.controller.pytest_internals import (
     add_failed_tear_down,
@@ -55,9 +56,8 @@ RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "reco
 
 def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
     """Return the modules of the backends that the options or a file name; a rank imports others by itself."""
-    named = {*backends_of(default_backend(config)).values()}
-    named |= {name for name in BACKENDS if f'"{name}"'.encode() in text or f":{name}".encode() in text}
-    return [BACKENDS[name].module for name in sorted(named) if BACKENDS[name].module]
+    named = [each for name, each in BACKENDS.items() if re.search(rf'[":]{name}\b'.encode(), text)]
+    return sorted({each.module for each in (*objects_of(default_backend(config)), *named) if each.module})
 
 
 _request_key = pytest.StashKey[Request | Refusal]()

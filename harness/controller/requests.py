@@ -1,11 +1,10 @@
 """Requests of marked items for a world, and refusals of those that this run or this machine cannot satisfy.
 
-Runs in the controller; imports torch only where GPUs are requested.
+Runs in the controller; imports torch only where accelerators are requested.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ import pytest
 
 from lockstep.backends import (
     BACKENDS,
-    backends_of,
     check_backend,
     devices_of,
     objects_of,
     takes_devices,
 )
+from lockstep.backends.device import CPU, Device
 from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
 from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import make_report
@@ -95,7 +94,7 @@ def _refuse_skew(item: pytest.Item, mark: RanksMark | None) -> str:
 def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | Refusal:
     config = item.config
     backend = mark.backend or default_backend(config)
-    lacks = {word for name in backends_of(backend).values() for word in BACKENDS[name].lacks}
+    lacks = {word for each in objects_of(backend) for word in each.lacks}
     lacking = sorted(lacks.intersection(mark.needs))
     if lacking and mark.backend is None:
         return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
@@ -106,18 +105,18 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     if size > MOST_PROCESSES:
         remedy = "fake worlds (backend='fake') are larger"
         return Refusal("failed", f"ranks({size}): {MOST_PROCESSES} ranks at most under {backend}; {remedy}")
-    device = config.getoption("ranks_device") or devices_of(backend)[0]
-    if device not in devices_of(backend):
-        return Refusal("skipped", f"the backend {backend} does not work with --device {device}")
-    spread = () if fake else _spread_of(config, mark, WorldKey(size, backend, device, mark.group))
+    device = Device(config.getoption("ranks_device") or devices_of(backend)[0])
+    if device.type not in devices_of(backend):
+        return Refusal("skipped", f"the backend {backend} does not work with --device {device.type}")
+    spread = () if fake else _spread_of(config, mark, WorldKey(size, backend, device.type, mark.group))
     if isinstance(spread, Refusal):
         return spread
-    key = WorldKey(size, backend, device, mark.group, spread)
+    key = WorldKey(size, backend, device.type, mark.group, spread)
     need = size if takes_devices(backend) else 1
-    if device == "cuda" and not spread and need > (have := count_gpus()):
-        lack = f"need {need} GPUs, this machine has {have}"
+    if not device.is_cpu and not spread and need > (have := device.count()):
+        lack = f"need {need} {device.unit}s, this machine has {have}"
         if mark.backend is None:
-            lack += "; run with --backend gloo"
+            lack += "; run with --backend gloo" if device.type in BACKENDS["gloo"].devices else ""
         return Refusal("skipped", f"{size} ranks under {backend} {lack}")
     at_once = config.getini("ranks_at_once")
     if at_once is not None and size > at_once:
@@ -214,11 +213,6 @@ def _fake_rank(item: pytest.Item, mark: RanksMark) -> FakeRank:
     return FakeRank(rank, size, mark.made_up_values)
 
 
-def count_gpus() -> int:
-    """Return how many GPUs this process sees."""
-    return int(importlib.import_module("torch").cuda.device_count())
-
-
 def output_directory_of(config: pytest.Config) -> str:
     """Return the absolute path that `--rank-output-dir` means, "" if it is not given."""
     path: str | None = config.getoption("rank_output_dir")
@@ -258,17 +252,7 @@ def check_options(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: with what was wrong and what to write.
     """
-    backend = default_backend(config)
-    try:
-        check_backend(backend)
-    except ValueError as error:
-        raise pytest.UsageError(f"--backend: {error}") from None
-    device = config.getoption("ranks_device")
-    if device is not None and device not in devices_of(backend):
-        raise pytest.UsageError(f"--backend {backend} does not work with --device {device}")
-    if (takes_devices(backend) or device == "cuda") and count_gpus() == 0:
-        requested = "--device cuda" if device == "cuda" else f"--backend {backend}"
-        raise pytest.UsageError(f"{requested}: this machine has no GPU; run with --backend gloo --device cpu")
+    _check_device(config)
     if not are_seconds(seconds := config.getoption("world_timeout")):
         raise pytest.UsageError(f"--world-timeout {seconds}: write {SECONDS}")
     if (seed := config.getoption("world_seed")) not in SEEDS:
@@ -293,6 +277,27 @@ def check_options(config: pytest.Config) -> None:
         value = config.getini(name)
         if value not in choices:
             raise pytest.UsageError(f"{name} = {value!r}: choose {', '.join(choices)}")
+
+
+def _check_device(config: pytest.Config) -> None:
+    backend, given = config.getoption("ranks_backend"), config.getoption("ranks_device")
+    if backend is not None:
+        try:
+            check_backend(backend)
+        except ValueError as error:
+            raise pytest.UsageError(f"--backend: {error}") from None
+        if given is not None and given not in devices_of(backend):
+            raise pytest.UsageError(f"--backend {backend} does not work with --device {given}")
+    of_backend = devices_of(backend)[0] if backend is not None and takes_devices(backend) else CPU
+    device = Device(of_backend if given is None else given)
+    try:
+        backend = backend or device.default_backend
+        if not device.is_cpu and device.count() == 0:
+            raise ValueError(f"this machine has no {device.unit}; run with --backend gloo --device cpu")
+        check_backend(backend)
+    except ValueError as error:
+        requested = f"--backend {backend}" if given is None else f"--device {given}"
+        raise pytest.UsageError(f"{requested}: {error}") from None
 
 
 def _check_hosts(config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 """Starting of worlds for a controller: with a lease where one is needed, in a pytest session like its own.
 
-Runs in the controller; must not import torch.
+Runs in the controller; imports torch only where accelerators are requested.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.backends import takes_devices
+from lockstep.backends.device import Device
 from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import basetemp_of
-from lockstep.controller.requests import count_gpus, output_directory_of
+from lockstep.controller.requests import output_directory_of
 from lockstep.exceptions import LaunchError
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import Launcher
@@ -62,7 +63,7 @@ class WorldStarter:
             session, launcher, basetemp = self._session_spec(), self._launch(), basetemp_of(self._config)
         except OSError as error:
             raise LaunchError(explain(error)) from error
-        needs_lease = key.device == "cuda" or self._config.getini("ranks_at_once") is not None
+        needs_lease = not Device(key.device).is_cpu or self._config.getini("ranks_at_once") is not None
         needs_lease = needs_lease and not key.spread  # of one machine; a run has its hosts for itself
         # After all that may fail: it ends with the world.
         lease = lease_for(key, self._config, make_room) if needs_lease else None
@@ -118,25 +119,17 @@ def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None
     from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
     from lockstep.launch.leases import Leases
 
-    at_once = config.getini("ranks_at_once")
+    at_once, device = config.getini("ranks_at_once"), Device(key.device)
     request = ResourceRequest(
         os.getpid(),
         str(config.rootpath),
         ranks=0 if at_once is None else key.size,
-        gpus=_visible_gpus() if key.device == "cuda" else (),
+        gpus=() if device.is_cpu else device.names(),
         exclusive=takes_devices(key.backend),
     )
     store = LeaseStore(default_directory())
     leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))
     return leases.take(Requirement(request, key.size, at_once), make_room)
-
-
-def _visible_gpus() -> tuple[str, ...]:
-    """Return the names of this run's GPUs: those of CUDA_VISIBLE_DEVICES where it is set, else numbers."""
-    number = count_gpus()
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = map(str, range(number)) if variable is None else map(str.strip, variable.split(","))
-    return tuple(names)[:number]  # CUDA ignores what follows a wrong name
 
 
 def _report_wait(config: pytest.Config, text: str) -> None:

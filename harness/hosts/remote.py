@@ -352,7 +352,7 @@ class HostsLauncher:
                     moved=tuple(pair for pair in moved if pair[0] != pair[1]),
                 )
                 spec = replace(specs[len(placed)], place=place, port=of_first.port)
-                gpus = info.gpus if spec.key.device == "cuda" else ()
+                gpus = () if spec.key.device == "cpu" else info.gpus
                 placed.append(replace(spec, gpus=gpus or spec.gpus))
         return placed
 

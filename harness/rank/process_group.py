@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.backends import BACKENDS, objects_of
+from lockstep.backends.device import Device
 from lockstep.bounds import shown
 from lockstep.fake_ranks import FakeRank
 from lockstep.rank.torch_internals import (
@@ -47,7 +48,8 @@ class DefaultGroup:
         self._meets = all(backend.meets for backend in self._backends)
         self._generation = 0
         self._of_rank: TakenGroups | None = None
-        self.device = torch.device("cpu") if spec.gpu is None else torch.device("cuda", spec.gpu)
+        local_rank = spec.rank if spec.place is None else spec.place.local_rank
+        self.device = Device(spec.key.device).of_rank(local_rank, spec.gpus)
         self.is_aborted = False
         """Whether the group that was joined last has been aborted."""
         self._joined = 0
@@ -140,10 +142,8 @@ class DefaultGroup:
         torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
         for backend in self._backends:
             backend.prepare(MAX_RECORDED)
-        if self.device.type == "cuda":
-            # Whatever a test calls `cuda:0` is a GPU of this world. Read when CUDA is first used: not yet.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._spec.gpus)
-            torch.cuda.set_device(self.device)
+        # Whatever a test calls `cuda:0` is a GPU of this world.
+        Device(self.device.type).use(self.device, self._spec.gpus)
         for backend in self._backends:
             if backend.module:
                 importlib.import_module(backend.module)

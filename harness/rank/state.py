@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from lockstep.backends.device import CPU, Device
 from lockstep.rank.torch_internals import process_groups, set_cudnn_flags
 
 # Snapshots and their differences
@@ -281,5 +282,5 @@ def seed_everything(seed: int, device: torch.device) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed_all(seed)
+    if device.type != CPU:
+        Device(device.type).seed(seed)

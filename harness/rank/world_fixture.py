@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.backends import BACKENDS, backends_of, objects_of
+from lockstep.backends import backend_named, backends_of, objects_of
 from lockstep.fake_ranks import FakeRank
 from lockstep.specification import RankSpec
 
@@ -160,7 +160,7 @@ class RankWorld:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        BACKENDS[backends_of(self.backend)[self.device.type]].barrier(self.group, self.device)
+        backend_named(backends_of(self.backend)[self.device.type]).barrier(self.group, self.device)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank. A value must be picklable.

@@ -1,4 +1,4 @@
-"""The core knows no feature: what it still imports of features is on a list that may only get shorter."""
+"""The core knows no feature and no accelerator: what it still imports of features may only get shorter."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ def test_the_core_imports_no_feature_but_those_that_are_listed() -> None:
             short = sorted({each.removeprefix("lockstep.") for each in modules})
             found[name.removeprefix("lockstep.")] = " ".join(short)
     assert found == STILL_IMPORTED
+
+
+def test_the_core_names_no_type_of_device_but_the_cpu() -> None:
+    """Whatever is of one accelerator alone stands in `lockstep.backends`."""
+    naming = {
+        name.removeprefix("lockstep.")
+        for name, tree in modules_of_core()
+        if not name.startswith("lockstep.backends.")
+        for node in ast.walk(tree)
+        if ast.unparse(node) in ("'cuda'", "torch.cuda")
+    }
+    assert not naming

@@ -22,7 +22,11 @@ def mark_of(*args: Any, **kwargs: Any) -> RanksMark | None:
 @pytest.fixture
 def no_gpus(pytester: pytest.Pytester) -> None:
     """Put a torch in place of the real one that finds none: so it is on every machine, and quick."""
-    pytester.makepyfile(torch="class cuda:\n    device_count = staticmethod(lambda: 0)")
+    torch = pytester.mkpydir("torch")
+    (torch / "__init__.py").write_text(
+        "class cuda:\n    device_count = staticmethod(lambda: 0)\n\nget_device_module = {'cuda': cuda}.get\n"
+    )
+    (torch / "distributed.py").write_text("get_default_backend_for_device = {'cuda': 'nccl'}.get\n")
 
 
 # What it says

@@ -27,6 +27,9 @@ SECONDS = "a number of seconds above 0, at most 1000000"
         (["--rank-debugpy", "9" * 5000], f"--rank-debugpy {'9' * 40}: write RANK or RANK:PORT"),
         (["--rank-debugpy", f"1:{'9' * 5000}"], f"--rank-debugpy 1:{'9' * 38}: write RANK or RANK:PORT"),
         (["--backend="], "--backend: unknown backend ''; there are gloo, nccl, shm, fake"),
+        (["--device=xpu"], "--device xpu: this machine has no GPU; run with --backend gloo --device cpu"),
+        (["--device="], "--device : torch.distributed has no backend for it; it has one for cpu, cuda"),
+        (["--device=gpu"], "--device gpu: torch.distributed has no backend for it; it has one for cpu, cuda"),
         (
             ["--skew=1:nan"],
             "--skew '1:nan': a seed is from 0 to 2**64 - 1, a delay above 0 and at most 60000",

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.backends.device import Device
 from lockstep.controller import world_starter
 from lockstep.exceptions import LaunchError
 from lockstep.launch import lease_store
 from lockstep.launch import leases as leases_module
 from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
 from lockstep.launch.leases import Lease, Leases
-from lockstep.specification import RankSpec, SessionSpec, WorldKey
+from lockstep.specification import WorldKey
 from suites.selftest.project import PROJECTS, wait_for
 
 # One line for all
@@ -241,7 +242,7 @@ def test_gpus_are_named_as_the_environment_names_them(
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
-    monkeypatch.setattr(world_starter, "count_gpus", lambda: 2)
+    monkeypatch.setattr(Device, "count", lambda _: 2)
     lease = world_starter.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
     assert lease.gpus == names
     [entry] = (tmp_path / "leases").glob("*.lease")
@@ -253,13 +254,6 @@ def test_gpus_are_named_as_the_environment_names_them(
         "exclusive": True,
     }
     lease.end()
-
-
-def test_ranks_are_spread_over_the_gpus_of_their_world() -> None:
-    session = SessionSpec((), "/", (), (), {}, {}, captures=True, debugged_rank=None)
-    key = WorldKey(4, "gloo", "cuda")
-    assert [RankSpec(n, key, session, 0, "/", "/", None, ("5", "7")).gpu for n in range(4)] == [0, 1, 0, 1]
-    assert RankSpec(3, key, session, 0, "/", "/").gpu is None
 
 
 # Files that cannot be read
