@@ -7,7 +7,7 @@ from typing import Any
 MOST_SECONDS = 1_000_000
 """Of any wait: eleven days. The system's calls take 24 at most, and neither infinity nor NaN."""
 MOST_RANKS = 1_000_000
-"""Of a fake world, for which its process keeps lists of that length."""
+"""Of a world that one process stands for, which keeps lists of that length."""
 MOST_PROCESSES = 10_000
 """Of any other world: each rank is a process of 50 MB or more."""
 MOST_CASES = 10_000

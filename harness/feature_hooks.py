@@ -52,6 +52,31 @@ def pytest_ranks_session(config: pytest.Config, args: list[str], parts: dict[str
     """
 
 
+@pytest.hookspec
+def pytest_ranks_mark_options() -> Mapping[str, Callable[[RanksMark, Any], Any]] | None:
+    """Return options that the mark `ranks` has in addition, each with what checks and returns its value.
+
+    The values stand in `RanksMark.options`. A check gets the mark, with its sizes and the core's options, and
+    raises MarkError.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_items(metafunc: pytest.Metafunc, mark: RanksMark) -> bool | None:
+    """Parametrize a test, in the place of one item for each size of its mark, and return True."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_size(
+    item: pytest.Item, mark: RanksMark, backend: str, parts: dict[str, Any]
+) -> int | Refusal | None:
+    """Return how many processes the world of an item has, or refuse it; else its mark says how many.
+
+    Args:
+        parts: what features send to ranks with the order. Items whose parts differ here share no fixtures.
+    """
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -> Refusal | None:
     """Refuse to run an item in the world that it requests. Called in the controller, after collection."""
@@ -95,6 +120,11 @@ def pytest_ranks_run_ended(run: ItemRun) -> None:
     """Forget a run that has ended on all ranks, or that was broken off. Called in the controller."""
 
 
+@pytest.hookspec
+def pytest_ranks_begin(order: RunItem) -> None:
+    """Prepare the process for an item, before its file is imported. Called in each rank."""
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_item(item: pytest.Item, order: RunItem) -> pytest.Item | None:
     """Return another item to run in the place of this one. Called in each rank, for every order."""
@@ -121,7 +151,7 @@ def pytest_ranks_regrouped() -> None:
 
 
 @pytest.hookspec
-def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
+def pytest_ranks_outcome(outcome: ItemOutcome, order: RunItem) -> None:
     """Complete the outcome of an item before it is judged and reported. Called in the controller."""
 
 

@@ -5,8 +5,8 @@ Used on both sides at collection; must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
@@ -32,12 +32,10 @@ class RanksMark:
     """Whether its ranks start with a default process group; the test makes its own otherwise."""
     needs: tuple[str, ...] = tuple(NEEDS)
     """What the test needs of a backend that the mark does not name: on one that lacks it, it is skipped."""
-    as_rank: tuple[int, ...] | None = None
-    """Of a fake world, the ranks that get an item each; None: the first and the last."""
-    made_up_values: bool = False
-    """Of a fake world: whether the test may read what its collectives return."""
     hosts: int | None = None
     """Over how many hosts to spread them; None: as few as they fit on."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options that features have added, where they are given."""
 
 
 def read_mark(node: pytest.Item | Any) -> RanksMark | None:
@@ -47,7 +45,7 @@ def read_mark(node: pytest.Item | Any) -> RanksMark | None:
         MarkError: the mark's arguments make no sense; the message says which, and what to write.
     """
     mark = _nearest_mark(node)
-    return None if mark is None else _parse(mark.args, mark.kwargs)
+    return None if mark is None else _parse(node, mark.args, mark.kwargs)
 
 
 def _nearest_mark(node: pytest.Item | Any) -> pytest.Mark | None:
@@ -74,12 +72,17 @@ def _ranks_marks(cls: type) -> list[pytest.Mark]:
     return [mark for mark in marks if mark.name == "ranks"]
 
 
-def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
-    from lockstep.backends import check_backend
+def _parse(node: pytest.Item | Any, sizes: tuple[Any, ...], given: Mapping[str, Any]) -> RanksMark:
+    from lockstep.backends import check_backend, meets
     from lockstep.bounds import SECONDS, are_seconds, problem_of_size, shown
 
-    if unknown := sorted(options.keys() - _OPTIONS):
-        raise MarkError(f"ranks() has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}")
+    checks: dict[str, Callable[[RanksMark, Any], Any]] = {}
+    if others := given.keys() - _OPTIONS:
+        for added in reversed(node.config.hook.pytest_ranks_mark_options()):
+            checks |= added
+        if unknown := sorted(others - checks.keys()):
+            has = ", ".join((*_OPTIONS[:-1], *checks, _OPTIONS[-1]))
+            raise MarkError(f"ranks() has no option {unknown[0]!r}; it has {has}")
     if not sizes:
         raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
     for size in sizes:
@@ -87,14 +90,8 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
             raise MarkError(f"ranks({shown(size)}): {problem}")
     if len(set(sizes)) != len(sizes):
         raise MarkError(f"ranks{sizes}: a world size is given twice")
-    if options.get("as_rank") is not None or options.get("made_up_values", False) is not False:
-        from lockstep.fake_ranks import check_options
-
-        try:
-            options = check_options(options, sizes)
-        except ValueError as error:
-            raise MarkError(str(error)) from None
-    mark = RanksMark(sizes, **options)
+    mark = RanksMark(sizes, **{name: value for name, value in given.items() if name not in others})
+    mark.options.update({name: checks[name](mark, given[name]) for name in checks if name in others})
     if mark.backend is not None:
         try:
             check_backend(mark.backend)
@@ -103,8 +100,9 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
     for name in ("fresh", "group"):
         if not isinstance(value := getattr(mark, name), bool):
             raise MarkError(f"ranks({name}={shown(value)}): {name} is True or False")
-    if mark.backend == "fake" and not mark.group:
-        raise MarkError("ranks(group=False): a fake world always has its group; leave out backend='fake'")
+    if mark.backend is not None and not (mark.group or meets(mark.backend)):
+        remedy = f"leave out backend={mark.backend!r}"
+        raise MarkError(f"ranks(group=False): a {mark.backend} world always has its group; {remedy}")
     if mark.timeout is not None and not are_seconds(mark.timeout):
         raise MarkError(f"ranks(timeout={shown(mark.timeout)}): a timeout is {SECONDS}")
     are_words = isinstance(mark.needs, tuple | list) and all(isinstance(each, str) for each in mark.needs)
@@ -113,4 +111,4 @@ def _parse(sizes: tuple[Any, ...], options: Mapping[str, Any]) -> RanksMark:
     return mark
 
 
-_OPTIONS = {each.name: None for each in fields(RanksMark)[1:]}
+_OPTIONS = tuple(each.name for each in fields(RanksMark)[1:-1])

@@ -17,7 +17,7 @@ from lockstep.features import register_features
 from lockstep.fixtures import collectives, faults, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
-from lockstep.options import SHORT, add_options, add_short_options, default_backend
+from lockstep.options import SHORT, add_options, add_short_options
 
 __all__ = ["collectives", "faults", "run_subtests", "world"]
 
@@ -60,8 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(*sizes, backend=None, fresh=False, timeout=None, group=True, needs=('values',)): run the test "
         "on that many ranks, one item for each size; on `backend`, in new processes if `fresh`, within "
         "`timeout` seconds; without a default process group if not `group`; on no other backend that lacks "
-        "what it `needs`. On 'fake', one item for each rank of `as_rank`, which reads what it receives if "
-        "`made_up_values`. The nearest mark wins.",
+        "what it `needs`. The nearest mark wins.",
     )
     config.addinivalue_line("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
@@ -103,13 +102,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
-    if mark is not None and (mark.backend or default_backend(metafunc.config)) == "fake":
-        from lockstep.fake_ranks import PLACE, places
-
-        if len(each := places(mark.sizes, mark.as_rank)) > 1:
-            metafunc.fixturenames.append(PLACE)
-            metafunc.parametrize(PLACE, each, ids=[f"rank-{rank}-of-{size}" for rank, size in each])
-    elif mark is not None and len(mark.sizes) > 1:
+    if mark is None or metafunc.config.hook.pytest_ranks_items(metafunc=metafunc, mark=mark):
+        return
+    if len(mark.sizes) > 1:
         metafunc.fixturenames.append("ranks_size")
         ids = [f"{size}-rank" if size == 1 else f"{size}-ranks" for size in mark.sizes]
         metafunc.parametrize("ranks_size", mark.sizes, ids=ids)

@@ -6,10 +6,7 @@ Both sides import this; standard library only. Pytest reports travel in pytest's
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from lockstep.fake_ranks import FakeRank
+from typing import Any, Literal
 
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
@@ -69,8 +66,6 @@ class RunItem:
     shared_tmp_path: str
     location: tuple[str, int | None, str] | None = None
     """Of the item, as pytest has it: a rank need not look into the source for it."""
-    fake: FakeRank | None = None
-    """The rank to run it as, in a fake world."""
     preparation: Preparation | None = None
     """The run for the item that takes its place in this order."""
     parts: dict[str, Any] = field(default_factory=dict)

@@ -60,6 +60,11 @@ def takes_devices(text: str) -> bool:
     return any(backend.takes_devices for backend in objects_of(text))
 
 
+def meets(text: str) -> bool:
+    """Return whether ranks are processes that meet; else one process stands for any of them."""
+    return all(backend.meets for backend in objects_of(text))
+
+
 def devices_of(text: str) -> tuple[str, ...]:
     """Return the devices that a rank's tensors can be on, the default first.
 
@@ -80,13 +85,13 @@ def check_backend(text: object) -> None:
         if not device or not name or ":" in name or part != part.strip():
             raise ValueError(f"backend {text!r}: {_FORM}")
         try:
-            devices = backend_named(name).devices
+            backend = backend_named(name)
         except ValueError as error:
             raise ValueError(f"backend {text!r}: {error}") from None
-        if name == "fake":
-            raise ValueError(f"backend {text!r}: a fake world has no other backend: write 'fake'")
-        if device not in devices:
-            works = " and ".join(devices)
+        if not backend.meets:
+            raise ValueError(f"backend {text!r}: a {name} world has no other backend: write {name!r}")
+        if device not in backend.devices:
+            works = " and ".join(backend.devices)
             raise ValueError(f"backend {text!r}: {name} works on {works}, not on {device!r}")
         if device in seen:
             raise ValueError(f"backend {text!r}: names {device} twice")

@@ -241,7 +241,6 @@ class Controller:
         try:
             with attending:
                 outcome = world.run(ItemRun(order, request.timeout, self._config.hook))
-            self._config.hook.pytest_ranks_outcome(outcome=outcome)
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
@@ -267,7 +266,7 @@ class Controller:
 
     def _order(self, item: pytest.Item, request: Request, nextitem: pytest.Item | None) -> RunItem:
         following = None if request.fresh else self._next_of_world(request, nextitem)
-        parts: dict[str, Any] = {}
+        parts = {**request.parts}
         self._config.hook.pytest_ranks_order(item=item, request=request, parts=parts)
         return RunItem(
             nodeid=str(item.nodeid),
@@ -275,7 +274,6 @@ class Controller:
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=self._shared.path_for(item, len(request.key.spread) > 1),
             location=item.location,
-            fake=request.fake,
             parts=parts,
         )
 
@@ -289,8 +287,8 @@ class Controller:
             later = [nextitem]
         requests = ((item, _request_in(item, request.key)) for item in later)
         following, found = next(((item, found) for item, found in requests if found), (None, None))
-        # What is set up for one rank of a fake world is not for another, though the process is the same.
-        return following if found is not None and found.fake == request.fake else None
+        # What is set up for one rank is not for another, though one process stands for both.
+        return following if found is not None and found.parts == request.parts else None
 
     def _position(self, item: pytest.Item) -> int:
         items = item.session.items

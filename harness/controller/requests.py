@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ from lockstep.backends import (
     BACKENDS,
     check_backend,
     devices_of,
+    meets,
     objects_of,
     takes_devices,
 )
@@ -27,7 +28,6 @@ from lockstep.controller.rerun import rerun_line
 from lockstep.controller.timeout_internals import limits_of
 from lockstep.controller.unsupported import refuse_fixtures
 from lockstep.exceptions import LaunchError
-from lockstep.fake_ranks import PLACE, FakeRank, places
 from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
 from lockstep.options import DEFAULTS, default_backend
 from lockstep.specification import HOSTS, Spread, WorldKey
@@ -47,8 +47,8 @@ class Request:
     key: WorldKey
     fresh: bool
     timeout: float
-    fake: FakeRank | None = None
-    """The rank that the one process of a fake world stands for."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What `pytest_ranks_size` adds to the order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,21 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     lacking = sorted(lacks.intersection(mark.needs))
     if lacking and mark.backend is None:
         return Refusal("skipped", f"the test needs {NEEDS[lacking[0]]}, which {backend} does not offer")
-    if backend == "fake" and not mark.group:
-        return Refusal("skipped", "the test makes its own group (group=False), and a fake world has one")
-    fake = _fake_rank(item, mark) if backend == "fake" else None
-    size = size or (_size_of(item, mark) if fake is None else 1)
+    parts: dict[str, Any] = {}
+    if size is None:
+        found = config.hook.pytest_ranks_size(item=item, mark=mark, backend=backend, parts=parts)
+        if isinstance(found, Refusal):
+            return found
+        size = _size_of(item, mark) if found is None else int(found)
     if size > MOST_PROCESSES:
-        remedy = "fake worlds (backend='fake') are larger"
+        larger = (f"{name} worlds (backend={name!r}) are larger" for name in BACKENDS if not meets(name))
+        remedy = ", ".join(larger)
         return Refusal("failed", f"ranks({size}): {MOST_PROCESSES} ranks at most under {backend}; {remedy}")
     device = Device(config.getoption("ranks_device") or devices_of(backend)[0])
     if device.type not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device.type}")
-    spread = () if fake else _spread_of(config, mark, WorldKey(size, backend, device.type, mark.group))
+    key = WorldKey(size, backend, device.type, mark.group)
+    spread = _spread_of(config, mark, key) if meets(backend) else ()
     if isinstance(spread, Refusal):
         return spread
     key = WorldKey(size, backend, device.type, mark.group, spread)
@@ -126,7 +130,7 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         world = f"a world of {size} rank{'s' if size > 1 else ''}"
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
     timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark)
-    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, fake)
+    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, parts)
     refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
     return refusal or request
 
@@ -195,22 +199,6 @@ def _size_of(item: pytest.Item, mark: RanksMark) -> int:
             f"ranks{mark.sizes}: several world sizes work only on a test function; give one size here"
         )
     return int(params["ranks_size"])
-
-
-def _fake_rank(item: pytest.Item, mark: RanksMark) -> FakeRank:
-    each, params = places(mark.sizes, mark.as_rank), getattr(getattr(item, "callspec", None), "params", {})
-    if len(each) > 1 and PLACE not in params:
-        raise MarkError(
-            f"ranks({', '.join(map(str, mark.sizes))}) of a fake world: several ranks work only on a test "
-            "function; give one size and one rank here: ranks(8, backend='fake', as_rank=0)"
-        )
-    rank, size = place = each[0] if len(each) == 1 else params[PLACE]
-    if place not in each:
-        raise MarkError(
-            f"ranks({size}) of a fake world, on one parameter of a test: its items are made before that is "
-            "known; mark the test"
-        )
-    return FakeRank(rank, size, mark.made_up_values)
 
 
 def output_directory_of(config: pytest.Config) -> str:

@@ -15,7 +15,6 @@ import pytest
 from pluggy import HookRelay
 
 from lockstep.exceptions import PeerFailed
-from lockstep.fake_ranks import FakeRank
 from lockstep.injection.losses import Losses
 from lockstep.protocol import (
     REBUILT,
@@ -137,11 +136,6 @@ class Rank:
         self._own_connections()
         activity = self.status.activity
         activity.case = activity.count = ""
-
-    def stand_for(self, fake: FakeRank) -> None:
-        """Be a rank of a fake world for the coming item."""
-        self.group.stand_for(fake)
-        self.world.stand_for(fake)
 
     def abort(self) -> None:
         """Free the ranks that wait for this one in a collective; they see a broken connection."""

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lockstep.backends import BACKENDS, objects_of
+from lockstep.backends import BACKENDS, meets, objects_of
 from lockstep.backends.device import Device
 from lockstep.bounds import shown
-from lockstep.fake_ranks import FakeRank
 from lockstep.rank.torch_internals import (
     TakenGroups,
     group_members,
@@ -45,7 +44,7 @@ class DefaultGroup:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._backends = objects_of(spec.key.backend)
-        self._meets = all(backend.meets for backend in self._backends)
+        self._meets = meets(spec.key.backend)
         self._generation = 0
         self._of_rank: TakenGroups | None = None
         local_rank = spec.rank if spec.place is None else spec.place.local_rank
@@ -176,10 +175,10 @@ class DefaultGroup:
             and (not self._spec.key.has_group or dist.is_initialized())
         )
 
-    def stand_for(self, fake: FakeRank) -> None:
-        """Leave the fake group for that of another rank or size; 0.3 ms."""
-        if self._place != (fake.rank, fake.size):
-            self._place = fake.rank, fake.size
+    def stand_for(self, rank: int, size: int) -> None:
+        """Leave a group that needs no other process for that of another rank or size; 0.3 ms."""
+        if self._place != (rank, size):
+            self._place = rank, size
             self._destroy()
             self.join()
 

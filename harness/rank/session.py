@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.fake_ranks import FakeRank
+from lockstep.backends import meets
 from lockstep.hookspecs import RANK_PLUGIN, Ending
 from lockstep.protocol import Close, Collecting, Finished, ItemStarted, Ready, RunItem, StartFailed
 from lockstep.rank import debugger
@@ -206,10 +206,7 @@ class RankSession:
         while self._left_out.warnings:
             self.rank.post(self._left_out.warnings.pop(0))
         self._state.end_groups()
-        if order.fake is not None:
-            before = RankState.capture()
-            self.rank.stand_for(order.fake)
-            self._state.adopt(before)
+        self._config.hook.pytest_ranks_begin(order=order)
         self.rank.group.begin_item()
         item, next_item = self._collect(session, order)
         if item is None:
@@ -259,9 +256,8 @@ class RankSession:
             f"node ids are others: give it with --rootdir={there}"
         )
 
-    def pytest_ranks_run_item(self, item: pytest.Item, nextitem: pytest.Item | None, order: RunItem) -> bool:
-        disturbed = nullcontext() if order.fake else self._skewed(item)
-        with self._values(order.fake), disturbed:
+    def pytest_ranks_run_item(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        with self._skewed(item):
             self._run_protocol(item, nextitem)
         return True
 
@@ -277,18 +273,11 @@ class RankSession:
             report = failure(item.nodeid, item.location, _represent(item, error), phase)
             self._reporter.pytest_runtest_logreport(report)
 
-    def _values(self, fake: FakeRank | None) -> AbstractContextManager[object]:
-        """Keep a test in a fake world from taking for a result what its collectives return."""
-        if fake is None:
-            return nullcontext()
-        from lockstep.rank.fake_values import FakeValues
-
-        return FakeValues(fake, self._spec.session.cwd)
-
     def _skewed(self, item: pytest.Item) -> AbstractContextManager[object]:
         """Disturb the collectives of an item, where `--skew` or its mark wants that."""
         option = self._config.getoption("ranks_skew")
-        if option is None and item.get_closest_marker("skew") is None:
+        is_wanted = option is not None or item.get_closest_marker("skew") is not None
+        if not (is_wanted and meets(self.world.backend)):
             return nullcontext()
         if self._skewed_items is None:
             from lockstep.injection.item import SkewedItems

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.protocol import BuildLock
 
@@ -130,27 +129,6 @@ def forget_groups() -> None:
         getattr(world, name, {}).clear()
     _c10d._unregister_all_process_groups()
     world.group_count = 0
-
-
-def done_work(result: list[torch.Tensor]) -> Any:
-    """Return the handle of a collective that is over, as operators of the dispatcher return it.
-
-    A fake group's own has no result, and DDP's reducer reads it. If one moves: torch's tests of comm hooks.
-    """
-    future: Any = torch.futures.Future()
-    future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage: that of the C++ object, the same for all views."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
-def weak_storage(tensor: torch.Tensor) -> Any:
-    """Return a weak reference to a tensor's storage; while it lives no other storage has its address."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def set_cudnn_flags(deterministic: bool, benchmark: bool) -> None:

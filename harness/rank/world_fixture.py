@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.backends import backend_named, backends_of, objects_of
-from lockstep.fake_ranks import FakeRank
+from lockstep.backends import backend_named, backends_of, meets
 from lockstep.specification import RankSpec
 
 T = TypeVar("T")
@@ -93,10 +92,6 @@ class RankWorld:
         """Set the directory that the ranks of the coming test share."""
         self._shared_tmp_path = shared_tmp_path
 
-    def stand_for(self, fake: FakeRank) -> None:
-        """Be a rank of a fake world for the coming test."""
-        self.rank, self.size = self.local_rank, self.local_size = fake.rank, fake.size
-
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         """Return a device mesh over the ranks, one-dimensional over all of them by default.
 
@@ -133,8 +128,8 @@ class RankWorld:
             RuntimeError: the world has no group of its own, is on several hosts, or another rank does not
                 call this.
         """
-        if not all(backend.meets for backend in objects_of(self.backend)):
-            raise RuntimeError("world.rebuild: a fake world is one process, and loses no rank")
+        if not meets(self.backend):
+            raise RuntimeError(f"world.rebuild: a {self.backend} world is one process, and loses no rank")
         if not self._starts_with_group:
             raise RuntimeError(
                 "world.rebuild: this world starts without a default process group (group=False): leave the "

@@ -66,7 +66,7 @@ def _merge_warnings(outcome: ItemOutcome) -> list[Warned]:
                 merged.pop(warned, None)
                 key = warned.module, warned.category, warned.filename, warned.lineno
                 of_ranks.setdefault(key, {}).setdefault(rank.rank, warned)
-    everywhere = 0 if outcome.fake is not None else len(outcome.ranks)
+    everywhere = 0 if outcome.ranks[0].world else len(outcome.ranks)
     return [*merged, *(_merge_one(each, everywhere) for each in of_ranks.values())]
 
 

@@ -134,20 +134,14 @@ class ItemRun:
         seconds = now - self._begun
         found = self._standstill.diagnosis = self._find_diagnosis()
         self._collect_records()
-        for each in self._outcomes:
-            each.rank = self.number_of(each.rank)
-        outcomes, fake = tuple(self._outcomes), self.order.fake
         expected = self._expectations if "_expectations" in vars(self) else None
         missed = expected.missed() if expected else ()
         is_lost = expected is not None and not missed and expected.has_lost() and self._can_be_rebuilt()
         before, cases = self.order.preparation, self._standstill.cases
-        return ItemOutcome(
-            outcomes, self._timeout, timed_out, seconds, found, cases, fake, before, missed, is_lost
-        )
-
-    def number_of(self, rank: int) -> int:
-        """Return the number of a rank in reports; in a fake world, that of the rank it runs as."""
-        return rank if self.order.fake is None else self.order.fake.rank
+        ranks = tuple(self._outcomes)
+        outcome = ItemOutcome(ranks, self._timeout, timed_out, seconds, found, cases, before, missed, is_lost)
+        self._hook.pytest_ranks_outcome(outcome=outcome, order=self.order)
+        return outcome
 
     def send(self, rank: int, part: Part) -> None:
         """Send a rank what a feature has for its half there."""

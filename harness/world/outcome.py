@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.fake_ranks import FakeRank
 from lockstep.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from lockstep.place import Moved
 from lockstep.protocol import (
@@ -106,6 +105,8 @@ class RankOutcome:
     """Its calls in the test, if ranks hung, died or called something differently."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
+    world: str = ""
+    """Size of its world, in words, where it stood for a rank of another size than the processes there are."""
     spec: RankSpec | None = None
     """What the rank was started from."""
     is_expected: bool = False
@@ -159,8 +160,6 @@ class ItemOutcome:
     """What was wrong between the ranks, if it is known."""
     diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
     """The same of single cases of `run_subtests`, by name."""
-    fake: FakeRank | None = None
-    """The rank of a fake world that the one process stood for."""
     preparation: Preparation | None = None
     """The run for the item that took its place."""
     missed: tuple[str, ...] = ()
@@ -175,7 +174,7 @@ class ItemOutcome:
     @property
     def world(self) -> str:
         """The size of the world, in words that follow "rank 1 of"."""
-        return str(len(self.ranks)) if self.fake is None else f"{self.fake.size} (fake)"
+        return self.ranks[0].world or str(len(self.ranks))
 
     def has_fault(self) -> bool:
         """Whether a rank hung or died, or ranks called a collective differently."""

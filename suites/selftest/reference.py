@@ -45,7 +45,7 @@ class Recorder:
         self.rows: list[str] = []
         self.ini: list[str] = []
         self.marks: list[str] = []
-        self.pluginmanager = SimpleNamespace(hasplugin=lambda name: True)
+        self.pluginmanager = SimpleNamespace(hasplugin=lambda name: True, get_plugin=lambda name: None)
 
     def getgroup(self, *names: str) -> Recorder:
         return self
@@ -90,6 +90,9 @@ def options_page() -> str:
             add_short_options(cast(Any, general), short, ())
     conformance.pytest_addoption(cast(Any, engines))
     importlib.import_module("lockstep.plugin").pytest_configure(cast(Any, general))
+    for plugin in plugins():
+        if "addinivalue_line" in inspect.getsource(plugin):
+            cast(Any, plugin).pytest_configure(general)
     option, ini = "| option | |\n|---|---|\n", "| ini option | type | |\n|---|---|---|\n"
     parts = [
         MADE + "# Options, marks, fixtures, hooks, commands",

@@ -15,13 +15,11 @@ FEATURES = (
     "controller.rerunfailures_internals",
     "controller.timeout_internals",
     "controller.unsupported",
-    "fake_ranks",
     "hosts",
     "injection",
     "launch.lease_store",
     "launch.leases",
     "rank.debugger",
-    "rank.fake_values",
     "rank.plugins",
     "world.expectations",
 )
@@ -35,21 +33,15 @@ STILL_IMPORTED = {
     ),
     "controller.requests": (
         "controller.debugging controller.timeout_internals controller.unsupported "
-        "fake_ranks hosts.placement injection.schedule"
+        "hosts.placement injection.schedule"
     ),
     "controller.rerun": "hosts.roster",
     "controller.world_starter": "controller.debugging launch.lease_store launch.leases",
     "fixtures": "injection.injector",
     "launch.bootstrap": "launch.lease_store",
-    "marker": "fake_ranks",
-    "plugin": "fake_ranks",
-    "protocol": "fake_ranks",
-    "rank.process": "fake_ranks injection.injector injection.losses",
-    "rank.process_group": "fake_ranks",
-    "rank.session": "fake_ranks injection.item rank.debugger rank.fake_values rank.plugins",
-    "rank.world_fixture": "fake_ranks",
+    "rank.process": "injection.injector injection.losses",
+    "rank.session": "injection.item rank.debugger rank.plugins",
     "world.item_run": "world.expectations",
-    "world.outcome": "fake_ranks",
     "world.world": "launch.leases",
 }
 """Features that a module of the core still imports: nothing may be added, and what is not used must go."""

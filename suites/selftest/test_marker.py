@@ -13,10 +13,10 @@ from lockstep.marker import MarkError, RanksMark, read_mark
 from suites.selftest.project import copy_project
 
 
-def mark_of(*args: Any, **kwargs: Any) -> RanksMark | None:
+def mark_of(config: pytest.Config, *args: Any, **kwargs: Any) -> RanksMark | None:
     """Read a mark without a session: a node is whatever can name its marks."""
     mark = pytest.mark.ranks(*args, **kwargs).mark
-    return read_mark(SimpleNamespace(iter_markers_with_node=lambda name: iter([(None, mark)])))
+    return read_mark(SimpleNamespace(config=config, iter_markers_with_node=lambda name: iter([(None, mark)])))
 
 
 @pytest.fixture
@@ -32,8 +32,9 @@ def no_gpus(pytester: pytest.Pytester) -> None:
 # What it says
 
 
-def test_a_mark_is_read_with_its_options() -> None:
-    assert mark_of(2, 4, backend="gloo", fresh=True, timeout=1.5) == RanksMark((2, 4), "gloo", True, 1.5)
+def test_a_mark_is_read_with_its_options(pytestconfig: pytest.Config) -> None:
+    mark = mark_of(pytestconfig, 2, 4, backend="gloo", fresh=True, timeout=1.5)
+    assert mark == RanksMark((2, 4), "gloo", True, 1.5)
 
 
 def test_an_unmarked_node_has_no_mark() -> None:
@@ -60,37 +61,6 @@ def test_an_unmarked_node_has_no_mark() -> None:
             {"back": "gloo"},
             "ranks() has no option 'back'; it has backend, fresh, timeout, group, needs, as_rank, "
             "made_up_values, hosts",
-        ),
-        ((2,), {"as_rank": 1}, "ranks(as_rank=1): only in a fake world: add backend='fake'"),
-        (
-            (8, 4),
-            {"as_rank": [0, 4], "backend": "fake"},
-            "ranks(as_rank=[0, 4]): a world of 4 has the ranks 0 to 3",
-        ),
-        (
-            (4,),
-            {"as_rank": "0", "backend": "fake"},
-            "ranks(as_rank='0'): write a rank, or a list of ranks: as_rank=[0, 511]",
-        ),
-        (
-            (4,),
-            {"as_rank": [1, 1], "backend": "fake"},
-            "ranks(as_rank=[1, 1]): name at least one rank, and none twice",
-        ),
-        (
-            (4,),
-            {"as_rank": [], "backend": "fake"},
-            "ranks(as_rank=[]): name at least one rank, and none twice",
-        ),
-        (
-            (4,),
-            {"made_up_values": "no"},
-            "ranks(made_up_values='no'): made_up_values is True or False",
-        ),
-        (
-            (2,),
-            {"made_up_values": True},
-            "ranks(made_up_values=True): only in a fake world: add backend='fake'",
         ),
         ((2,), {"fresh": "yes"}, "ranks(fresh='yes'): fresh is True or False"),
         ((2,), {"group": None}, "ranks(group=None): group is True or False"),
@@ -151,28 +121,27 @@ def test_an_unmarked_node_has_no_mark() -> None:
             "at most 1000000",
         ),
         ((2,), {"needs": [["x"]]}, "ranks(needs=[['x']]): needs is a tuple of words of: values"),
-        ((2,), {"made_up_values": None}, "ranks(made_up_values=None): made_up_values is True or False"),
         ((2,), {"backend": ""}, "unknown backend ''; there are gloo, nccl, shm, fake"),
         ((2,), {"needs": ("value",)}, "ranks(needs=('value',)): needs is a tuple of words of: values"),
         ((2,), {"needs": "values"}, "ranks(needs='values'): needs is a tuple of words of: values"),
     ],
 )
 def test_an_invalid_mark_says_what_to_write(
-    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+    pytestconfig: pytest.Config, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MarkError) as caught:
-        mark_of(*args, **kwargs)
+        mark_of(pytestconfig, *args, **kwargs)
     assert str(caught.value) == message
 
 
-def test_an_int_without_digits_is_refused_by_its_kind() -> None:
+def test_an_int_without_digits_is_refused_by_its_kind(pytestconfig: pytest.Config) -> None:
     """Python converts no int of more than 4,300 digits to text, and raises in the middle of a message."""
     with pytest.raises(
         MarkError, match=r"^ranks\(<int without a repr: .*\): a world has 1 to 1000000 ranks$"
     ):
-        mark_of(10**5000)
+        mark_of(pytestconfig, 10**5000)
     with pytest.raises(MarkError, match=r"^ranks\(timeout=<int without a repr: .*\): a timeout is a number"):
-        mark_of(2, timeout=10**5000)
+        mark_of(pytestconfig, 2, timeout=10**5000)
 
 
 # What is collected, and what is refused then

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.backends import objects_of
+from lockstep.backends import meets
 from lockstep.features.exchanges.exchanged import FEATURE, find_unpaired
 from lockstep.hookspecs import RANK_PLUGIN
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def pytest_configure(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
-    if session is not None and all(backend.meets for backend in objects_of(session.world.backend)):
+    if session is not None and meets(session.world.backend):
         from lockstep.features.exchanges.rank import Exchanges
 
         exchanges = Exchanges(session.rank.spec.session.cwd, session.rank.group.members)

@@ -19,7 +19,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     if session is not None:
         from lockstep.features.live_output.rank import SentOutput
 
-        config.pluginmanager.register(SentOutput(session.rank.wire, config))
+        config.pluginmanager.register(SentOutput(session.rank, config))
     return (yield)
 
 

@@ -18,7 +18,7 @@ from lockstep.protocol import Part
 from lockstep.rank.pytest_internals import make_terminal_writer, replace_log_handlers
 
 if TYPE_CHECKING:
-    from lockstep.rank.wire import Wire
+    from lockstep.rank.process import Rank
 
 
 class SentOutput:
@@ -27,20 +27,20 @@ class SentOutput:
     Made before the options of a rank are changed, which itself writes no log file.
     """
 
-    def __init__(self, wire: Wire, config: pytest.Config) -> None:
-        self._wire = wire
+    def __init__(self, rank: Rank, config: pytest.Config) -> None:
+        self._rank = rank
         self._has_log_file = log_file(config) not in ("", os.devnull)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        config, wire = session.config, self._wire
+        config, rank = session.config, self._rank
         replace_log_handlers(
             config,
-            SentLog(wire, to_file=False) if shows_logs(config) else None,
-            SentLog(wire, to_file=True) if self._has_log_file else None,
+            SentLog(rank, to_file=False) if shows_logs(config) else None,
+            SentLog(rank, to_file=True) if self._has_log_file else None,
         )
         # Without a terminal plugin pytest's own raises; pytest-icdiff asks it for colours in an assertion.
-        stream = SentLines(wire) if config.getoption("setupshow", False) else io.StringIO()
+        stream = SentLines(rank) if config.getoption("setupshow", False) else io.StringIO()
         writer = make_terminal_writer(config, stream)
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
 
@@ -48,15 +48,15 @@ class SentOutput:
 class SentLog(logging.Handler):
     """Sends records to the controller, which writes them to the terminal or to the log file."""
 
-    def __init__(self, wire: Wire, to_file: bool) -> None:
+    def __init__(self, rank: Rank, to_file: bool) -> None:
         super().__init__()
-        self._wire = wire
+        self._rank = rank
         self._pid = os.getpid()
         self._to_file = to_file
 
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:  # not in a process that a test has forked
-            self._wire.send(Part(FEATURE, Shown(self.format(record), self._to_file)))
+            self._rank.send(Part(FEATURE, Shown(self._rank.world.rank, self.format(record), self._to_file)))
 
     def reset(self) -> None:
         """Do nothing; pytest calls it before each test."""
@@ -68,14 +68,14 @@ class SentLog(logging.Handler):
 class SentLines:
     """A text stream whose lines are shown by the controller."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
         self._begun = ""
 
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         if shown := "\n".join(filter(None, lines)):
-            self._wire.send(Part(FEATURE, Shown(shown)))
+            self._rank.send(Part(FEATURE, Shown(self._rank.world.rank, shown)))
         return len(text)
 
     def flush(self) -> None:

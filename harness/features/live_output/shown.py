@@ -11,6 +11,7 @@ FEATURE = "live_output"
 class Shown:
     """Lines to show while the test runs: a record of a live log, say."""
 
+    rank: int
     text: str
     to_file: bool = False
     """Whether they are for the file of `--log-file`, and not for the terminal."""

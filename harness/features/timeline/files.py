@@ -59,7 +59,7 @@ class TimelineFiles:
         sentence = outcome.diagnosis.sentence if outcome.diagnosis is not None else ""
         timeline = read_timeline(str(item.nodeid), outcome, self._base, sentence=sentence)
         if timeline is None:
-            _say(reports, _NO_CALL if outcome.fake is None else _FAKE)
+            _say(reports, _FAKE if outcome.ranks[0].world else _NO_CALL)
             return
         folder = self._directory.of_test(label_of(str(item.nodeid), outcome.preparation))
         place = str(folder / PAGE)

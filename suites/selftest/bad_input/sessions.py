@@ -126,7 +126,7 @@ _LITERALS = (
 )
 literals = st.sampled_from(_LITERALS) | st.text(max_size=5).map(repr) | st.floats().map("float('{}')".format)
 ACCEPTED = {
-    "ranks": [each.name for each in fields(RanksMark)[1:]],
+    "ranks": [*(each.name for each in fields(RanksMark)[1:-1]), "as_rank", "made_up_values"],
     "skew": ["seeds", "milliseconds"],
 }
 """The keywords of each mark that Lockstep registers."""

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.exceptions import FakeValueError
-from lockstep.fake_ranks import FakeRank
-from lockstep.rank.torch_internals import done_work, storage_key, weak_storage
+from lockstep.features.fake.ranks import FakeRank
+from lockstep.features.fake.torch_internals import done_work, storage_key, weak_storage
 from lockstep.recorders.collectives import spelled
 from lockstep.recorders.torch_internals import TorchDispatchMode, group_of
 from lockstep.tracebacks import is_installed
