@@ -15,9 +15,9 @@ from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lockstep.exceptions import InjectedFault, PeerFailed, RankLeakWarning, RankStateWarning
+    from lockstep.features.injection.faults import Fault
+    from lockstep.features.injection.search import schedules
     from lockstep.features.stages.stage import stage
-    from lockstep.injection.faults import Fault
-    from lockstep.injection.search import schedules
     from lockstep.rank.world_fixture import RankWorld
     from lockstep.recorders import CollectivesLog, ForwardDtypes
     from lockstep.subtests import RunSubtests
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "lockstep.exceptions": ("InjectedFault", "PeerFailed", "RankLeakWarning", "RankStateWarning"),
     "lockstep.features.stages.stage": ("stage",),
-    "lockstep.injection.faults": ("Fault",),
-    "lockstep.injection.search": ("schedules",),
+    "lockstep.features.injection.faults": ("Fault",),
+    "lockstep.features.injection.search": ("schedules",),
     "lockstep.rank.world_fixture": ("RankWorld",),
     "lockstep.recorders": ("CollectivesLog", "ForwardDtypes"),
     "lockstep.subtests": ("RunSubtests",),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
     from lockstep.hookspecs import Ending
     from lockstep.marker import RanksMark
     from lockstep.options import Options
-    from lockstep.protocol import Part, Progress, RankStatus, RunItem
+    from lockstep.protocol import Part, Progress, RankStatus, RunItem, Vote
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
+    from lockstep.world.diagnosis import Diagnosis
     from lockstep.world.item_run import ItemRun, Moment
-    from lockstep.world.outcome import ItemOutcome
+    from lockstep.world.outcome import Died, ItemOutcome
 
 
 @pytest.hookspec
@@ -115,6 +117,29 @@ def pytest_ranks_probe(moment: Moment) -> bool | None:
     """Return whether ranks that move must name their line, too. In the controller, before each probe."""
 
 
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_died(run: ItemRun, rank: int, death: Died) -> str | None:
+    """Excuse the death of a rank: return words for the reason, "as the test expects" say, for reports.
+
+    It fails nothing then, and the others go on without the rank. Called in the controller.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_standstill(run: ItemRun, found: Diagnosis, pending: set[int]) -> set[int] | None:
+    """Return ranks to end, so that others can go on; an empty set to wait. Called in the controller.
+
+    Args:
+        found: the standstill of the ranks, which was seen twice.
+        pending: the ranks that still run the item.
+    """
+
+
+@pytest.hookspec
+def pytest_ranks_agreed(run: ItemRun, votes: Sequence[Vote], parts: dict[str, Any]) -> None:
+    """Add what features send to ranks with the votes of all. Called in the controller."""
+
+
 @pytest.hookspec
 def pytest_ranks_run_ended(run: ItemRun) -> None:
     """Forget a run that has ended on all ranks, or that was broken off. Called in the controller."""
@@ -138,6 +163,16 @@ def pytest_ranks_short_options() -> Options | None:
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_run_item(item: pytest.Item, nextitem: pytest.Item | None, order: RunItem) -> bool | None:
     """Run an item, which features wrap. Called in each rank."""
+
+
+@pytest.hookspec
+def pytest_ranks_called() -> None:
+    """Fail a test whose function has returned. Called in each rank."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_example() -> AbstractContextManager[None] | None:
+    """Return a context for an example of a property test. Called in each rank."""
 
 
 @pytest.hookspec
@@ -166,6 +201,11 @@ def pytest_ranks_again(
         outcome: of the item, which is not clean.
         run: runs an order on a world of the kind that the item requests; raises WorldError if it cannot.
     """
+
+
+@pytest.hookspec
+def pytest_ranks_remarks(context: Context) -> Sequence[str] | None:
+    """Return lines for the head of a failure's report. Called in the controller."""
 
 
 @pytest.hookspec

@@ -1,4 +1,4 @@
-"""The fixtures of ranks: `world`, `run_subtests`, `collectives`, `faults`. Must not import torch.
+"""The fixtures of ranks: `world`, `run_subtests`, `collectives`. Must not import torch.
 
 A project that has fixtures of these names keeps them: a fixture of a conftest or a test file comes before one
 of a plugin. It reaches ours under other names by importing them in its conftest:
@@ -17,16 +17,18 @@ from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lockstep.injection.injector import Faults
     from lockstep.rank.session import RankSession
     from lockstep.rank.world_fixture import RankWorld
     from lockstep.recorders import CollectivesLog
     from lockstep.subtests import RunSubtests
 
-__all__ = ["collectives", "faults", "run_subtests", "world"]
+__all__ = ["collectives", "run_subtests", "world"]
 
 # Fixtures of features, which projects import here too.
-__getattr__ = lazy_exports(__name__, {"lockstep.features.goldens.plugin": ("golden",)})
+__getattr__ = lazy_exports(
+    __name__,
+    {"lockstep.features.goldens.plugin": ("golden",), "lockstep.features.injection.plugin": ("faults",)},
+)
 
 
 def session_of(request: pytest.FixtureRequest) -> RankSession:
@@ -64,11 +66,3 @@ def collectives() -> Iterator[CollectivesLog]:
 
     with CollectivesLog() as log:
         yield log
-
-
-@pytest.fixture(scope="session")  # Hypothesis refuses those of functions; `ItemGuards` ends what tests inject
-def faults(request: pytest.FixtureRequest) -> Faults:
-    """Faults at a rank's collectives: delay, fail, kill, stop, hang, corrupt, drop; and expecting them."""
-    from lockstep.injection.injector import faults_of
-
-    return faults_of(session_of(request))

@@ -14,7 +14,6 @@ DEFAULTS: Mapping[str, Any] = {
     "world_timeout": 60.0,
     "fresh_worlds": False,
     "check_collectives": False,
-    "ranks_skew": None,
     **dict.fromkeys(("ranks_hosts", "ranks_per_host", "ranks_shared_dir")),
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
@@ -32,7 +31,6 @@ SHORT: Options = {
         "help": "device of the ranks: cpu, cuda or another accelerator (default: cpu, cuda under nccl)",
     },
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
-    "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
     "causes": {
         "choices": ("auto", "all", "no"),
         "default": "auto",

@@ -14,12 +14,12 @@ import pytest
 
 from lockstep import feature_hooks, hookspecs
 from lockstep.features import register_features
-from lockstep.fixtures import collectives, faults, run_subtests, world
+from lockstep.fixtures import collectives, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 from lockstep.marker import MarkError, read_mark
 from lockstep.options import SHORT, add_options, add_short_options
 
-__all__ = ["collectives", "faults", "run_subtests", "world"]
+__all__ = ["collectives", "run_subtests", "world"]
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -62,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "`timeout` seconds; without a default process group if not `group`; on no other backend that lacks "
         "what it `needs`. The nearest mark wins.",
     )
-    config.addinivalue_line("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
     from lockstep.controller.plugin import Controller

@@ -86,8 +86,8 @@ class Vote:
     """What else the rank sends to the others; the controller only passes it on."""
     renews_deadline: bool = False
     """Whether the deadline of the test starts again here: it is one for each example."""
-    inside: Literal["", "expect", "rebuild"] = ""
-    """Of a meeting inside of a case: at the end of `faults.expect`, or in `world.rebuild`."""
+    inside: bool = False
+    """Whether ranks meet inside of a case, in `world.rebuild` for example, which others may have left."""
 
 
 REBUILT = "rebuilt"
@@ -104,24 +104,15 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
-    """A death or a failure of a rank inside of `faults.expect`, as a sentence."""
-
-    rank: int
-    text: str
-    at: float
-    """Wall-clock time; of an injected fault, that at which it struck."""
-
-
-@dataclass(frozen=True, slots=True)
 class Agreed:
-    """The votes of all ranks, in rank order, and what has happened inside of the `faults.expect` that ends.
+    """The votes of all ranks, in rank order.
 
-    The vote of a rank that has ended the test has the outcome "ended", or "died" as `faults.expect` has it.
+    The vote of a rank that has ended the test has the outcome "ended", or "died" where its death is excused.
     """
 
     votes: tuple[Vote, ...]
-    happened: tuple[Happened, ...] = ()
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features add, by the name of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +133,6 @@ class AbortGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """Another rank has died inside of `faults.expect`, or has left it by an error: its connections close."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class Close:
     """End the session: tear down what is up, leave."""
 
@@ -166,7 +150,7 @@ class Part:
     data: Any
 
 
-ToRank = RunItem | Agreed | Probe | AbortGroup | Lost | Close | Interrupt | Part
+ToRank = RunItem | Agreed | Probe | AbortGroup | Close | Interrupt | Part
 
 
 # Rank -> controller
@@ -282,7 +266,7 @@ class RankStatus:
     where: str
     """`file:line in function` of the innermost frame that belongs to the user."""
     call: str = ""
-    """The function of an installed package that was called there, "recv" say."""
+    """The function of an installed package that was called there, "recv" say; or what it meets others in."""
     issued: tuple[Issued, ...] = ()
     """The latest collectives of this test, in the order in which they were begun."""
     before: dict[str, int] = field(default_factory=dict)
@@ -309,30 +293,6 @@ class Progress:
     call: str = ""
     computes: bool = False
     """Whether it has run for most of the time since the last probe that asked; else it waits, or sleeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expects:
-    """The rank enters `faults.expect`: a death in it is no failure if its sentence contains the text."""
-
-    text: str
-    within: float
-    """Seconds for which ranks have to stand still, where one that hangs is expected."""
-
-
-@dataclass(frozen=True, slots=True)
-class Struck:
-    """A fault that the test has injected has met its collective."""
-
-    text: str
-    """Which rank, what happened to it, and where."""
-    at: float
-    """Wall-clock time."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewExample:
-    """The rank begins another example of a property test; faults that have struck it are not of that."""
 
 
 DebuggerState = Literal["prompts", "runs", "left", "quits"]
@@ -374,9 +334,6 @@ FromRank = (
     | Vote
     | RankStatus
     | Progress
-    | Expects
-    | Struck
-    | NewExample
     | Debugger
     | Finished
 )

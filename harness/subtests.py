@@ -55,7 +55,7 @@ class RunSubtests:
         expected_failures: the first one that is about a case counts.
 
     Attributes:
-        outer: the case of other subtests that these run in, such as "skew=1"; "" in none.
+        outer: the case of other subtests that these run in, such as "seed=1"; "" in none.
     """
 
     def __init__(

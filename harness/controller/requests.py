@@ -69,26 +69,12 @@ def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal 
         return None
     try:
         mark = read_mark(item)
-        if item.get_closest_marker("skew") is not None and (why := _refuse_skew(item, mark)):
-            return Refusal("failed", why)
         if mark is not None and (why := refuse_fixtures(item)):
             return Refusal("failed", why)
         return None if mark is None else _resolve(item, mark, size)
     except MarkError as error:
         # Functions were checked when collected; methods of unittest, and marks that hooks add, were not.
         return Refusal("failed", str(error))
-
-
-def _refuse_skew(item: pytest.Item, mark: RanksMark | None) -> str:
-    if mark is None:
-        return "skew: the test has no ranks to delay; write @pytest.mark.ranks(2), too"
-    if item.config.getoption("ranks_skew") is not None:
-        return ""
-    import unittest  # of few projects
-
-    if issubclass(getattr(item, "cls", None) or object, unittest.TestCase):
-        return "skew: the mark is for functions and plain classes; run this method of unittest with --skew 7"
-    return ""
 
 
 def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | Refusal:
@@ -251,13 +237,6 @@ def check_options(config: pytest.Config) -> None:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    if (skew := config.getoption("ranks_skew")) is not None:
-        from lockstep.injection.schedule import Schedule
-
-        try:
-            Schedule.parse(skew)
-        except ValueError as error:
-            raise pytest.UsageError(f"--skew {error}") from None
     _check_folders(config)
     _check_leases(config)
     _check_roster()

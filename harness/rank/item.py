@@ -93,8 +93,7 @@ class ItemGuards:
         self._streams.before_call()
         # Of unittest, for which there is no pytest_pyfunc_call.
         result = yield from self._rank.forks.guard()
-        if self._rank.faults is not None:
-            self._rank.faults.check()
+        self._rank.hook.pytest_ranks_called()
         return result
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -108,10 +107,8 @@ class ItemGuards:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         state, *others = self._guards
-        self._end_faults()
         try:
             result = yield
-            self._end_faults()  # those of fixtures that inject them in their tear-down
             self._look([state])  # raises where warnings are errors
         except BaseException:
             # The world will not be used again, so its state may stay; but processes would outlive it.
@@ -139,10 +136,6 @@ class ItemGuards:
                 warnings.warn_explicit(text, guard.warning, *self._place)
         if failure:
             pytest.fail(failure, pytrace=False)
-
-    def _end_faults(self) -> None:
-        if self._rank.faults is not None:
-            self._rank.faults.end()
 
     # Fixtures
 

@@ -9,13 +9,11 @@ import threading
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 import pytest
 from pluggy import HookRelay
 
 from lockstep.exceptions import PeerFailed
-from lockstep.injection.losses import Losses
 from lockstep.protocol import (
     REBUILT,
     VICTIM_OF_A_CASE,
@@ -25,7 +23,6 @@ from lockstep.protocol import (
     FromRank,
     GroupState,
     Interrupt,
-    Lost,
     Part,
     Probe,
     RunItem,
@@ -40,9 +37,6 @@ from lockstep.rank.torch_internals import count_collectives, count_groups, open_
 from lockstep.rank.wire import LeaseShare, Wire
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.specification import RankSpec
-
-if TYPE_CHECKING:
-    from lockstep.injection.injector import Faults
 
 ABORT_AFTER = 1.0
 """Seconds after which a rank that rebuilds its world frees those that still wait for it in a collective."""
@@ -59,16 +53,13 @@ class Rank:
         self.wire = Wire(connection, spec.rank, lease, self.forks.end_child)
         self.status = StatusReader(Activity(), self.group, spec.session.cwd)
         self.dead: set[int] = set()
-        """The ranks that have died as the test expects, as far as is known."""
+        """The ranks that have died with an excuse, as far as is known."""
         self.left_behind: set[int] = set()
         """Those of them that are no members of the default group any more."""
-        self.losses = Losses()
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
         self.hook: HookRelay
         """The hooks of the session, which sets it."""
-        self.faults: Faults | None = None
-        """The value of the fixture `faults`, once a test has used it."""
 
     def join(self) -> None:
         """Answer the controller from now on, and meet the other ranks in the default process group."""
@@ -93,8 +84,8 @@ class Rank:
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
         """Send this rank's vote on a case of a test; return the votes of all ranks, in rank order.
 
-        A rank that has ended the test counts as a vote with the outcome "ended"; one that has died as the
-        test expects has none.
+        A rank that has ended the test counts as a vote with the outcome "ended"; one that has died with an
+        excuse has none.
 
         Args:
             abort_after: seconds to wait for the others before the group is aborted, which frees those that
@@ -105,6 +96,7 @@ class Rank:
     def meet(self, vote: Vote, abort_after: float | None = None) -> Agreed:
         """Do so, and return what has happened besides; ranks that have died count, with that outcome."""
         activity = self.status.activity
+        activity.meets_in = vote.case.partition("(")[0] or "a new process group"
         activity.state = "votes"
         self.send(vote)
         answer = None
@@ -157,7 +149,7 @@ class Rank:
             )
         self._own_connections()
         self.group.repair()
-        self._forget_connections()
+        self.hook.pytest_ranks_regrouped()
         self.agree(Vote(self.status.activity.case, "met"))
 
     def regroup(self) -> tuple[int, ...]:
@@ -167,7 +159,7 @@ class Rank:
             RuntimeError: another rank has ended the test, or does something else.
         """
         where = "world.rebuild()"
-        votes = self.meet(Vote(where, "met", inside="rebuild"), ABORT_AFTER).votes
+        votes = self.meet(Vote(where, "met", inside=True), ABORT_AFTER).votes
         if failed := [rank for rank, each in enumerate(votes) if each.outcome == "failed"]:
             raise PeerFailed(f"{VICTIM_OF_A_CASE}rank {', '.join(map(str, failed))}")
         if other := [(rank, each) for rank, each in enumerate(votes) if each.outcome not in ("met", "died")]:
@@ -176,8 +168,8 @@ class Rank:
         before = RankState.capture()
         self._own_connections()
         self.group.regroup(living)
-        self._forget_connections()
-        self.meet(Vote(where, REBUILT, inside="rebuild"))
+        self.hook.pytest_ranks_regrouped()
+        self.meet(Vote(where, REBUILT, inside=True))
         self.left_behind = set(range(len(votes))) - set(living)
         self.adopt_state(before)
         return living
@@ -186,11 +178,6 @@ class Rank:
         """Ignore orders to abort from now on: one may come so late that it would abort the new group."""
         with self.status.activity.aborting:
             self.status.activity.abortable = ""
-
-    def _forget_connections(self) -> None:
-        """Forget what was lost on those of before. All ranks are between two meetings."""
-        self.losses.clear()
-        self.hook.pytest_ranks_regrouped()
 
     def reseed(self) -> None:
         """Seed every generator of this process with the seed of the world."""
@@ -206,8 +193,6 @@ class Rank:
                 with activity.aborting:
                     if case == activity.abortable:
                         self.group.abort()
-            case Lost(rank):
-                self.losses.note(rank)
             case Part():
                 self.hook.pytest_ranks_part(part=message)
             case Interrupt():

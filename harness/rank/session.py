@@ -9,15 +9,14 @@ import mmap
 import os
 import sys
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from lockstep.backends import meets
 from lockstep.hookspecs import RANK_PLUGIN, Ending
 from lockstep.protocol import Close, Collecting, Finished, ItemStarted, Ready, RunItem, StartFailed
 from lockstep.rank import debugger
@@ -38,9 +37,6 @@ from lockstep.rank.torch_internals import count_collectives, count_groups, show_
 from lockstep.rank.wire import LeaseShare
 from lockstep.specification import RankSpec
 from lockstep.standing import Standing
-
-if TYPE_CHECKING:
-    from lockstep.injection.item import SkewedItems
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -89,7 +85,6 @@ class RankSession:
         rank.adopt_state = self._state.adopt
         self._standing = Standing(spec)
         self._reporter = RankReporter(rank, self._standing, self._guards)
-        self._skewed_items: SkewedItems | None = None
         self._freed_memory = FreedMemory()
         self._workerinput = worker_input(spec.session.workerinput, spec.rank, spec.key.size)
         self._left_out = LeftOut()
@@ -257,8 +252,7 @@ class RankSession:
         )
 
     def pytest_ranks_run_item(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        with self._skewed(item):
-            self._run_protocol(item, nextitem)
+        self._run_protocol(item, nextitem)
         return True
 
     def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
@@ -272,19 +266,6 @@ class RankSession:
             phase = PHASES[min(self._reporter.phases_over, 2)]
             report = failure(item.nodeid, item.location, _represent(item, error), phase)
             self._reporter.pytest_runtest_logreport(report)
-
-    def _skewed(self, item: pytest.Item) -> AbstractContextManager[object]:
-        """Disturb the collectives of an item, where `--skew` or its mark wants that."""
-        option = self._config.getoption("ranks_skew")
-        is_wanted = option is not None or item.get_closest_marker("skew") is not None
-        if not (is_wanted and meets(self.world.backend)):
-            return nullcontext()
-        if self._skewed_items is None:
-            from lockstep.injection.item import SkewedItems
-
-            self._skewed_items = SkewedItems(self.rank, self._spec.rank, option)
-            self._config.pluginmanager.register(self._skewed_items)
-        return self._skewed_items.of_item(item)
 
 
 GROWTH = 64 * 2**20

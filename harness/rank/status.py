@@ -24,9 +24,6 @@ from lockstep.rank.torch_internals import build_locks
 from lockstep.rank.wire import WIRE_THREAD
 from lockstep.tracebacks import Stack, is_installed, parse
 
-INJECTED_HANG = "injected_hang"
-"""Name of the function of `lockstep.injection.injector` that a rank waits in for ever."""
-
 
 @dataclass(slots=True)
 class Activity:
@@ -37,6 +34,8 @@ class Activity:
     """The case of `run_subtests` under way, or the example of a property test."""
     count: str = ""
     """Which case of how many that is."""
+    meets_in: str = ""
+    """What it votes on, or did last, "world.rebuild" say."""
     began: int = 0
     """When the item began, nanoseconds since the epoch."""
     meeting: Issued | None = None
@@ -77,6 +76,7 @@ class StatusReader:
         self._progress: object = None
         self._keeps_stacks = False
         self._hidden: tuple[str, ...] = ()
+        self._calls: dict[str, str] = {}
         self._of_pytest: tuple[str, ...] = (pytest_internals.FOLDER, str(pluggy.__path__[0]))
 
     def hide_frames(self, *folders: str) -> None:
@@ -86,6 +86,10 @@ class StatusReader:
     def count_as_pytest(self, folder: str) -> None:
         """Treat frames of a folder, which runs tests as pytest would, as pytest's own from now on."""
         self._of_pytest = (*self._of_pytest, folder)
+
+    def name_call(self, function: str, call: str) -> None:
+        """Describe a rank with a thread in a function of this name as in `call`, from now on."""
+        self._calls[function] = call
 
     def answer(self, probe: Probe) -> RankStatus | Progress:
         """Return the status, or only that the main thread has run since the last time if that is so."""
@@ -105,7 +109,8 @@ class StatusReader:
         activity = self.activity
         if activity.meeting is not None:
             issued = (activity.meeting, *issued)
-        return RankStatus("", "", "", issued, before, activity.state, activity.case, activity.count)
+        call = activity.meets_in if activity.state == "votes" else ""
+        return RankStatus("", "", call, issued, before, activity.state, activity.case, activity.count)
 
     def _waits_in_meeting(self) -> Issued | None:
         """Return the call of `init_process_group` that the main thread is in, which polls a store there.
@@ -146,14 +151,14 @@ class StatusReader:
         status = self.collectives()
         locks = build_locks() if full else ()
         where, call = _user_line(main)
-        if any(frame.name == INJECTED_HANG for _, frames in threads for frame in frames):
-            call = "an injected hang"
+        for function in self._calls.keys() & {frame.name for _, frames in threads for frame in frames}:
+            call = self._calls[function]
         is_reporting = status.state == "runs" and main and self._is_of_pytest(main[0].filename)
         return replace(
             status,
             stacks="\n".join(texts),
             where=where.removeprefix(f"{self._base}/"),
-            call=call,
+            call=status.call or call,
             state="reports" if is_reporting else status.state,
             build_locks=locks,
             record=self.record() if full else None,

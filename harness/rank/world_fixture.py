@@ -117,7 +117,7 @@ class RankWorld:
     def rebuild(self) -> RankWorld:
         """Leave the default process group, and meet the ranks that are left in a new one.
 
-        All ranks that live call it, after others have died as `faults.expect` says. Groups and meshes of
+        All ranks that live call it, after others have died as the test expects. Groups and meshes of
         before are gone. The fixture `world` keeps its numbers; where ranks have died, `gather`, `assert_same`
         and `mesh` of it raise. No other test gets these ranks.
 

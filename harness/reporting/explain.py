@@ -27,9 +27,6 @@ from lockstep.reporting.rank_reports import Context, RankReports
 from lockstep.world.diagnosis import named
 from lockstep.world.outcome import Died, ItemOutcome, Stuck, in_preparation
 
-MOST_INJECTED = 5
-"""Injected faults that a report lists."""
-
 
 def explain(
     context: Context, causes: list[Problem], ranks: list[RankReports], reports: dict[int, pytest.TestReport]
@@ -57,17 +54,15 @@ def explain(
         if rank.rank not in to_blame:
             head.append(f"rank {rank.rank}: {_of_bystander(rank, reports.get(rank.rank), peer)}")
     head += _left_build_locks(ranks)
-    head += _injected(context.outcome)
-    head += [f"expected by the test, and not seen: {text}" for text in context.outcome.missed]
-    if context.outcome.needs_rebuild:
-        head.append("no world.rebuild() since the expected fault: groups of before do not work")
+    hook = context.item.config.hook
+    for remarks in hook.pytest_ranks_remarks(context=context):
+        head += remarks
     longrepr = ExceptionChainRepr(
         [(as_traceback("\n".join(head)), None, None), *_chain(first[0], sentence, before)]
     )
     for group in others:
         longrepr.addsection(f"{named(each.rank for each in group)} {group[0].title}", group[0].details(), "-")
     report = next(iter(reports.values()), None)
-    hook = context.item.config.hook
     for title, text in hook.pytest_ranks_sections(context=context, cause=first[0], report=report):
         longrepr.addsection(title, text, "-")
     longrepr.addsection(f"re-run (seed {context.seed})", context.rerun(), "-")
@@ -153,14 +148,6 @@ def _of_bystander(rank: RankReports, report: pytest.TestReport | None, peer: str
     if broken := BROKEN_CONNECTION.search(message):
         return f"lost {peer} at {lines(report)[0]} ({next(filter(None, broken.groups()), 'aborted')})"
     return f"failed at {lines(report)[0]} ({message.splitlines()[0]})"
-
-
-def _injected(outcome: ItemOutcome) -> list[str]:
-    """Name the faults that the test has injected, the latest of them, so that no one looks for them."""
-    struck = sorted((each for rank in outcome.ranks for each in rank.struck), key=lambda each: each.at)
-    more = len(struck) - MOST_INJECTED
-    lines = [f"injected by the test: {each.text}" for each in struck[-MOST_INJECTED:]]
-    return [f"injected by the test before: {more} faults more"] * (more > 0) + lines
 
 
 def _chain(problem: Problem, sentence: str, preparation: Preparation | None) -> list[Link]:

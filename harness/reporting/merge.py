@@ -98,10 +98,13 @@ def _rerun_options(outcome: ItemOutcome) -> str:
     return next((str(report[RERUN_OPTIONS]) for report in reports if RERUN_OPTIONS in report), "")
 
 
+HAS_CASES = pytest.StashKey[bool]()
+"""True in the stash of an item of which a feature makes cases, without the fixture `run_subtests`."""
+
+
 def uses_run_subtests(item: pytest.Item) -> bool:
     """Return whether cases of an item can be selected."""
-    is_marked = item.get_closest_marker("skew") is not None  # the mark's subtests are its seeds
-    return is_marked or "run_subtests" in getattr(item, "fixturenames", ())
+    return item.stash.get(HAS_CASES, False) or "run_subtests" in getattr(item, "fixturenames", ())
 
 
 def as_option(case: str) -> str:

@@ -249,7 +249,7 @@ def _add_disagreement(context: Context, ranks: list[RankReports], found: dict[Ph
     if any(hasattr(report, SKIPS_ALL) for rank in ranks for report in rank.phases.values()):
         return
     marked = context.item.get_closest_marker("xfail") is not None
-    ranks = [rank for rank in ranks if not rank.expected]  # a rank that died as the test expects says nothing
+    ranks = [rank for rank in ranks if not rank.excused]  # a rank whose death is excused says nothing
     left = [(rank, way[0]) for rank in ranks if (way := rank.skip() or (not marked and rank.xfail_call()))]
     if len(left) in (0, len(ranks)) or any(not problem.is_victim() for problem in chain(*found.values())):
         return

@@ -31,15 +31,15 @@ class RankReports:
     """By name, and which one of that name it is."""
     fate: Finished | Died | Stuck | None = None
     left_in_flight: str | None = None
-    expected: str = ""
-    """How it died, where the test expects that; its `fate` is None then."""
+    excused: str = ""
+    """Words for its death, where a feature excuses that; its `fate` is None then."""
 
     @classmethod
     def read(cls, config: pytest.Config, outcome: RankOutcome) -> RankReports:
         """Deserialise the reports of one rank."""
         ranks = cls(outcome.rank, fate=outcome.fate, left_in_flight=outcome.left_in_flight)
-        if outcome.is_expected and isinstance(outcome.fate, Died):
-            ranks.fate, ranks.expected = None, outcome.fate.how
+        if outcome.excuse and isinstance(outcome.fate, Died):
+            ranks.fate, ranks.excused = None, f"{outcome.fate.how}, {outcome.excuse}"
         counts: Counter[str] = Counter()  # two subtests of a test may have the same name
         for data in outcome.reports:
             report = config.hook.pytest_report_from_serializable(config=config, data=data)
@@ -79,8 +79,8 @@ class RankReports:
 
     def word(self) -> str:
         """Say in a few words how the whole item went on this rank."""
-        if self.expected:
-            return f"{self.expected}, as the test expects"
+        if self.excused:
+            return self.excused
         if isinstance(self.fate, Died):
             return self.fate.how
         if isinstance(self.fate, Stuck):

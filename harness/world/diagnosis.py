@@ -22,8 +22,6 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _EXCHANGES = frozenset({"send", "recv"})
 _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
-_MEETS = "in faults.expect, world.rebuild() or an expected failure"
-"""Where a rank waits for the votes of others and is in no case."""
 _MOST_RUNS = 6
 _MOST_PARTS = 4
 """What a sentence says of ranks one by one, of which there may be hundreds."""
@@ -93,7 +91,7 @@ def name_of(issued: Issued) -> str:
 def place_of(status: RankStatus) -> str:
     """Name the collective that a rank has in flight, else what it has called, and its line."""
     if status.state == "votes":
-        return f"the wait for other ranks {f'after [{status.case}]' if status.case else _MEETS}"
+        return f"the wait for other ranks {f'after [{status.case}]' if status.case else f'in {status.call}'}"
     case = f" [{status.case}]" if status.case else ""
     issued = in_flight(status)
     call = name_of(issued) if issued is not None else status.call
@@ -193,8 +191,8 @@ class _Ranks:
             return None
         waits = "waits" if len(voters) == 1 else "wait"
         where = _few([f"rank {rank} is at {self._statuses[rank].where}" for rank in late], "ranks")
-        case = self._statuses[voters[0]].case
-        at = f"at the end of [{case}]" if case else _MEETS
+        status = self._statuses[voters[0]]
+        at = f"at the end of [{status.case}]" if status.case else f"in {status.call}"
         sentence = f"{named(voters)} {waits} {at} for {named(late)}: {where}"
         return Diagnosis(sentence, frozenset(late), is_hopeless=False)
 
@@ -231,7 +229,7 @@ class _Ranks:
             case "idle":
                 return f"rank {rank} never reached: it has ended the test"
             case "votes" if not status.case:
-                return f"rank {rank} never reached: it waits for others {_MEETS}"
+                return f"rank {rank} never reached: it waits for others in {status.call}"
             case "votes":
                 what = "" if status.case.startswith(TRIAL) else "the subtest "
                 return f"rank {rank} never reached: it has ended {what}[{status.case}]"

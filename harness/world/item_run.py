@@ -5,11 +5,10 @@ Runs in the controller; must not import torch.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from pluggy import HookRelay
 
@@ -23,12 +22,9 @@ from lockstep.protocol import (
     Agreed,
     Collecting,
     Debugger,
-    Expects,
     Finished,
     FromRank,
     ItemStarted,
-    Lost,
-    NewExample,
     Part,
     Probe,
     Progress,
@@ -37,12 +33,10 @@ from lockstep.protocol import (
     Reported,
     RunItem,
     StartFailed,
-    Struck,
     Vote,
     Warned,
 )
 from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
-from lockstep.world.expectations import Expectations
 from lockstep.world.handle import ANSWER_WITHIN, RankHandle, receive
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
 from lockstep.world.standstill import Standstill
@@ -100,6 +94,8 @@ class ItemRun:
         self._next_probe = 0.0
         self._unanswered: set[int] = set()
         self._standstill = Standstill()
+        self.parts: dict[str, Any] = {}
+        """What features note of the run, by the name of each; that of its outcome, too."""
 
     def run(self, handles: Sequence[RankHandle]) -> ItemOutcome:
         """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
@@ -126,7 +122,7 @@ class ItemRun:
             self._hook.pytest_ranks_run_ended(run=self)
         if all(isinstance(outcome.fate, Died) for outcome in self._outcomes):
             for each in self._outcomes:
-                each.is_expected = False  # no rank is left that could say how the test went on
+                each.excuse = ""  # no rank is left that could say how the test went on
         now = time.monotonic()
         timed_out = now >= self._deadline
         self._look_for_work_in_flight()
@@ -134,12 +130,8 @@ class ItemRun:
         seconds = now - self._begun
         found = self._standstill.diagnosis = self._find_diagnosis()
         self._collect_records()
-        expected = self._expectations if "_expectations" in vars(self) else None
-        missed = expected.missed() if expected else ()
-        is_lost = expected is not None and not missed and expected.has_lost() and self._can_be_rebuilt()
-        before, cases = self.order.preparation, self._standstill.cases
-        ranks = tuple(self._outcomes)
-        outcome = ItemOutcome(ranks, self._timeout, timed_out, seconds, found, cases, before, missed, is_lost)
+        before, cases, ranks = self.order.preparation, self._standstill.cases, tuple(self._outcomes)
+        outcome = ItemOutcome(ranks, self._timeout, timed_out, seconds, found, cases, before, self.parts)
         self._hook.pytest_ranks_outcome(outcome=outcome, order=self.order)
         return outcome
 
@@ -147,9 +139,10 @@ class ItemRun:
         """Send a rank what a feature has for its half there."""
         self._handles[rank].send(part)
 
-    def _can_be_rebuilt(self) -> bool:
-        first = self._handles[0]
-        return first.spec.key.has_group and all(handle.host == first.host for handle in self._handles)
+    @property
+    def outcomes(self) -> Sequence[RankOutcome]:
+        """Outcomes of the ranks so far, in rank order."""
+        return self._outcomes
 
     def _pending(self) -> set[int]:
         return {outcome.rank for outcome in self._outcomes if outcome.fate is None}
@@ -201,8 +194,6 @@ class ItemRun:
                 outcome.warnings.append(message)
             case Vote():
                 outcome.vote = message
-                if message.inside == "expect" and message.outcome != "ran through":
-                    self._tell_of_loss(rank)
                 self._count_votes()
             case Finished() | Died():
                 if isinstance(message, Died):
@@ -211,9 +202,7 @@ class ItemRun:
                     outcome.status = outcome.status or message.status
                 outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
                 if outcome.fate is message and isinstance(message, Died):
-                    self._expectations.note_death(outcome, message, len(self._outcomes))
-                    if outcome.is_expected:
-                        self._tell_of_loss(rank)
+                    outcome.excuse = self._hook.pytest_ranks_died(run=self, rank=rank, death=message) or ""
                 self._count_votes()
             case Collecting(path):
                 self._collecting[rank] = path
@@ -228,13 +217,6 @@ class ItemRun:
                 self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)
             case Debugger(state):
                 self._handles[rank].debugger = state
-            case Struck():
-                outcome.struck.append(message)
-                self._expectations.note_strike()
-            case NewExample():
-                outcome.struck.clear()
-            case Expects():
-                self._expectations.enter(rank, message)
             case Progress():
                 self._unanswered.discard(rank)
                 self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)
@@ -244,13 +226,6 @@ class ItemRun:
                 raise WorldError(f"rank {rank} ended its session: {text}\n{self._handles[rank].log()}")
             case _:
                 assert_never(message)
-
-    def _tell_of_loss(self, lost: int) -> None:
-        """Tell the others that a rank has closed its connections: they may wait for it without an end."""
-        self._expectations.note_loss()
-        for outcome in self._outcomes:
-            if outcome.fate is None and outcome.vote is None:
-                self._handles[outcome.rank].send(Lost(lost))
 
     def _count_votes(self) -> None:
         """Once no rank is on its way to the end of the case, send all votes to those that wait there.
@@ -263,31 +238,25 @@ class ItemRun:
         voters = [each for each in voters if each.vote is not None and each.vote.inside] or voters
         votes = []
         for outcome in self._outcomes:
-            vote = outcome.vote or Vote("the end of the test", "died" if outcome.is_expected else "ended")
+            vote = outcome.vote or Vote("the end of the test", "died" if outcome.excuse else "ended")
             if (vote.case, vote.outcome) == (self._standstill.aborted, "passed"):
                 # A case that stood still has failed, though the test caught the error that freed it.
                 vote = replace(vote, outcome="failed")
-            if vote.outcome == "lost others":
-                outcome.lost_others.append(vote.more)
             votes.append(vote)
         if any(outcome.vote and not outcome.vote.inside for outcome in voters):
             self._standstill.aborted = ""
         if all(outcome.vote and outcome.vote.outcome == REBUILT for outcome in voters):
             for each in self._outcomes:
-                each.has_left_world = each.is_expected
+                each.has_left_world = bool(each.excuse)
             self._standstill.forget_suspicion()  # it was of the earlier groups
-            self._expectations.note_rebuilt()
         if all(vote.renews_deadline for vote in votes):
             self._deadline = time.monotonic() + self._timeout
-        agreed = pickle_message(Agreed(tuple(votes), self._expectations.leave(votes)))
+        parts: dict[str, Any] = {}
+        self._hook.pytest_ranks_agreed(run=self, votes=votes, parts=parts)
+        agreed = pickle_message(Agreed(tuple(votes), parts))
         for outcome in voters:
             outcome.vote = None
             self._handles[outcome.rank].send_packed(agreed)
-
-    @functools.cached_property
-    def _expectations(self) -> Expectations:
-        """The faults that the test expects of its ranks: of most tests none."""
-        return Expectations()
 
     # Standstill
 
@@ -308,15 +277,15 @@ class ItemRun:
         found = None
         if pending & self._answers.keys() and not self._has_lost():
             found = diagnose(self._answers, self._size(), self._timeout)
-        is_certain = self._standstill.confirm(found)
-        if found is not None and is_certain and (lost := self._expectations.culprits(found, pending)):
-            for rank in lost:
+        if self._standstill.confirm(found) and found is not None:
+            lost = self._hook.pytest_ranks_standstill(run=self, found=found, pending=pending)
+            for rank in lost or ():
                 self._handles[rank].started.kill()  # the others notice its death, and go on
-            self._standstill.forget_suspicion()
-        elif found is not None and is_certain and found.is_hopeless and not self._expectations.is_settling():
-            self._end_standstill(found, pending)
-            # The answers to the next probe may come before a rank has noticed.
-            self._standstill.forget_suspicion()
+            if lost is None and found.is_hopeless:
+                self._end_standstill(found, pending)
+            if lost or (lost is None and found.is_hopeless):
+                # The answers to the next probe may come before a rank has noticed.
+                self._standstill.forget_suspicion()
         self._answers.clear()
         for handle in self._handles:
             if handle.rank not in self._unanswered:  # a write to a full wire would wait until the rank reads
@@ -324,8 +293,8 @@ class ItemRun:
                 handle.send(Probe(names_place=names_place))
 
     def _has_lost(self) -> bool:
-        """Whether a rank has died as was expected, and the others are still in its world, and differ."""
-        return any(each.is_expected and not each.has_left_world for each in self._outcomes)
+        """Whether a rank has died, with an excuse, and the others are still in its world, and differ."""
+        return any(each.excuse and not each.has_left_world for each in self._outcomes)
 
     def _size(self) -> int:
         """Return how many ranks the world has now."""

@@ -15,15 +15,7 @@ from typing import Any
 
 from lockstep.output import KEEP_ALL, MAX_TEXT, read_truncated, truncate
 from lockstep.place import Moved
-from lockstep.protocol import (
-    Finished,
-    FlightRecord,
-    Preparation,
-    RankStatus,
-    Struck,
-    Vote,
-    Warned,
-)
+from lockstep.protocol import Finished, FlightRecord, Preparation, RankStatus, Vote, Warned
 from lockstep.specification import RankSpec
 from lockstep.tracebacks import shorten
 from lockstep.world.diagnosis import Diagnosis
@@ -50,7 +42,7 @@ class Died:
     host_gone: str = ""
     """Name of the host that it ran on, where that is gone."""
     stood_still: bool = False
-    """Whether the harness ended it, in a standstill that the test expects."""
+    """Whether the harness ended it in a standstill, so that the others can go on."""
 
     @property
     def how(self) -> str:
@@ -109,21 +101,19 @@ class RankOutcome:
     """Size of its world, in words, where it stood for a rank of another size than the processes there are."""
     spec: RankSpec | None = None
     """What the rank was started from."""
-    is_expected: bool = False
-    """Whether its death is one that the test expects."""
+    excuse: str = ""
+    """Words for the reason why its death is no failure, "as the test expects" say."""
     has_left_world: bool = False
-    """Whether it had died, as the test expects, when the others met in a new world."""
-    struck: list[Struck] = field(default_factory=list)
-    """The injected faults that this rank has met."""
+    """Whether it had died, with an excuse, when the others met in a new world."""
     lost_others: list[float] = field(default_factory=list)
-    """When it came to the end of a `faults.expect` as a collective had lost other ranks; wall-clock times."""
+    """Wall-clock times at which it continued after a collective had lost other ranks."""
     left_in_flight: str | None = None
     """What the rank had begun and others had not at the item's end, and who had not: a collective of the
     default group, a send or a receive."""
 
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
-        has_died = isinstance(self.fate, Died) and not self.is_expected
+        has_died = isinstance(self.fate, Died) and not self.excuse
         return has_died or any(
             report["outcome"] == "failed" and is_of_phase(report) for report in self.reports
         )
@@ -162,10 +152,6 @@ class ItemOutcome:
     """The same of single cases of `run_subtests`, by name."""
     preparation: Preparation | None = None
     """The run for the item that took its place."""
-    missed: tuple[str, ...] = ()
-    """The faults that the test expected, in quotes, and the controller has not seen in their blocks."""
-    needs_rebuild: bool = False
-    """Whether a rank was lost, as the test expected, and `world.rebuild()` could follow and has not."""
     parts: dict[str, Any] = field(default_factory=dict)
     """What features add, by the name of each."""
     last_run: ItemOutcome | None = None

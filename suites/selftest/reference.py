@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import lockstep
@@ -39,13 +38,11 @@ MADE = "<!-- Made by `python -m suites.selftest.reference`, of help texts and do
 
 
 class Recorder:
-    """A parser of options, a group of it, or a pytest configuration: notes what is added to it."""
+    """A parser of options, or a group of it: notes what is added to it."""
 
     def __init__(self) -> None:
         self.rows: list[str] = []
         self.ini: list[str] = []
-        self.marks: list[str] = []
-        self.pluginmanager = SimpleNamespace(hasplugin=lambda name: True, get_plugin=lambda name: None)
 
     def getgroup(self, *names: str) -> Recorder:
         return self
@@ -57,9 +54,6 @@ class Recorder:
     def addini(self, name: str, help: str, type: str = "string", default: object = None) -> None:
         shown = "" if default in (None, []) else f" (default: {default})"
         self.ini.append(f"| `{name}` | {type} | {escaped(help)}{escaped(shown)} |")
-
-    def addinivalue_line(self, name: str, line: str) -> None:
-        self.marks.append(line)
 
 
 def row_of(action: argparse.Action) -> str:
@@ -89,10 +83,6 @@ def options_page() -> str:
         if short := getattr(plugin, "pytest_ranks_short_options", dict)():
             add_short_options(cast(Any, general), short, ())
     conformance.pytest_addoption(cast(Any, engines))
-    importlib.import_module("lockstep.plugin").pytest_configure(cast(Any, general))
-    for plugin in plugins():
-        if "addinivalue_line" in inspect.getsource(plugin):
-            cast(Any, plugin).pytest_configure(general)
     option, ini = "| option | |\n|---|---|\n", "| ini option | type | |\n|---|---|---|\n"
     parts = [
         MADE + "# Options, marks, fixtures, hooks, commands",
@@ -104,7 +94,8 @@ def options_page() -> str:
         ini + "\n".join(general.ini),
         NOTES,
         "## Marks",
-        *(f"`{mark.partition(':')[0]}`:{escaped(mark.partition(':')[2])}" for mark in general.marks),
+        *marks("lockstep.plugin"),
+        *(text for plugin in plugins() for text in marks(plugin.__name__)),
         "## Fixtures",
         *fixtures("lockstep.fixtures"),
         *(text for plugin in plugins() for text in fixtures(plugin.__name__)),
@@ -127,6 +118,13 @@ def command(name: str) -> Iterator[str]:
     yield escaped(parser.description or "")
     rows = [row_of(action) for action in parser._actions if action.dest != "help"]
     yield "| argument | |\n|---|---|\n" + "\n".join(rows)
+
+
+def marks(module: str) -> Iterator[str]:
+    for node in ast.walk(source(module)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.addinivalue_line":
+            mark, _, what = str(ast.literal_eval(node.args[1])).partition(":")
+            yield f"`{mark}`:{escaped(what)}"
 
 
 def fixtures(module: str) -> Iterator[str]:

@@ -16,12 +16,10 @@ FEATURES = (
     "controller.timeout_internals",
     "controller.unsupported",
     "hosts",
-    "injection",
     "launch.lease_store",
     "launch.leases",
     "rank.debugger",
     "rank.plugins",
-    "world.expectations",
 )
 """Folder of the features, and modules that are still to move there."""
 
@@ -32,16 +30,12 @@ STILL_IMPORTED = {
         "controller.unsupported hosts.launchers hosts.remote"
     ),
     "controller.requests": (
-        "controller.debugging controller.timeout_internals controller.unsupported "
-        "hosts.placement injection.schedule"
+        "controller.debugging controller.timeout_internals controller.unsupported hosts.placement"
     ),
     "controller.rerun": "hosts.roster",
     "controller.world_starter": "controller.debugging launch.lease_store launch.leases",
-    "fixtures": "injection.injector",
     "launch.bootstrap": "launch.lease_store",
-    "rank.process": "injection.injector injection.losses",
-    "rank.session": "injection.item rank.debugger rank.plugins",
-    "world.item_run": "world.expectations",
+    "rank.session": "rank.debugger rank.plugins",
     "world.world": "launch.leases",
 }
 """Features that a module of the core still imports: nothing may be added, and what is not used must go."""

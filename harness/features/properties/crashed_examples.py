@@ -82,7 +82,7 @@ def _examples(outcome: ItemOutcome) -> dict[int, RunningExample]:
 def _culprit(outcome: ItemOutcome) -> RankOutcome | None:
     """Return the rank that crashed in an example: that died, or else that stood still."""
     examples = _examples(outcome)
-    dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died) and not rank.is_expected]
+    dead = [rank for rank in outcome.ranks if isinstance(rank.fate, Died) and not rank.excuse]
     if dead:
         return next((rank for rank in dead if rank.rank in examples), None)
     if any(rank.has_failed() or isinstance(rank.fate, Finished) for rank in outcome.ranks):

@@ -59,13 +59,12 @@ class Examples:
         self._hung = 0.0
 
     def wrap_body(self, test: Callable[..., object]) -> Callable[..., object]:
-        """Return the body of a property, with whose end the faults that it has injected end."""
+        """Return the body of a property, in the context that another feature has for an example."""
 
         @functools.wraps(test)
         def body(*args: Any, **kwargs: Any) -> object:
             __tracebackhide__ = True
-            faults = self._rank.faults
-            with contextlib.nullcontext() if faults is None else faults.example():
+            with self._rank.hook.pytest_ranks_example() or contextlib.nullcontext():
                 return test(*args, **kwargs)
 
         return body

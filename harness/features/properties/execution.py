@@ -30,7 +30,7 @@ __hypothesistracebackhide__ = True  # frames of ours do not belong into a failur
 _DEFAULT_DEADLINE = timedelta(milliseconds=200)
 """Hypothesis's own. It does not fit ranks, which wait for each other, and connect again after a failure."""
 
-_FOLDERS = [str(Path(__file__).parents[2] / room) for room in ("features", "rank", "injection")]
+_FOLDERS = [str(Path(__file__).parents[2] / room) for room in ("features", "rank")]
 
 
 def keep_in_step(examples: Examples) -> None:

@@ -1,6 +1,6 @@
 """Values sent about examples, and the file in which a rank records its example.
 
-Both sides import this; standard library only.
+Both sides import this; the standard library and pluggy only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import mmap
 import os
 import pickle
 import struct
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from pluggy import HookRelay
 
 from lockstep.protocol import GroupState, Vote
 from lockstep.specification import RankSpec
@@ -118,12 +119,6 @@ class ExampleResult:
         return cls(*pickle.loads(packed))
 
 
-class FaultsOfRank(Protocol):
-    """The faults that tests inject, as far as property tests need them."""
-
-    def example(self) -> AbstractContextManager[None]: ...
-
-
 class StatusOfRank(Protocol):
     """The status of a rank, as far as property tests need it."""
 
@@ -136,7 +131,7 @@ class RankInStep(Protocol):
     @property
     def spec(self) -> RankSpec: ...
     @property
-    def faults(self) -> FaultsOfRank | None: ...
+    def hook(self) -> HookRelay: ...
     @property
     def status(self) -> StatusOfRank: ...
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]: ...

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from lockstep.injection.faults import Fault
-from lockstep.injection.injector import Faults
-from lockstep.injection.work import Watched
+from lockstep.features.injection.faults import Fault
+from lockstep.features.injection.injector import Faults
+from lockstep.features.injection.work import Watched
 from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "injected" / "test_injected.py"
@@ -185,7 +185,7 @@ def test_a_call_that_makes_no_fault_names_the_method(
     misuse: Callable[[Faults], object], message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
-        misuse(Faults(Mock(), Mock()))
+        misuse(Faults(Mock(), Mock(), Mock()))
 
 
 def test_a_fake_world_is_refused(injected: Run) -> None:

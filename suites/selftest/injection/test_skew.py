@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lockstep.injection.schedule import Schedule
+from lockstep.features.injection.schedule import Schedule
 from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "skew" / "test_skew.py"

@@ -106,8 +106,8 @@ def test_a_mismatch_of_the_past_is_reported_on_request_only() -> None:
         (doing(state="idle"), "never reached: it has ended the test", True),
         (doing(state="votes", case="n=2"), "never reached: it has ended the subtest [n=2]", True),
         (
-            doing(state="votes"),
-            "never reached: it waits for others in faults.expect, world.rebuild() or an expected failure",
+            doing(state="votes", call="world.rebuild"),
+            "never reached: it waits for others in world.rebuild",
             True,
         ),
         (doing(state="stopped"), "did not reach: it is stopped", True),
@@ -133,9 +133,9 @@ def test_a_rank_that_others_wait_for_is_named_with_its_place(
     assert found.is_hopeless is is_hopeless
 
 
-def test_a_rank_that_waits_at_the_end_of_an_expected_fault_is_in_no_case() -> None:
-    voter = doing(state="votes")
-    where = "in faults.expect, world.rebuild() or an expected failure"
+def test_a_rank_that_waits_for_others_outside_of_a_case_is_named_with_the_call() -> None:
+    voter = doing(state="votes", call="world.rebuild")
+    where = "in world.rebuild"
     assert place_of(voter) == f"the wait for other ranks {where}"
     expected = f"rank 0 waits {where} for rank 1: rank 1 is at {PLACE}"
     assert diagnosis_of(voter, doing()).sentence == expected

@@ -87,7 +87,7 @@ def test_fail(world, faults, backend):
 @pytest.fixture
 def stay_connected(faults, monkeypatch):
     """Let ranks close no connection when they fail: a collective with them never ends, as one of gloo may."""
-    monkeypatch.setattr("lockstep.injection.losses.GIVES_UP_AFTER", 0.5)
+    monkeypatch.setattr("lockstep.features.injection.lost_peers.GIVES_UP_AFTER", 0.5)
     monkeypatch.setattr(faults._rank.group, "abort", lambda: None)
     return monkeypatch
 

@@ -11,55 +11,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.bounds import SECONDS, are_seconds, shown
-from lockstep.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
-from lockstep.injection.expectation import WITHIN, Expectation, ExpectingRank
-from lockstep.injection.faults import OF_OPERATION, Fault, Kind, corrupt
-from lockstep.injection.torch_internals import without_modes
-from lockstep.injection.work import Watched
-from lockstep.protocol import NewExample, Struck
+from lockstep.features.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
+from lockstep.features.injection.expectation import WITHIN, Expectation
+from lockstep.features.injection.faults import OF_OPERATION, Fault, Kind, corrupt
+from lockstep.features.injection.lost_peers import LostPeers
+from lockstep.features.injection.messages import FEATURE, FaultHit, NewExample
+from lockstep.features.injection.torch_internals import without_modes
+from lockstep.features.injection.work import Watched
+from lockstep.protocol import Part
 from lockstep.recorders.collectives import Collective
+
+if TYPE_CHECKING:
+    from lockstep.rank.process import Rank
+    from lockstep.rank.world_fixture import RankWorld
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
 MOST_SHOWN = 8
 """Collectives that are listed where a fault never struck."""
-
-
-class World(Protocol):
-    """The part of the fixture `world` that faults need."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-
-
-class FaultyRank(ExpectingRank, Protocol):
-    """The part of a rank that the fixture needs."""
-
-    faults: Faults | None
-    dead: set[int]
-    left_behind: set[int]
-
-    def post(self, message: NewExample) -> None: ...
-
-
-class Session(Protocol):
-    """The part of a rank's session that faults need."""
-
-    @property
-    def rank(self) -> FaultyRank: ...
-    @property
-    def world(self) -> World: ...
 
 
 class Match(TypedDict, total=False):
@@ -89,8 +65,8 @@ class Faults:
     test on that rank.
     """
 
-    def __init__(self, rank: FaultyRank, world: World) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, rank: Rank, world: RankWorld, lost_peers: LostPeers) -> None:
+        self._rank, self._world, self._lost_peers = rank, world, lost_peers
         self._armed: list[Armed] = []
         self._lock = threading.Lock()
         self._layer = ExitStack()
@@ -180,7 +156,7 @@ class Faults:
             )
         if not are_seconds(within):
             raise ValueError(f"faults.expect(within={shown(within)}): within is {SECONDS}")
-        return Expectation(self._rank, self, text, within)
+        return Expectation(self._rank, self, self._lost_peers, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:
         """Inject these faults no longer."""
@@ -199,7 +175,7 @@ class Faults:
         before = self._armed
         if self._has_struck:
             self._has_struck = False
-            self._rank.post(NewExample())
+            self._rank.post(Part(FEATURE, NewExample()))
         try:
             self._require_all_ranks()
             yield
@@ -259,7 +235,8 @@ class Faults:
         armed.has_struck = self._has_struck = True
         title, line = call.title(fault.nth), caller()
         place = call.phase() + ("" if line == NO_CODE else f" at {line}")
-        self._rank.send(Struck(f"rank {self._world.rank} {fault.what()} {title}{place}", time.time()))
+        text = f"rank {self._world.rank} {fault.what()} {title}{place}"
+        self._rank.send(Part(FEATURE, FaultHit(text, time.time())))
         match fault.kind:
             case "delay":
                 time.sleep(fault.seconds)
@@ -309,14 +286,6 @@ def injected_hang() -> None:
     lock = threading.Lock()
     while True:
         lock.acquire()  # a signal's handler may raise here
-
-
-def faults_of(session: Session) -> Faults:
-    """Return the value of the fixture `faults`. Who runs items ends what each has injected."""
-    if session.world.backend == "fake":
-        pytest.fail("the fixture `faults` has nothing to disturb in a fake world", pytrace=False)
-    session.rank.faults = Faults(session.rank, session.world)
-    return session.rank.faults
 
 
 class Armed:

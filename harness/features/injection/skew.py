@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.exceptions import CollectiveRace
-from lockstep.injection.calls import INTERCEPTION, Call, Run, caller
-from lockstep.injection.schedule import Schedule
-from lockstep.injection.torch_internals import delayed_callbacks, without_modes
-from lockstep.injection.work import Watched
+from lockstep.features.injection.calls import INTERCEPTION, Call, Run, caller
+from lockstep.features.injection.schedule import Schedule
+from lockstep.features.injection.torch_internals import delayed_callbacks, without_modes
+from lockstep.features.injection.work import Watched
 from lockstep.recorders.collectives import NOT_COLLECTIVES
 from lockstep.recorders.in_flight import InFlight
 from lockstep.recorders.torch_internals import TorchDispatchMode

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 
 from lockstep.bounds import MOST_CASES, is_number, is_whole, shown
-from lockstep.injection.pytest_internals import fixture_value
-from lockstep.injection.schedule import LONGEST, MILLISECONDS, Schedule, is_seed
-from lockstep.injection.skew import Skew
+from lockstep.features.injection.pytest_internals import fixture_value
+from lockstep.features.injection.schedule import LONGEST, MILLISECONDS, Schedule, is_seed
+from lockstep.features.injection.skew import Skew
 from lockstep.subtests import RunSubtests, VotingRank, describe_case, parse_selection
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
@@ -33,11 +32,13 @@ class SkewedItems:
         self._rank, self._number = rank, number
         self._schedule = None if option is None else Schedule.parse(option)
 
-    def of_item(self, item: pytest.Item) -> AbstractContextManager[None]:
-        """Return a context that disturbs the collectives of an item, if the user wants that of all."""
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_ranks_run_item(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Disturb the collectives of an item, if the user wants that of all."""
         if self._schedule is None or _is_exempt(item.get_closest_marker("skew")):
-            return nullcontext()
-        return Skew(self._schedule, self._number).on()
+            return (yield)
+        with Skew(self._schedule, self._number).on():
+            return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.injection.torch_internals import Start, is_coalescing, replaced_kernels
-from lockstep.injection.work import Watched
+from lockstep.features.injection.torch_internals import Start, is_coalescing, replaced_kernels
+from lockstep.features.injection.work import Watched
 from lockstep.recorders.collectives import Collective, spelled
 from lockstep.recorders.tensors import named_tensors, short
 from lockstep.recorders.torch_internals import group_of, in_backward
@@ -211,7 +211,7 @@ def _running_module() -> str:
 
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
-_HARNESS = str(Path(__file__).parents[1])
+_HARNESS = str(Path(__file__).parents[2])
 _ENGINE = f"{_HARNESS}/engine/"
 
 

@@ -9,8 +9,8 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from lockstep.bounds import is_number, is_whole, shown
-from lockstep.injection.faults import ANY, OF_OPERATION, Fault, Kind
-from lockstep.injection.schedule import LONGEST
+from lockstep.features.injection.faults import ANY, OF_OPERATION, Fault, Kind
+from lockstep.features.injection.schedule import LONGEST
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

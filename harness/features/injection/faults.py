@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.bounds import MOST_SECONDS, SEEDS, is_whole, shown
 from lockstep.exceptions import InjectedFault
-from lockstep.injection.calls import Call
+from lockstep.features.injection.calls import Call
 from lockstep.recorders.collectives import OPS, Collective
 from lockstep.recorders.tensors import short
 

@@ -8,20 +8,22 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import pytest
 import torch.distributed as dist
 
 from lockstep.backends import BROKEN_CONNECTION, backends_of
 from lockstep.exceptions import PeerFailed
-from lockstep.injection.calls import INTERCEPTION, Call, Run
-from lockstep.injection.losses import Losses
-from lockstep.injection.work import Watched
-from lockstep.protocol import VICTIM_OF_A_CASE, Agreed, Expects, Struck, Vote
+from lockstep.features.injection.calls import INTERCEPTION, Call, Run
+from lockstep.features.injection.lost_peers import LostPeers
+from lockstep.features.injection.messages import FEATURE, EndOfBlock, Expects, Happened, LeavesByError
+from lockstep.features.injection.work import Watched
+from lockstep.protocol import VICTIM_OF_A_CASE, Agreed, Part, Vote
 
 if TYPE_CHECKING:
-    from lockstep.injection.injector import Faults
+    from lockstep.features.injection.injector import Faults
+    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -38,24 +40,6 @@ _NOT_COVERED = ("send", "recv", "recv_any_source", "monitored_barrier")
 last one has no handle."""
 
 
-class Groups(Protocol):
-    """The process groups of a rank."""
-
-    def members(self) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]: ...
-
-
-class ExpectingRank(Protocol):
-    """The part of a rank that faults and expectations need."""
-
-    losses: Losses
-
-    @property
-    def group(self) -> Groups: ...
-    def send(self, message: Struck | Expects) -> None: ...
-    def meet(self, vote: Vote, abort_after: float | None = None) -> Agreed: ...
-    def abort(self) -> None: ...
-
-
 class Expectation:
     """A context in which a fault is expected: what survivors see of it is no failure.
 
@@ -65,7 +49,8 @@ class Expectation:
 
     Args:
         rank: this rank.
-        faults: what was injected on it.
+        faults: the faults that were injected on it.
+        lost_peers: the ranks that it has lost.
         text: a part of the words of a report.
         within: seconds for which ranks have to stand still.
 
@@ -75,17 +60,17 @@ class Expectation:
         cause: what has happened, in the words of a report; "" before the end of the context.
     """
 
-    def __init__(self, rank: ExpectingRank, faults: Faults, text: str, within: float) -> None:
+    def __init__(self, rank: Rank, faults: Faults, lost_peers: LostPeers, text: str, within: float) -> None:
         self.error: Exception | None = None
         self.seconds: float | None = None
         self.cause = ""
-        self._rank, self._faults = rank, faults
+        self._rank, self._faults, self._lost_peers = rank, faults, lost_peers
         self._text, self._within = text, within
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_patient_waits(self._rank))
-        self._rank.send(Expects(self._text, self._within))
+        self._stack.enter_context(_patient_waits(self._rank, self._lost_peers))
+        self._rank.send(Part(FEATURE, Expects(self._text, self._within)))
         return self
 
     def __exit__(
@@ -98,9 +83,10 @@ class Expectation:
         how = _how(error)
         if error is not None:
             self._rank.abort()  # frees the ranks that wait for this one
+            self._rank.post(Part(FEATURE, LeavesByError()))
         case = f"faults.expect({self._text!r})"
         reason = "; ".join(self._faults.misses()) if error is None else _brief(error)
-        answer = self._rank.meet(Vote(case, how, reason, at, inside="expect"))
+        answer = self._rank.meet(Vote(case, how, reason, EndOfBlock(at), inside=True))
         if how == "claimed":
             return False
         others = [vote.case != case and vote.outcome not in ("ended", "died") for vote in answer.votes]
@@ -111,11 +97,12 @@ class Expectation:
         )
         if any(others):
             raise RuntimeError(f"{case}: all ranks have to enter it, and come to its end")
-        seen = next((each for each in answer.happened if self._text in each.text), None)
+        happened: tuple[Happened, ...] = answer.parts[FEATURE]
+        seen = next((each for each in happened if self._text in each.text), None)
         if seen is None:
             pytest.fail(f"{case}: {self._instead(answer)}")
         self.cause = seen.text
-        expected = {each.rank for each in answer.happened if self._text in each.text}
+        expected = {each.rank for each in happened if self._text in each.text}
         wrong = {rank for rank, vote in enumerate(answer.votes) if vote.outcome == "failed"} - expected
         if how == "failed" and self._faults.rank in wrong:
             return False
@@ -127,7 +114,7 @@ class Expectation:
         return True
 
     def _instead(self, answer: Agreed) -> str:
-        texts = [each.text for each in answer.happened]
+        texts = [each.text for each in answer.parts[FEATURE]]
         for rank, vote in enumerate(answer.votes):
             if vote.outcome == "lost others":
                 texts.append(f"rank {rank} lost others: {vote.reason}")
@@ -168,7 +155,7 @@ def _brief(error: BaseException) -> str:
 
 
 @contextmanager
-def _patient_waits(rank: ExpectingRank) -> Iterator[None]:
+def _patient_waits(rank: Rank, lost_peers: LostPeers) -> Iterator[None]:
     """Let every wait for a collective of gloo that begins inside end, where another rank has gone."""
     numbers = itertools.count(1)
 
@@ -177,7 +164,7 @@ def _patient_waits(rank: ExpectingRank) -> Iterator[None]:
         members = set(dict(rank.group.members()).get(call.group, ()))
         if work is None or not members or not _is_covered(call):
             return work
-        return Watched(work, call.result, begin_wait=lambda: rank.losses.await_end(work, members, title))
+        return Watched(work, call.result, begin_wait=lambda: lost_peers.await_end(work, members, title))
 
     with INTERCEPTION.layer(layer, is_innermost=True):
         yield

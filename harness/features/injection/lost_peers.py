@@ -1,6 +1,6 @@
 """Waits of a rank for collectives that never end, as another rank has gone.
 
-Inside a rank; imports torch, and nothing that interception needs: every rank has this, few intercept.
+Inside a rank; imports torch.
 
 A collective of gloo whose connection closes just as it begins to send may never end, and nothing wakes its
 thread: `gloo::transport::tcp::UnboundBuffer::waitSend`, seen in torch 2.13 in a third of the runs in which a
@@ -24,7 +24,7 @@ GIVES_UP_AFTER = 5.0
 """Seconds from a loss; others that still take part in the collective may be slow."""
 
 
-class Losses:
+class LostPeers:
     """The ranks that have gone, by word of the controller, and the waits for collectives with them."""
 
     def __init__(self) -> None:

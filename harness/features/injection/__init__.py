@@ -1,0 +1,1 @@
+"""Disturbances of collectives: delays drawn from a seed, poisoned outputs, faults. Runs on ranks."""

@@ -1,0 +1,132 @@
+"""The plugin of injected faults and of skew: the fixture `faults`, the option `--skew`, the mark `skew`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lockstep.backends import meets
+from lockstep.features.injection.messages import FEATURE
+from lockstep.fixtures import session_of
+from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.options import Options, add_long_names
+
+if TYPE_CHECKING:
+    from lockstep.features.injection.expected_faults import ExpectedFaults
+    from lockstep.features.injection.injector import Faults
+    from lockstep.protocol import Part, Vote
+    from lockstep.rank.session import RankSession
+    from lockstep.reporting.rank_reports import Context
+    from lockstep.world.diagnosis import Diagnosis
+    from lockstep.world.item_run import ItemRun
+    from lockstep.world.outcome import Died
+
+_OPTIONS: Options = {
+    "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
+}
+_SKEW = "harness-skew"
+"""Name of the plugin of the mark, and of the option in a rank."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_long_names(parser, _OPTIONS)
+
+
+def pytest_ranks_short_options() -> Options:
+    return _OPTIONS
+
+
+def pytest_ranks_repeated_options() -> Mapping[str, object]:
+    return {"ranks_skew": None}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the option, and let a rank run all its items by it.
+
+    Raises:
+        pytest.UsageError: with what was wrong and what to write.
+    """
+    config.addinivalue_line("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
+    if config.option.ranks_skew is None:
+        return
+    from lockstep.features.injection.schedule import Schedule
+
+    try:
+        Schedule.parse(config.option.ranks_skew)
+    except ValueError as error:
+        raise pytest.UsageError(f"--skew {error}") from None
+    if config.pluginmanager.hasplugin(RANK_PLUGIN):
+        _register_skew(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run items by their marks, in a session that has come to one with the mark."""
+    if marked := [item for item in items if item.get_closest_marker("skew") is not None]:
+        _register_skew(config)
+        if not config.pluginmanager.hasplugin(RANK_PLUGIN):
+            from lockstep.reporting.merge import HAS_CASES
+
+            for item in marked:
+                item.stash[HAS_CASES] = True  # its seeds
+
+
+def _register_skew(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin(_SKEW):
+        return
+    session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
+    if session is None:
+        from lockstep.features.injection.skew_mark import SkewMark
+
+        config.pluginmanager.register(SkewMark(), _SKEW)
+    elif meets(session.world.backend):
+        from lockstep.features.injection.skewed_items import SkewedItems
+
+        option = config.option.ranks_skew
+        config.pluginmanager.register(SkewedItems(session.rank, session.rank.spec.rank, option), _SKEW)
+
+
+@pytest.fixture(scope="session")  # Hypothesis refuses those of functions
+def faults(request: pytest.FixtureRequest) -> Faults:
+    """Faults at a rank's collectives: delay, fail, kill, stop, hang, corrupt, drop; and expecting them."""
+    session = session_of(request)
+    from lockstep.features.injection.rank import faults_of
+
+    return faults_of(session, request.config)
+
+
+# In the controller: what a test injects and expects, noted in the parts of its run
+
+
+def pytest_ranks_message(run: ItemRun, rank: int, part: Part) -> None:
+    if part.feature == FEATURE:
+        _expected(run).handle(rank, part.data)
+
+
+def pytest_ranks_died(run: ItemRun, rank: int, death: Died) -> str | None:
+    return _expected(run).note_death(rank, death)
+
+
+def pytest_ranks_agreed(run: ItemRun, votes: Sequence[Vote], parts: dict[str, Any]) -> None:
+    if FEATURE in run.parts:
+        parts[FEATURE] = _expected(run).count_votes(votes)
+
+
+def pytest_ranks_standstill(run: ItemRun, found: Diagnosis, pending: set[int]) -> set[int] | None:
+    return _expected(run).ranks_to_end(found, pending) if FEATURE in run.parts else None
+
+
+def pytest_ranks_remarks(context: Context) -> Sequence[str]:
+    expected: ExpectedFaults | None = context.outcome.parts.get(FEATURE)
+    return () if expected is None else expected.remarks(context.outcome)
+
+
+def _expected(run: ItemRun) -> ExpectedFaults:
+    if FEATURE not in run.parts:
+        from lockstep.features.injection.expected_faults import ExpectedFaults
+
+        run.parts[FEATURE] = ExpectedFaults(run)
+    expected: ExpectedFaults = run.parts[FEATURE]
+    return expected
