@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.protocol import Part, Progress, RankStatus, RunItem, Vote
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
+    from lockstep.specification import WorldKey
     from lockstep.world.diagnosis import Diagnosis
     from lockstep.world.item_run import ItemRun, Moment
     from lockstep.world.outcome import Died, ItemOutcome
@@ -63,6 +64,14 @@ def pytest_ranks_mark_options() -> Mapping[str, Callable[[RanksMark, Any], Any]]
     """
 
 
+@pytest.hookspec
+def pytest_ranks_worker(config: pytest.Config, worker: dict[str, Any]) -> None:
+    """Complete the `workerinput` of ranks, as plugins do for a worker of pytest-xdist. In the controller.
+
+    Called once, before the first world starts.
+    """
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_items(metafunc: pytest.Metafunc, mark: RanksMark) -> bool | None:
     """Parametrize a test, in the place of one item for each size of its mark, and return True."""
@@ -80,8 +89,24 @@ def pytest_ranks_size(
 
 
 @pytest.hookspec(firstresult=True)
+def pytest_ranks_timeout(item: pytest.Item, mark: RanksMark, key: WorldKey) -> float | None:
+    """Return seconds for an item in place of those of its mark and the option. Called in the controller."""
+
+
+@pytest.hookspec(firstresult=True)
 def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -> Refusal | None:
     """Refuse to run an item in the world that it requests. Called in the controller, after collection."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_run_and_log(
+    item: pytest.Item, nextitem: pytest.Item | None, run: Callable[[], list[pytest.TestReport]]
+) -> bool | None:
+    """Run an item as often as needed, and log its reports; return whether it was run. In the controller.
+
+    Args:
+        run: runs the item once, in a world that no failed run has used, and returns its reports.
+    """
 
 
 @pytest.hookspec(firstresult=True)

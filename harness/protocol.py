@@ -14,14 +14,11 @@ SKIPS_ALL = "skips_all_ranks"
 OF_RANKS = "of_ranks"
 """The attribute of a subtest's report that is merged from those of ranks."""
 
-RAISED = "raised"
-"""The attribute of a failure's report that holds what was raised, a `Raised` for each of the chain."""
+REPORT_PARTS = "ranks_parts"
+"""The attribute of a report that holds what features add to it, by the name of each."""
 
 RERUN_OPTIONS = "rerun_options"
 """The attribute of a failure's report that holds options which running the test again needs in addition."""
-
-Raised = tuple[tuple[tuple[str, str], ...], str, bool]
-"""Module and name of an exception's class and of its bases; its text; whether the next one is its cause."""
 
 VICTIM_OF_A_CASE = "this case failed on another rank: "
 """How a rank's subtest failure begins when the rank itself passed the case."""

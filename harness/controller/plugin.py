@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,11 +28,16 @@ from lockstep.controller.pytest_internals import (
     make_report,
     tear_down,
 )
-from lockstep.controller.requests import Refusal, Request, default_backend, report_refusal, request_of
+from lockstep.controller.requests import (
+    REQUEST,
+    Refusal,
+    Request,
+    default_backend,
+    report_refusal,
+    request_of,
+)
 from lockstep.controller.rerun import rerun_line
-from lockstep.controller.rerunfailures_internals import run_again_on_failure
 from lockstep.controller.termination import Termination
-from lockstep.controller.unsupported import note_on_snapshots
 from lockstep.controller.world_starter import WorldStarter
 from lockstep.exceptions import WorldError
 from lockstep.hosts.launchers import refuse_launcher
@@ -58,9 +62,6 @@ def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
     """Return the modules of the backends that the options or a file name; a rank imports others by itself."""
     named = [each for name, each in BACKENDS.items() if re.search(rf'[":]{name}\b'.encode(), text)]
     return sorted({each.module for each in (*objects_of(default_backend(config)), *named) if each.module})
-
-
-_request_key = pytest.StashKey[Request | Refusal]()
 
 
 class SharedDirectories:
@@ -148,7 +149,7 @@ class Controller:
         keys: dict[str, WorldKey] = {}
         for item in items:
             if request := request_of(item):
-                item.stash[_request_key] = request
+                item.stash[REQUEST] = request
                 if isinstance(request, Request):
                     keys[str(item.nodeid)] = request.key
         if items:
@@ -163,19 +164,14 @@ class Controller:
 
     # Running a test
 
-    @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_timeout_set_timer(self, item: pytest.Item) -> bool | None:
-        """Keep pytest-timeout from interrupting this process: its limit is the deadline of the world."""
-        return True if _request_key in item.stash else None
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         self._current = item
-        request = item.stash.get(_request_key, None)
+        request = item.stash.get(REQUEST, None)
         if request is None:
             return None
         run = partial(self._run_and_merge, item, request, nextitem)
-        if "pytest_rerunfailures" not in sys.modules or not run_again_on_failure(item, nextitem, run):
+        if not self._config.hook.pytest_ranks_run_and_log(item=item, nextitem=nextitem, run=run):
             item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for report in run():
                 item.ihook.pytest_runtest_logreport(report=report)
@@ -325,8 +321,6 @@ class Controller:
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._last_items and (note := note_on_snapshots(self._config)):
-            terminalreporter.write_line(note)
         if self._interrupted is not None:
             item = self._last_items.get(self._interrupted.world or "")
             self._interrupted.write(terminalreporter, "" if item is None else str(item.nodeid))
@@ -350,5 +344,5 @@ class Controller:
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:
     """Return the item's request if a world of that kind that is warm serves it."""
-    request = item.stash.get(_request_key, None)
+    request = item.stash.get(REQUEST, None)
     return request if isinstance(request, Request) and request.key == key and not request.fresh else None

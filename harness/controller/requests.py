@@ -5,7 +5,6 @@ Runs in the controller; imports torch only where accelerators are requested.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,11 +24,9 @@ from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
 from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
-from lockstep.controller.timeout_internals import limits_of
-from lockstep.controller.unsupported import refuse_fixtures
 from lockstep.exceptions import LaunchError
 from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
-from lockstep.options import DEFAULTS, default_backend
+from lockstep.options import default_backend
 from lockstep.specification import HOSTS, Spread, WorldKey
 from lockstep.subtests import parse_selection
 
@@ -59,6 +56,10 @@ class Refusal:
     why: str
 
 
+REQUEST = pytest.StashKey[Request | Refusal]()
+"""In the stash of each item that runs on ranks, once items are collected."""
+
+
 def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal | None:
     """Return the world that an item requests; None if it runs in the controller, as in any project.
 
@@ -69,8 +70,6 @@ def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal 
         return None
     try:
         mark = read_mark(item)
-        if mark is not None and (why := refuse_fixtures(item)):
-            return Refusal("failed", why)
         return None if mark is None else _resolve(item, mark, size)
     except MarkError as error:
         # Functions were checked when collected; methods of unittest, and marks that hooks add, were not.
@@ -115,7 +114,7 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         remedy = f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
         world = f"a world of {size} rank{'s' if size > 1 else ''}"
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
-    timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark)
+    timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark, key)
     request = Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, parts)
     refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
     return refusal or request
@@ -159,16 +158,10 @@ def report_refusal(item: pytest.Item, refusal: Refusal) -> list[pytest.TestRepor
     return [setup, make_report(item, "teardown", "passed")]
 
 
-def _deadline(item: pytest.Item, mark: RanksMark) -> float:
-    """Return the seconds for an item: a mark's before an option's, ours before pytest-timeout's."""
-    limits = limits_of(item)
-    option: float = item.config.getoption("world_timeout")
-    if option == DEFAULTS["world_timeout"]:
-        option = limits.of_run or option
-    seconds = mark.timeout or limits.of_mark or option
-    if math.isnan(seconds):
-        raise MarkError(f"timeout of pytest-timeout is nan: write {SECONDS}, or 0 for none")
-    return seconds
+def _deadline(item: pytest.Item, mark: RanksMark, key: WorldKey) -> float:
+    """Return the seconds for an item: a feature's before a mark's, a mark's before an option's."""
+    seconds: float | None = item.config.hook.pytest_ranks_timeout(item=item, mark=mark, key=key)
+    return seconds or mark.timeout or item.config.getoption("world_timeout")
 
 
 def _size_of(item: pytest.Item, mark: RanksMark) -> int:

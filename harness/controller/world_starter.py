@@ -12,7 +12,6 @@ import uuid
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -156,29 +155,10 @@ def xdist_input(config: pytest.Config) -> dict[str, Any]:
 
     Plugins leave to the main process what is done once in a run, and recognise a worker by its `workerinput`.
     Some look in it for what their part in the main process has put there.
-
-    Raises:
-        LaunchError: a plugin's hook for this fails.
     """
     given: dict[str, Any] | None = getattr(config, "workerinput", None)  # this is a worker itself
     if given is not None:
         return given
     made = {"workerid": "master", "workercount": 1, "testrunuid": uuid.uuid4().hex, "mainargv": sys.argv}
-    if hasattr(config.option, "randomly_seed"):  # pytest-randomly has it passed on by pytest-xdist alone
-        made["randomly_seed"] = config.option.randomly_seed
-    if hasattr(config.option, "random_order_seed"):  # pytest-random-order too
-        made["random_order_seed"] = config.option.random_order_seed
-    manager = config.pluginmanager
-    if manager.hasplugin("xdist"):
-        # The attributes that plugins use of pytest-xdist's handle on a worker.
-        node = SimpleNamespace(config=config, workerinput=made, gateway=SimpleNamespace(id="master"))
-        # Ranks are measured in another way, and pytest-cov has this hook only under `pytest -n`.
-        without = [plugin for plugin in (manager.get_plugin("_cov"),) if plugin is not None]
-        try:
-            manager.subset_hook_caller("pytest_configure_node", without)(node=node)
-        except Exception as error:
-            raise LaunchError(
-                "a plugin's hook `pytest_configure_node`, for workers of pytest-xdist and for ranks, failed: "
-                f"{type(error).__name__}: {error}. Leave that plugin out with -p no:NAME"
-            ) from error
+    config.hook.pytest_ranks_worker(config=config, worker=made)
     return made

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
-from lockstep.protocol import RAISED, Raised, Reported, Warned
+from lockstep.protocol import Reported, Warned
 from lockstep.pytest_internals import is_xfail_call
 from lockstep.rank.output import TestOutput
 from lockstep.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lockstep.standing import Standing
 
 PHASES = ("setup", "call", "teardown")
-MAX_RAISED = 10
-"""Exceptions of a chain that are named."""
 
 __tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
 
@@ -31,13 +29,10 @@ class RankReporter:
 
     Attributes:
         phases_over: How many phases of the current item have been reported.
-        names_raised: Whether reports of failures name the exceptions, for pytest-rerunfailures.
     """
 
     def __init__(self, rank: Rank, standing: Standing, guards: ItemGuards) -> None:
         self.phases_over = 0
-        self.names_raised = False
-        self._raised: BaseException | None = None
         self._rank = rank
         self._standing = standing
         self._guards = guards
@@ -57,8 +52,7 @@ class RankReporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        self._raised = call.excinfo and call.excinfo.value
-        self._rank.forks.end_child(self._raised)  # of a subtest, above all
+        self._rank.forks.end_child(call.excinfo and call.excinfo.value)  # of a subtest, above all
         self._output.settle(item)
 
     @pytest.hookimpl(trylast=True)  # what a hook of the user's raises here belongs to the same phase
@@ -80,9 +74,6 @@ class RankReporter:
         data = self._serialise(report)
         if notes := self._xml.take():
             data["xml_notes"] = notes
-        if report.failed and self.names_raised:
-            data[RAISED] = name_raised(self._raised)
-        self._raised = None
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport
             ends_part = report.failed if is_of_subtest else report.when != "teardown"
@@ -121,21 +112,6 @@ class RankReporter:
 def _raised(report: pytest.TestReport) -> bool:
     """Whether something was raised, expected or not, that is no skip and no `pytest.xfail()`."""
     return report.failed or (report.skipped and hasattr(report, "wasxfail") and not is_xfail_call(report))
-
-
-def name_raised(error: BaseException | None) -> tuple[Raised, ...]:
-    """Return the classes and texts of an exception and of those that it came from, outermost first."""
-    named: list[Raised] = []
-    while error is not None and len(named) < MAX_RAISED:  # a chain may be a circle
-        classes = [each for each in type(error).__mro__ if issubclass(each, BaseException)]
-        names = tuple((each.__module__, each.__qualname__) for each in classes)
-        try:
-            text = str(error)
-        except BaseException:  # of the user's class
-            text = ""
-        named.append((names, truncate(text, MAX_MESSAGE), error.__cause__ is not None))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return tuple(named)
 
 
 def failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:

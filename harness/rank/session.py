@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,7 +22,6 @@ from lockstep.protocol import Close, Collecting, Finished, ItemStarted, Ready, R
 from lockstep.rank import debugger
 from lockstep.rank.item import ItemGuards
 from lockstep.rank.output import capture_into, end_lines, prefix_streams
-from lockstep.rank.plugins import LeftOut, worker_input
 from lockstep.rank.process import Rank
 from lockstep.rank.pytest_internals import (
     attach_log_handlers_quickly,
@@ -52,11 +51,6 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
     "distload": False,
     **dict.fromkeys(("deselect", "cacheshow", "durations", "xmlpath", "pastebin", "debug"), None),
     **dict.fromkeys(("numprocesses", "maxprocesses"), None),
-    "session_timeout": float("inf"),
-    # pytest-benchmark's, inline-snapshot's and syrupy's: ranks write no figures and no snapshots.
-    **dict.fromkeys(("benchmark_disable", "disable_unused_snapshots"), True),
-    **dict.fromkeys(("update_snapshots", "update_new_snapshots_only"), False),
-    "inline_snapshot": "disable",
 }
 
 
@@ -87,7 +81,6 @@ class RankSession:
         self._reporter = RankReporter(rank, self._standing, self._guards)
         self._freed_memory = FreedMemory()
         self._workerinput = worker_input(spec.session.workerinput, spec.rank, spec.key.size)
-        self._left_out = LeftOut()
 
     def join(self) -> None:
         """Answer the controller from now on, and meet the other ranks in the default process group."""
@@ -144,34 +137,18 @@ class RankSession:
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         if self._spec.session.debugged_rank is None:  # nor may a plugin put one there
             config.pluginmanager.set_blocked("terminalreporter")
-        for name in filter(config.pluginmanager.hasplugin, ("rerunfailures", "pytest_rerunfailures")):
-            config.pluginmanager.set_blocked(name)  # a rank that ran an item again would do so alone
-            config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
-            self._reporter.names_raised = True
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._workerinput  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]
-        self._left_out.guard(config, "pytest_configure")
         return (yield)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         for plugin in (self._collection, self._guards, self._reporter):
             config.pluginmanager.register(plugin)
 
-    @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_timeout_set_timer(self) -> bool:
-        return True  # of pytest-timeout: its limit is the deadline of the world
-
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self._left_out.guard(session.config, "pytest_sessionstart")
+    def pytest_sessionstart(self) -> None:
         show_freed_tensors()
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        # What fails there is of no test; the plugin's part in the controller goes on.
-        for hook in ("pytest_sessionfinish", "pytest_unconfigure"):
-            self._left_out.guard(session.config, hook)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -198,8 +175,6 @@ class RankSession:
         if place is not None and place.number and len(place.hosts) == 1 and order.preparation is None:
             shared = f"{self._spec.directory}/shared/{Path(order.shared_tmp_path).name}"
             order = replace(order, shared_tmp_path=shared)  # this host alone needs to see it
-        while self._left_out.warnings:
-            self.rank.post(self._left_out.warnings.pop(0))
         self._state.end_groups()
         self._config.hook.pytest_ranks_begin(order=order)
         self.rank.group.begin_item()
@@ -300,6 +275,21 @@ def _resident() -> int:
             return int(figures.read().split()[1]) * mmap.PAGESIZE
     except OSError:
         return 0
+
+
+def worker_input(given: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Return what the session of a rank has as `config.workerinput`, and set the variables that go with it.
+
+    Outside of pytest-xdist each rank is a worker of its own, "gw0" to "gwN": plugins and conftests take the
+    number for ports, databases and files of a process. Under `pytest -n` ranks are called as their worker.
+    """
+    if given["workerid"] != "master":
+        return {**given}
+    made = {**given, "workerid": f"gw{rank}", "workercount": size}
+    os.environ["PYTEST_XDIST_WORKER"] = made["workerid"]
+    os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(size)
+    os.environ["PYTEST_XDIST_TESTRUNUID"] = str(given["testrunuid"])
+    return made
 
 
 def _represent(item: pytest.Item, error: BaseException) -> object:

@@ -16,7 +16,7 @@ from typing import Literal
 import pytest
 
 from lockstep.output import truncate
-from lockstep.protocol import OF_RANKS, RAISED, RERUN_OPTIONS, TRIAL
+from lockstep.protocol import OF_RANKS, REPORT_PARTS, RERUN_OPTIONS, TRIAL
 from lockstep.reporting.explain import explain
 from lockstep.reporting.problems import Problem, find_causes, find_problems, subtest_problems
 from lockstep.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
@@ -175,7 +175,7 @@ def _template(
             chosen = copy.copy(chosen)
             vars(chosen).pop("wasxfail", None)
             if causes[0].report is None:
-                vars(chosen).pop(RAISED, None)  # by a victim
+                vars(chosen).pop(REPORT_PARTS, None)  # of a victim
             return chosen
     else:
         # A report that failed without being a cause is a victim's: another report shows the cause.

@@ -12,30 +12,20 @@ CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
 FEATURES = (
     "features",
     "controller.debugging",
-    "controller.rerunfailures_internals",
-    "controller.timeout_internals",
-    "controller.unsupported",
     "hosts",
     "launch.lease_store",
     "launch.leases",
     "rank.debugger",
-    "rank.plugins",
 )
 """Folder of the features, and modules that are still to move there."""
 
 STILL_IMPORTED = {
-    "controller.plugin": (
-        "controller.debugging "
-        "controller.rerunfailures_internals "
-        "controller.unsupported hosts.launchers hosts.remote"
-    ),
-    "controller.requests": (
-        "controller.debugging controller.timeout_internals controller.unsupported hosts.placement"
-    ),
+    "controller.plugin": "controller.debugging hosts.launchers hosts.remote",
+    "controller.requests": "controller.debugging hosts.placement",
     "controller.rerun": "hosts.roster",
     "controller.world_starter": "controller.debugging launch.lease_store launch.leases",
     "launch.bootstrap": "launch.lease_store",
-    "rank.session": "rank.debugger rank.plugins",
+    "rank.session": "rank.debugger",
     "world.world": "launch.leases",
 }
 """Features that a module of the core still imports: nothing may be added, and what is not used must go."""

@@ -15,13 +15,13 @@ from lockstep.controller.pytest_internals import fixture_of, make_report
 from lockstep.controller.requests import Request, report_refusal, request_of
 from lockstep.exceptions import WorldError
 from lockstep.features.stages.stage import FEATURE, KIND, Stage, find_stage
-from lockstep.protocol import RAISED, Preparation
+from lockstep.protocol import REPORT_PARTS, Preparation
 from lockstep.pytest_internals import fixtures_below
 from lockstep.world.outcome import in_preparation
 
 Paths = tuple[tuple[str, str], ...]
 """Names of stages, with the directory that each has left."""
-_KEPT = ("sections", "user_properties", "duration", "start", "stop", "wasxfail", RAISED)
+_KEPT = ("sections", "user_properties", "duration", "start", "stop", "wasxfail", REPORT_PARTS)
 """Of the report of a stage in that of the test's set-up."""
 
 

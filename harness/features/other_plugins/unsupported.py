@@ -1,6 +1,6 @@
 """Features of other plugins that do not work on ranks, each with a sentence that says so.
 
-Runs in the controller; must not import torch.
+A plugin of the controller; must not import torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.controller.pytest_internals import fixture_of
+from lockstep.controller.requests import Refusal
 
 _BENCHMARK = (
     "the fixture `{name}` of pytest-benchmark does not work on ranks: each would choose its own number of "
@@ -26,23 +27,36 @@ _REFUSED = {
 """By module and name of the function."""
 
 
-def refuse_fixtures(item: pytest.Item) -> str:
-    """Say why an item cannot run on ranks for one of its fixtures; "" if it can."""
+def pytest_ranks_request(item: pytest.Item) -> Refusal | None:
+    """Refuse an item that cannot run on ranks for one of its fixtures."""
     for name in getattr(item, "fixturenames", ()):
         function = fixture_of(item, name)
         place = getattr(function, "__module__", ""), getattr(function, "__name__", "")
         why = _REFUSED.get(place, "")
         if why and not (why is _BENCHMARK and item.config.getoption("benchmark_disable", False)):
-            return why.format(name=name)
-    return ""
+            return Refusal("failed", why.format(name=name))
+    return None
 
 
-def note_on_snapshots(config: pytest.Config) -> str:
-    """Say what ranks do not do of what `--inline-snapshot` asks for; "" where it asks for nothing."""
+def writes_snapshots(config: pytest.Config) -> bool:
+    """Return whether `--inline-snapshot` requests what ranks do not do."""
     wanted = set((getattr(config.option, "inline_snapshot", None) or "").split(","))
-    if not wanted & {"create", "fix", "fix-assert", "review", "trim", "update"}:
-        return ""
-    return (
-        "inline-snapshot: snapshots in tests on ranks were compared, and not written: several processes "
-        "would write the file. Write their values yourself, or create them in a test without ranks"
-    )
+    return not wanted.isdisjoint({"create", "fix", "fix-assert", "review", "trim", "update"})
+
+
+class Snapshots:
+    """Notes at the end of a run that ranks have written no inline snapshots, if there were ranks."""
+
+    def __init__(self) -> None:
+        self._has_ranks = False
+
+    def pytest_ranks_session(self) -> None:
+        self._has_ranks = True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._has_ranks:
+            terminalreporter.write_line(
+                "inline-snapshot: snapshots in tests on ranks were compared, and not written: several "
+                "processes would write the file. Write their values yourself, or create them in a test "
+                "without ranks"
+            )

@@ -1,6 +1,7 @@
 """pytest-rerunfailures on ranks: its own loop, with our run of an item in the place of pytest's.
 
-Private names of it, seen in 14.0 to 16.7. Runs in the controller; must not import torch.
+Private names of it, seen in 14.0 to 16.7. A plugin of the controller, where pytest-rerunfailures is one; must
+not import torch.
 """
 
 from __future__ import annotations
@@ -14,23 +15,19 @@ from typing import Any
 import pluggy
 import pytest
 
-from lockstep.protocol import RAISED, Raised
+from lockstep.features.other_plugins import FEATURE, Raised
+from lockstep.protocol import REPORT_PARTS
 
 
-def run_again_on_failure(
+def pytest_ranks_run_and_log(
     item: pytest.Item, nextitem: pytest.Item | None, run: Callable[[], list[pytest.TestReport]]
 ) -> bool:
     """Run an item as often as pytest-rerunfailures says; return False if it has no say in this one.
 
     The plugin logs reports, waits and counts as for other items. If it moves: its `pytest_runtest_protocol`
     calls `_pytest.runner.runtestprotocol`, and decides by what its `pytest_runtest_makereport` has noted.
-
-    Args:
-        run: runs the item once, in a world that no failed run has used, and returns its reports.
     """
-    plugin: Any = sys.modules.get("pytest_rerunfailures")
-    if not hasattr(plugin, "runtestprotocol") or not item.config.pluginmanager.is_registered(plugin):
-        return False
+    plugin: Any = sys.modules["pytest_rerunfailures"]
 
     def run_once(*_: object, **__: object) -> list[pytest.TestReport]:
         reports = []
@@ -62,7 +59,7 @@ def _note(plugin: Any, item: pytest.Item, report: pytest.TestReport) -> pytest.T
 
 def _error_of(report: pytest.TestReport) -> BaseException:
     """Return a stand-in for what was raised on the rank to blame: with its text, and its class if known."""
-    raised: tuple[Raised, ...] = vars(report).pop(RAISED, ())
+    raised: tuple[Raised, ...] = vars(report).pop(REPORT_PARTS, {}).get(FEATURE, ())
     if not raised:  # a death, or a hang
         crash = getattr(report.longrepr, "reprcrash", None)
         raised = (((("lockstep.exceptions", "WorldError"),), str(crash.message if crash else ""), False),)

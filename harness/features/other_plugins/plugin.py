@@ -1,0 +1,76 @@
+"""The plugin of other plugins: each of theirs gets its part where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lockstep.exceptions import LaunchError
+from lockstep.hookspecs import RANK_PLUGIN
+
+if TYPE_CHECKING:
+    from lockstep.rank.session import RankSession
+
+# In the controller
+
+
+@pytest.hookimpl(trylast=True)  # conftests and other plugins have registered theirs
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin(RANK_PLUGIN):
+        return
+    from lockstep.features.other_plugins import unsupported
+
+    config.pluginmanager.register(unsupported)
+    if unsupported.writes_snapshots(config):
+        config.pluginmanager.register(unsupported.Snapshots())
+    if _has(config, "pytest_timeout", "_get_item_settings"):
+        from lockstep.features.other_plugins import timeout_internals
+
+        config.pluginmanager.register(timeout_internals)
+    if _has(config, "pytest_rerunfailures", "runtestprotocol"):
+        from lockstep.features.other_plugins import rerunfailures_internals
+
+        config.pluginmanager.register(rerunfailures_internals)
+
+
+def _has(config: pytest.Config, module: str, name: str) -> bool:
+    """Return whether a module is registered that has a name which we use of it."""
+    plugin = sys.modules.get(module)
+    return hasattr(plugin, name) and config.pluginmanager.is_registered(plugin)
+
+
+def pytest_ranks_worker(config: pytest.Config, worker: dict[str, Any]) -> None:
+    if hasattr(config.option, "randomly_seed"):  # pytest-randomly has it passed on by pytest-xdist alone
+        worker["randomly_seed"] = config.option.randomly_seed
+    if hasattr(config.option, "random_order_seed"):  # pytest-random-order too
+        worker["random_order_seed"] = config.option.random_order_seed
+    manager = config.pluginmanager
+    if manager.hasplugin("xdist"):
+        # The attributes that plugins use of pytest-xdist's handle on a worker.
+        node = SimpleNamespace(config=config, workerinput=worker, gateway=SimpleNamespace(id="master"))
+        # Ranks are measured in another way, and pytest-cov has this hook only under `pytest -n`.
+        without = [plugin for plugin in (manager.get_plugin("_cov"),) if plugin is not None]
+        try:
+            manager.subset_hook_caller("pytest_configure_node", without)(node=node)
+        except Exception as error:
+            raise LaunchError(
+                "a plugin's hook `pytest_configure_node`, for workers of pytest-xdist and for ranks, failed: "
+                f"{type(error).__name__}: {error}. Leave that plugin out with -p no:NAME"
+            ) from error
+
+
+# In a rank
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
+    if session is not None:
+        from lockstep.features.other_plugins.rank import plug_in
+
+        plug_in(config, session.rank)
+    return (yield)

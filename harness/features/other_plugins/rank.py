@@ -1,0 +1,166 @@
+"""Plugins of others in the session of a rank: what if they fail, and options of theirs for one process a run.
+
+Runs inside a rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lockstep.features.other_plugins import FEATURE, Raised
+from lockstep.output import MAX_MESSAGE, truncate
+from lockstep.protocol import REPORT_PARTS, Warned
+from lockstep.rank.pytest_internals import hook_functions
+
+if TYPE_CHECKING:
+    from lockstep.rank.process import Rank
+
+MAX_RAISED = 10
+"""Exceptions of a chain that are named."""
+_OPTIONS: dict[str, Any] = {
+    "session_timeout": float("inf"),
+    # pytest-benchmark's, inline-snapshot's and syrupy's: ranks write no figures and no snapshots.
+    **dict.fromkeys(("benchmark_disable", "disable_unused_snapshots"), True),
+    **dict.fromkeys(("update_snapshots", "update_new_snapshots_only"), False),
+    "inline_snapshot": "disable",
+}
+"""Values of options in ranks, where plugins have them."""
+
+
+def plug_in(config: pytest.Config, rank: Rank) -> None:
+    """Change what plugins of others do in a rank, before they are configured."""
+    options = vars(config.option)
+    options.update({name: value for name, value in _OPTIONS.items() if name in options})
+    for name in filter(config.pluginmanager.hasplugin, ("rerunfailures", "pytest_rerunfailures")):
+        config.pluginmanager.set_blocked(name)  # a rank that ran an item again would do so alone
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+        config.pluginmanager.register(NamedErrors(), "harness-named-errors")
+    left_out = LeftOut(rank)
+    left_out.guard(config, "pytest_configure")
+    config.pluginmanager.register(left_out)
+
+
+class LeftOut:
+    """Leaves installed plugins out that fail as the session starts: the tests of ranks run without them.
+
+    Conftests and plugins of the project itself are not left out: what they raise is its own fault.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._warnings = SentWarnings(rank)
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        return True  # of pytest-timeout: its limit is the deadline of the world
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.guard(session.config, "pytest_sessionstart")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        # What fails there is of no test; the plugin's part in the controller goes on.
+        for hook in ("pytest_sessionfinish", "pytest_unconfigure"):
+            self.guard(session.config, hook)
+
+    def guard(self, config: pytest.Config, hook: str) -> None:
+        """Catch what installed plugins, and what they have registered, raise in the coming call of a hook."""
+        manager = config.pluginmanager
+        found = manager.list_plugin_distinfo()
+        installed = {_package_of(plugin): (manager.get_name(plugin), dist) for plugin, dist in found}
+        for implementation in hook_functions(config, hook):
+            plugin = implementation.plugin
+            if (of := installed.get(_package_of(plugin))) is not None:
+                option, dist = of
+                name = f"{dist.project_name} {dist.version}"
+                text = f"the plugin {name} fails in ranks and is left out there ({{}}); "
+                text += f"-p no:{option} leaves it out of the run"
+                failed = partial(self._leave_out, manager, plugin, text)
+                implementation.function = _guarded(implementation.function, failed)
+
+    def _leave_out(
+        self, manager: pytest.PytestPluginManager, plugin: object, text: str, error: Exception
+    ) -> None:
+        manager.unregister(plugin)
+        file = getattr(sys.modules.get(_module_of(plugin)), "__file__", None) or __file__
+        text = text.format(f"{type(error).__name__}: {error}")
+        self._warnings.add(manager, Warned("pytest", "PytestWarning", text, file, 1))
+
+
+class SentWarnings:
+    """Warnings that are sent with the next item, and a plugin until then."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._warnings: list[Warned] = []
+
+    def add(self, manager: pytest.PytestPluginManager, warning: Warned) -> None:
+        """Send a warning with the next item."""
+        if not self._warnings:
+            manager.register(self)
+        self._warnings.append(warning)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ranks_item(self, item: pytest.Item) -> None:
+        item.config.pluginmanager.unregister(self)
+        while self._warnings:
+            self._rank.post(self._warnings.pop(0))
+
+
+class NamedErrors:
+    """Adds to the report of a failure what was raised, for pytest-rerunfailures in the controller."""
+
+    def __init__(self) -> None:
+        self._raised: BaseException | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        self._raised = call.excinfo and call.excinfo.value
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_to_serializable(self, report: pytest.TestReport) -> Generator[None, Any, Any]:
+        data = yield
+        if report.failed and data is not None:
+            data.setdefault(REPORT_PARTS, {})[FEATURE] = _names(self._raised)
+        self._raised = None
+        return data
+
+
+def _names(error: BaseException | None) -> tuple[Raised, ...]:
+    """Return the classes and texts of an exception and of those that it came from, outermost first."""
+    named: list[Raised] = []
+    while error is not None and len(named) < MAX_RAISED:  # a chain may be a circle
+        classes = [each for each in type(error).__mro__ if issubclass(each, BaseException)]
+        names = tuple((each.__module__, each.__qualname__) for each in classes)
+        try:
+            text = str(error)
+        except BaseException:  # of the user's class
+            text = ""
+        named.append((names, truncate(text, MAX_MESSAGE), error.__cause__ is not None))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return tuple(named)
+
+
+def _module_of(plugin: object) -> str:
+    return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+
+
+def _package_of(plugin: object) -> str:
+    return _module_of(plugin).partition(".")[0]
+
+
+def _guarded(function: Callable[..., object], failed: Callable[[Exception], None]) -> Callable[..., object]:
+    def call(*args: object) -> object:
+        try:
+            return function(*args)
+        except Exception as error:  # pytest.exit and the like are no Exception: they are meant
+            failed(error)
+            return None
+
+    return call
