@@ -11,6 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from lockstep.controller.requests import Refusal, Request
     from lockstep.hookspecs import Ending
+    from lockstep.launch.processes import Loan
     from lockstep.marker import RanksMark
     from lockstep.options import Options
     from lockstep.protocol import Part, Progress, RankStatus, RunItem, Vote
@@ -43,6 +44,11 @@ def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[
         preload: modules that `ranks_preload` names, which must be importable.
         hints: modules of which those are imported that can be.
     """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_loan(config: pytest.Config) -> Loan | None:
+    """Return streams that one rank of each world takes over. In the controller, before the first world."""
 
 
 @pytest.hookspec
@@ -117,6 +123,11 @@ def pytest_ranks_before(item: pytest.Item) -> list[pytest.TestReport] | None:
 @pytest.hookspec
 def pytest_ranks_order(item: pytest.Item, request: Request, parts: dict[str, Any]) -> None:
     """Add what features send to ranks with the order to run an item. Called in the controller."""
+
+
+@pytest.hookspec
+def pytest_ranks_run_begins(run: ItemRun) -> None:
+    """Prepare for a run, which is about to begin on all ranks. Called in the controller."""
 
 
 @pytest.hookspec

@@ -56,18 +56,6 @@ def add_options(parser: pytest.Parser) -> None:
         "--world-seed", type=int, default=DEFAULTS["world_seed"], help="seed of ranks (default: %(default)s)"
     )
     group.addoption(
-        "--rank-pdb",
-        type=int,
-        metavar="RANK",
-        help="debug rank RANK at its failures and breakpoints; the others wait, without a deadline",
-    )
-    group.addoption(
-        "--rank-debugpy",
-        metavar="RANK[:PORT]",
-        help="rank RANK waits until an IDE attaches to debugpy at PORT (default: a free one, shown), "
-        "and stops at its breakpoints; the others wait, without a deadline",
-    )
-    group.addoption(
         "--check-collectives",
         action="store_true",
         help="after each test compare the collectives of all ranks (operation, dtypes, sizes): a mismatch "

@@ -292,17 +292,6 @@ class Progress:
     """Whether it has run for most of the time since the last probe that asked; else it waits, or sleeps."""
 
 
-DebuggerState = Literal["prompts", "runs", "left", "quits"]
-"""It waits for the user; it runs the test on by lines; it is closed; it was quit, and with it the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Debugger:
-    """The rank's debugger has changed its state."""
-
-    state: DebuggerState
-
-
 @dataclass(frozen=True)
 class Finished:
     """The item's protocol is over."""
@@ -331,6 +320,5 @@ FromRank = (
     | Vote
     | RankStatus
     | Progress
-    | Debugger
     | Finished
 )

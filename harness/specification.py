@@ -46,12 +46,8 @@ class SessionSpec:
     sys_path: tuple[str, ...]
     environ: dict[str, str]
     workerinput: dict[str, Any]
-    debugged_rank: int | None
-    """Of `--rank-pdb` or `--rank-debugpy`."""
     captures: bool
     """False under `-s` and `--capture=tee-sys`: the ranks write where the controller writes."""
-    debugpy_port: int = 0
-    """Of `--rank-debugpy`, where an IDE attaches to the debugged rank; 0 without that option."""
     output_directory: str = ""
     """Absolute path of the folder of `--rank-output-dir`, empty if there is none."""
     rootdir: str = ""

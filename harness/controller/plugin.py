@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from lockstep.backends import BACKENDS, objects_of
-from lockstep.controller.debugging import Debugging, check_debuggers
 from lockstep.controller.pytest_internals import (
     add_failed_tear_down,
     basetemp_of,
@@ -101,7 +100,6 @@ class Controller:
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
-        self._debugging = None if config.getoption("rank_pdb") is None else Debugging(config)
         self._shared = SharedDirectories(config)
         self._current: pytest.Item | None = None
 
@@ -135,8 +133,8 @@ class Controller:
             method = str(self._config.getini("ranks_start_method"))
             modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
             program = RankProgram(RANK, modules, tuple(preload), tuple(hints))
-            terminal = self._debugging.terminal if self._debugging is not None else None
-            self._launcher = ProcessLauncher(method, program, terminal)
+            loan = self._config.hook.pytest_ranks_loan(config=self._config)
+            self._launcher = ProcessLauncher(method, program, loan)
             if HOSTS in os.environ:
                 from lockstep.hosts.remote import on_hosts_of_run
 
@@ -146,15 +144,12 @@ class Controller:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        keys: dict[str, WorldKey] = {}
+        has_requests = False
         for item in items:
             if request := request_of(item):
                 item.stash[REQUEST] = request
-                if isinstance(request, Request):
-                    keys[str(item.nodeid)] = request.key
-        if items:
-            check_debuggers(self._config, keys)
-        if not keys:
+                has_requests |= isinstance(request, Request)
+        if not has_requests:
             self._stop_server()  # the word was in a file, but no test needs it
             return
         refuse_launcher()
@@ -176,9 +171,6 @@ class Controller:
             for report in run():
                 item.ihook.pytest_runtest_logreport(report=report)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        if self._debugging is not None and self._debugging.has_quit:
-            self._worlds.close()  # a rank's wider fixtures are torn down, as where pytest quits
-            pytest.exit("Quitting debugger")
         return True
 
     def _run_and_merge(
@@ -233,10 +225,8 @@ class Controller:
         except WorldError as error:
             raise WorldError(f"no world of {request.key}: {error}") from error
         self._last_items[world.name] = item
-        attending = contextlib.nullcontext() if self._debugging is None else self._debugging.attending(world)
         try:
-            with attending:
-                outcome = world.run(ItemRun(order, request.timeout, self._config.hook))
+            outcome = world.run(ItemRun(order, request.timeout, self._config.hook))
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
@@ -296,6 +286,10 @@ class Controller:
 
     # Worlds
 
+    def close_worlds(self) -> None:
+        """End all worlds, and wait until they have torn down."""
+        self._worlds.close()
+
     def _fail_last_item(self, world: World, text: str) -> None:
         """Fail the last item of a world for what broke as it closed: the tear-down of a wide fixture, say.
 
@@ -332,8 +326,6 @@ class Controller:
         self._worlds.kill()
         self._shared.remove()
         self._stop_server()
-        if self._debugging is not None:
-            self._debugging.terminal.close()
 
     def _stop_server(self) -> None:
         self._termination.restore()

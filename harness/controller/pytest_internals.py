@@ -6,8 +6,7 @@ Used where tests are collected and in the controller; must not import torch.
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -96,24 +95,6 @@ def option_groups(config: pytest.Config) -> Mapping[argparse.Action, str]:
         for group in groups
         for action in getattr(getattr(group, "_arggroup", None), "_group_actions", ())
     }
-
-
-@contextlib.contextmanager
-def uncaptured_streams(config: pytest.Config) -> Iterator[None]:
-    """Put the streams that pytest was started with in the place of those of its capture.
-
-    If it moves: the methods of the plugin `capturemanager` that `pytest.set_trace` calls.
-    """
-    capture = config.pluginmanager.getplugin("capturemanager")
-    if capture is None:
-        yield
-        return
-    capture.suspend_global_capture(in_=True)
-    try:
-        yield
-    finally:  # outside of tests pytest captures the input, and not the output
-        capture.resume_global_capture()
-        capture.suspend_global_capture()
 
 
 def terminal_stream(config: pytest.Config) -> TextIO:

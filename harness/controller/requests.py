@@ -21,7 +21,6 @@ from lockstep.backends import (
 )
 from lockstep.backends.device import CPU, Device
 from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
-from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
 from lockstep.exceptions import LaunchError
@@ -114,8 +113,7 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         remedy = f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
         world = f"a world of {size} rank{'s' if size > 1 else ''}"
         return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
-    timeout = float("inf") if debugging.is_debugged(key, config) else _deadline(item, mark, key)
-    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, parts)
+    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), _deadline(item, mark, key), parts)
     refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
     return refusal or request
 
@@ -141,9 +139,6 @@ def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread 
     bound = [backend.name for backend in objects_of(key.backend) if not backend.spans_hosts]
     if len(spread) > 1 and bound:
         return Refusal("skipped", f"the backend {bound[0]} works within one host")
-    rank = debugging.debugged_rank(config)
-    if rank is not None and (rank >= spread[0][1] if spread and spread[0][0] == 0 else bool(spread)):
-        return Refusal("failed", f"rank {rank} runs on another host, where no debugger can be attached")
     return spread
 
 
@@ -225,7 +220,6 @@ def check_options(config: pytest.Config) -> None:
     if (seed := config.getoption("world_seed")) not in SEEDS:
         raise pytest.UsageError(f"--world-seed {shown(seed)}: write a whole number from -2**63 to 2**64 - 1")
     _check_hosts(config)
-    debugging.check_options(config)
     try:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:

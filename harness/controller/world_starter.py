@@ -18,7 +18,6 @@ import pytest
 
 from lockstep.backends import takes_devices
 from lockstep.backends.device import Device
-from lockstep.controller import debugging
 from lockstep.controller.pytest_internals import basetemp_of
 from lockstep.controller.requests import output_directory_of
 from lockstep.exceptions import LaunchError
@@ -78,9 +77,6 @@ class WorldStarter:
             if isinstance(error, OSError):
                 raise LaunchError(explain(error)) from error
             raise
-        if session.debugpy_port and debugging.is_debugged(key, self._config):
-            attach = debugging.how_to_attach(session.debugged_rank, session.debugpy_port)
-            _report_wait(self._config, attach)
         return world
 
     def _session_spec(self) -> SessionSpec:
@@ -99,8 +95,6 @@ class WorldStarter:
             sys_path=tuple(sys.path),
             environ=environ,
             workerinput=self._workerinput,
-            debugged_rank=debugging.debugged_rank(config),
-            debugpy_port=debugging.debugpy_port(config),
             captures=config.getoption("capture", "no") in ("fd", "sys"),
             output_directory=self._output_directory,
             rootdir=str(config.rootpath),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from lockstep.launch.limits import explain
 from lockstep.launch.multiprocessing_internals import close_server_pipe, forget_start_method
-from lockstep.launch.terminal import SentTerminal
 from lockstep.protocol import StartFailed
 from lockstep.specification import RankSpec
 
@@ -27,13 +26,19 @@ class Rank(Protocol):
 
     def join(self) -> None: ...
     def send(self, message: StartFailed) -> None: ...
-    def run(self) -> None: ...
+    def run(self, *, names_lines: bool) -> None: ...
+
+
+class SentLoan(Protocol):
+    """Streams that a feature of the controller lends to the rank."""
+
+    def take(self) -> None: ...
 
 
 MakeRank = Callable[[RankSpec, Connection, "LeaseShare | None"], Rank]
 
 
-def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTerminal | None) -> None:
+def start_rank(make: str, spec: RankSpec, wire: Connection, loan: SentLoan | None) -> None:
     """Take over the controller's environment, then run the rank until it is asked to close.
 
     The process leads a session of its own: a Ctrl-C on the terminal reaches the controller alone, and
@@ -67,9 +72,9 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, terminal: SentTermin
     except Exception as error:  # torch raises its own kinds; their messages are what counts
         rank.send(StartFailed(f"it could not join its process group: {explain(error)}"))
         os._exit(1)
-    if terminal is not None:
-        terminal.take()
-    rank.run()
+    if loan is not None:
+        loan.take()
+    rank.run(names_lines=loan is None)
 
 
 def _take_over(spec: RankSpec) -> None:

@@ -36,7 +36,6 @@ from lockstep.launch.multiprocessing_internals import (
     stop_server,
     without_main_module,
 )
-from lockstep.launch.terminal import Terminal
 from lockstep.place import Moved
 from lockstep.process_tree import children_of, end, with_descendants
 from lockstep.specification import RankSpec, WorldKey
@@ -231,19 +230,26 @@ def is_of_torch(module: str) -> bool:
     return module.split(".")[0] == "torch"
 
 
+class Loan(Protocol):
+    """Something of the controller for a rank, which is pickled as a `bootstrap.SentLoan`."""
+
+    @property
+    def rank(self) -> int: ...
+
+
 class ProcessLauncher:
     """Starts ranks as processes of this machine.
 
     Args:
         start_method: "forkserver" (forks of a server that has imported torch) or "spawn" (new interpreters).
-        terminal: the standard streams of one rank of each world.
+        loan: what one rank of each world takes over before it runs.
     """
 
-    def __init__(self, start_method: str, program: RankProgram, terminal: Terminal | None = None) -> None:
+    def __init__(self, start_method: str, program: RankProgram, loan: Loan | None = None) -> None:
         self._context: BaseContext = multiprocessing.get_context(start_method)
         self._forks = start_method == "forkserver"
         self._program = program
-        self._terminal = terminal
+        self._loan = loan
         self._checked = False
         self.directory = private_directory()
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
@@ -311,11 +317,11 @@ class ProcessLauncher:
         return started
 
     def _start_one(self, spec: RankSpec, wire: Connection | None) -> RankProcess:
-        terminal = self._terminal if self._terminal and self._terminal.rank == spec.rank else None
+        loan = self._loan if self._loan is not None and self._loan.rank == spec.rank else None
         ours, theirs = (wire, wire) if wire is not None else self._context.Pipe()
         process = self._context.Process(  # type: ignore[attr-defined]
             target=start_rank,
-            args=(self._program.rank, spec, theirs, terminal),
+            args=(self._program.rank, spec, theirs, loan),
             name=f"rank-{spec.rank}",
             daemon=False,
         )

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,11 +17,9 @@ from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
 from _pytest.assertion.rewrite import assertstate_key
 from _pytest.config import create_terminal_writer
-from _pytest.debugging import PdbInvoke
 from _pytest.junitxml import bin_xml_escape, xml_key
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
-from _pytest.runner import check_interactive_exception
 
 FOLDER = "/_pytest/"
 """Part of the path of every file of pytest's own."""
@@ -42,8 +38,6 @@ serialise_report = pytest_report_to_serializable
 
 is_of_user = filter_traceback
 """Whether pytest shows an entry of a traceback: it is not pytest's own, nor pluggy's."""
-is_interactive = check_interactive_exception
-"""Whether pytest would debug what a call has raised: no skip and no expected failure."""
 
 
 def set_root(rootdir: Path, inifile: Path | None) -> None:
@@ -196,20 +190,3 @@ def waiting_conftests(session: pytest.Session) -> dict[Path, object]:
     """Return the conftests that wait for the collection of their directory, since pytest 9.1."""
     waiting: dict[Path, object] = getattr(session._fixturemanager, "_pending_conftests", {})
     return waiting
-
-
-def open_debugger(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
-    """Open pytest's own debugger on a failure.
-
-    Raises:
-        pytest.exit.Exception: the user has quit it.
-    """
-    # pytest's debugger writes to the terminal plugin, which no rank has, and needs no more of it than this.
-    reporter = SimpleNamespace(_tw=create_terminal_writer(item.config, sys.__stdout__))
-    plugins = item.config.pluginmanager
-    plugins.register(reporter, "terminalreporter")
-    try:
-        PdbInvoke().pytest_exception_interact(item, call, report)
-    finally:
-        plugins.unregister(reporter)
-        vars(report).pop("_pdbshown", None)  # the merged report has more than was shown

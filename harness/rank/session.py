@@ -19,7 +19,6 @@ import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN, Ending
 from lockstep.protocol import Close, Collecting, Finished, ItemStarted, Ready, RunItem, StartFailed
-from lockstep.rank import debugger
 from lockstep.rank.item import ItemGuards
 from lockstep.rank.output import capture_into, end_lines, prefix_streams
 from lockstep.rank.process import Rank
@@ -92,13 +91,17 @@ class RankSession:
         """Send the controller why the session did not start."""
         self.rank.send(message)
 
-    def run(self) -> None:
-        """Run items until the controller closes the session, and end the process."""
+    def run(self, *, names_lines: bool) -> None:
+        """Run items until the controller closes the session, and end the process.
+
+        Args:
+            names_lines: whether lines that are not captured begin with the name of the rank.
+        """
         # Where torch logs, at level DEBUG, what every failed collective raises anyway: noise in reports.
         logging.getLogger("c10d-NullHandler-default").disabled = True
         capture_into(self._spec.path_of("captured"))
         given = self._spec.session
-        if not given.captures and self._spec.rank != given.debugged_rank:
+        if names_lines and not given.captures:
             prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
         set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
@@ -133,10 +136,8 @@ class RankSession:
         options = vars(config.option)
         options.update({name: value for name, value in _CONTROLLER_OPTIONS.items() if name in options})
         options["basetemp"] = self._spec.basetemp
-        debugger.plug_in(config, self.rank)
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
-        if self._spec.session.debugged_rank is None:  # nor may a plugin put one there
-            config.pluginmanager.set_blocked("terminalreporter")
+        config.pluginmanager.set_blocked("terminalreporter")  # nor may a plugin put one there
         # What pytest and its plugins write once a run, they do not write where they find this.
         config.workerinput = self._workerinput  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from typing import Any
 from lockstep.exceptions import MessageRefused
 from lockstep.launch.multiprocessing_internals import pickle_message
 from lockstep.launch.processes import StartedRank
-from lockstep.protocol import DebuggerState, FromRank, Probe, RankStatus, ToRank
+from lockstep.protocol import FromRank, Probe, RankStatus, ToRank
 from lockstep.specification import RankSpec
 from lockstep.standing import read_standing
 from lockstep.tracebacks import shorten, user_line
@@ -41,8 +41,6 @@ class RankHandle:
 
     Attributes:
         died: How its process ended, once that was noticed.
-        can_debug: Whether it is the rank of `--rank-pdb`.
-        debugger: The state of its debugger in the current item, or at the end of the last one.
     """
 
     def __init__(self, spec: RankSpec, started: StartedRank) -> None:
@@ -58,18 +56,11 @@ class RankHandle:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", MESSAGE_WITHIN, 0))
         self._can_write = select.poll()
         self._can_write.register(self._wire, select.POLLOUT)
-        self.can_debug = spec.rank == spec.session.debugged_rank
-        self.debugger: DebuggerState = "left"
 
     def __str__(self) -> str:
         return f"rank {self.rank}"
 
     # The wire
-
-    def begin(self, order: memoryview) -> None:
-        """Send the packed order for an item."""
-        self.debugger = "left"
-        self.send_packed(order)
 
     def send(self, message: ToRank) -> None:
         """Send a message; to a rank that has not read for so long that its wire is full, none."""
@@ -160,19 +151,6 @@ class RankHandle:
         self.started.fetch()
         start = read_standing(self.spec)[1]
         return RankOutput(Path(path_of("captured")), Path(path_of("log")), start, self.started.moved)
-
-    # Its debugger
-
-    def is_debugged(self) -> bool:
-        """Whether the user looks at the rank, or runs it line by line."""
-        return self.debugger in ("prompts", "runs") and self.died is None
-
-    def interrupt_debugger(self) -> bool:
-        """Pass Ctrl-C on to the debugger if it waits at its prompt; return whether it does."""
-        waits = self.debugger == "prompts" and self.died is None
-        if waits:
-            self.started.signal(signal.SIGINT)
-        return waits
 
     # The end
 

@@ -21,7 +21,6 @@ from lockstep.protocol import (
     AbortGroup,
     Agreed,
     Collecting,
-    Debugger,
     Finished,
     FromRank,
     ItemStarted,
@@ -62,7 +61,7 @@ class Moment:
     elapsed: float
     """Seconds since it began."""
     limit: float
-    """Seconds from its beginning to its deadline; infinite for a user who debugs."""
+    """Seconds from its beginning to its deadline; infinite where a person may take part."""
     importing: str
     """The file that a rank imports, else ""."""
     silent: set[int]
@@ -78,13 +77,19 @@ class ItemRun:
     time is over, or when no rank can get on any more, is asked for its status and counts as stuck.
 
     Args:
-        timeout: seconds for the item, without collection; infinity for a user who debugs.
+        timeout: seconds for the item, without collection; infinity where a person may take part.
         hook: calls what features do during an item.
+
+    Attributes:
+        paused: Ranks that wait for a person, as a feature has found: nothing is over until they run again.
+        may_pause: Ranks that may come to that: they are not ended because another has failed.
     """
 
     def __init__(self, order: RunItem, timeout: float, hook: HookRelay) -> None:
         self.order = order
         self.label = label_of(order.nodeid, order.preparation)
+        self.paused: set[int] = set()
+        self.may_pause: set[int] = set()
         self._hook = hook
         self._timeout = timeout
         self._begun = self._deadline = 0.0
@@ -111,8 +116,9 @@ class ItemRun:
         self._begun = now = time.monotonic()
         self._deadline, self._next_probe = now + self._timeout, now + PROBE_EVERY
         packed = pickle_message(self.order)
+        self._hook.pytest_ranks_run_begins(run=self)
         for handle in handles:
-            handle.begin(packed)
+            handle.send_packed(packed)
         try:
             while pending := self._pending():
                 grace = self._grace if self._without_failure(pending) else float("inf")
@@ -144,6 +150,12 @@ class ItemRun:
         """Outcomes of the ranks so far, in rank order."""
         return self._outcomes
 
+    def signal(self, rank: int, number: int) -> bool:
+        """Send the process of a rank a signal; return False if it has ended."""
+        if self._handles[rank].died is None:
+            self._handles[rank].started.signal(number)
+        return self._handles[rank].died is None
+
     def _pending(self) -> set[int]:
         return {outcome.rank for outcome in self._outcomes if outcome.fate is None}
 
@@ -152,17 +164,15 @@ class ItemRun:
 
     def _end_what_is_over(self, pending: set[int]) -> None:
         now = time.monotonic()
-        if any(self._handles[rank].is_debugged() for rank in pending):
-            # Forget what would end a rank early: whatever waits, waits for the debugger.
+        if self.paused & pending:
+            # Forget what would end a rank early: whatever waits, waits for the person.
             self._grace = self._last_grace = float("inf")
             self._next_probe = now + PROBE_EVERY
             self._standstill.forget_suspicion()
             self._answers.clear()
             return
-        # The rank of `--rank-pdb` may still come to a breakpoint, or fail.
-        may_stop = any(self._handles[rank].can_debug for rank in self._without_failure(pending))
         failed = any(outcome.has_failed() and not outcome.has_xpassed() for outcome in self._outcomes)
-        if failed and not may_stop:
+        if failed and not self.may_pause & self._without_failure(pending):
             self._grace = min(self._grace, now + GRACE)
             self._last_grace = min(self._last_grace, now + MAX_GRACE)
         if now >= self._deadline:
@@ -215,8 +225,6 @@ class ItemRun:
                 self._unanswered.discard(rank)
                 self._answers[rank] = message
                 self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)
-            case Debugger(state):
-                self._handles[rank].debugger = state
             case Progress():
                 self._unanswered.discard(rank)
                 self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)

@@ -117,14 +117,6 @@ class World:
                     rank.warnings.append(Warned("pytest", "PytestWarning", text, __file__, 0))
         return outcome
 
-    def interrupt_debugger(self) -> bool:
-        """Pass Ctrl-C on to a rank whose debugger waits at its prompt; return whether there is one."""
-        return any(handle.interrupt_debugger() for handle in self._handles)
-
-    def has_quit_debugger(self) -> bool:
-        """Whether the user has quit the debugger of a rank in the last item."""
-        return any(handle.debugger == "quits" for handle in self._handles)
-
     # The end
 
     def interrupt(self) -> dict[int, str]:

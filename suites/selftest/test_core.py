@@ -11,21 +11,18 @@ CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
 """Folders of the core; the files beside them are of the core as well."""
 FEATURES = (
     "features",
-    "controller.debugging",
     "hosts",
     "launch.lease_store",
     "launch.leases",
-    "rank.debugger",
 )
 """Folder of the features, and modules that are still to move there."""
 
 STILL_IMPORTED = {
-    "controller.plugin": "controller.debugging hosts.launchers hosts.remote",
-    "controller.requests": "controller.debugging hosts.placement",
+    "controller.plugin": "hosts.launchers hosts.remote",
+    "controller.requests": "hosts.placement",
     "controller.rerun": "hosts.roster",
-    "controller.world_starter": "controller.debugging launch.lease_store launch.leases",
+    "controller.world_starter": "launch.lease_store launch.leases",
     "launch.bootstrap": "launch.lease_store",
-    "rank.session": "rank.debugger",
     "world.world": "launch.leases",
 }
 """Features that a module of the core still imports: nothing may be added, and what is not used must go."""

@@ -16,7 +16,6 @@ from typing import Literal, TextIO
 
 import pytest
 
-from lockstep.controller.debugging import debugged_rank
 from lockstep.controller.pytest_internals import terminal_stream
 from lockstep.features.progress.glance import Glance
 from lockstep.output import shows_live
@@ -89,7 +88,8 @@ class ProgressDisplay:
 def way_of(config: pytest.Config, environ: Mapping[str, str]) -> Way:
     """Return how to show progress, where the terminal belongs to pytest's own report and to no one else."""
     option = config.option
-    if option.ranks_no_progress or getattr(option, "verbose", 0) < 0 or debugged_rank(config) is not None:
+    debugs = any(getattr(option, name, None) is not None for name in ("rank_pdb", "rank_debugpy"))
+    if option.ranks_no_progress or getattr(option, "verbose", 0) < 0 or debugs:
         return "off"
     if hasattr(config, "workerinput"):
         return "plain"

@@ -206,7 +206,7 @@ def test_all_ranks_draw_from_the_constants_of_rank_0() -> None:
 
 
 def test_a_rank_picks_its_own_and_too_few_values_are_refused() -> None:
-    session = SessionSpec((), "", (), (), {}, {}, None, False)
+    session = SessionSpec((), "", (), (), {}, {}, captures=False)
     world = RankWorld(RankSpec(1, WorldKey(2, "gloo", "cpu"), session, 0, "", ""), torch.device("cpu"))
     assert world.pick(["a", "b", "c"]) == "b"
     with pytest.raises(ValueError, match=r"world.pick: 1 values for 2 ranks; draw at least world.size"):

@@ -27,7 +27,7 @@ from lockstep.world.world import World
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankHandle, Connection]]:
     """A handle on a rank that is no process, and the rank's end of the wire."""
     monkeypatch.setattr(module, "MESSAGE_WITHIN", 1)
-    session = SessionSpec((), "/", (), (), {}, {}, captures=True, debugged_rank=None)
+    session = SessionSpec((), "/", (), (), {}, {}, captures=True)
     spec = RankSpec(0, WorldKey(1, "gloo", "cpu"), session, 0, str(tmp_path), str(tmp_path))
     ours, theirs = Pipe()
     facts = {"pid": 1, "sentinel": theirs.fileno(), "exitcode": None}  # not ready: it is alive

@@ -41,12 +41,12 @@ class SilentRank(RankHandle):
     """A rank that sends what its connection holds; it records what it is sent, and how often it is read."""
 
     def __init__(self, wire: Connection) -> None:
-        self.rank, self.died, self.can_debug, self.debugger = 0, None, False, "left"
+        self.rank, self.died = 0, None
         self.wire, self.host, self.spec = wire, "", None
         self.sent: list[Any] = []
         self.reads = 0
 
-    def begin(self, order: Any) -> None:
+    def send_packed(self, message: Any) -> None:
         pass
 
     def send(self, message: Any) -> None:
@@ -139,9 +139,7 @@ def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
         of_popen: Any = SimpleNamespace(pid=process.pid, sentinel=0)
         started = RankProcess(of_popen, ours)
-        spec: Any = SimpleNamespace(
-            rank=0, session=SimpleNamespace(debugged_rank=None), path_of=lambda file: ""
-        )
+        spec: Any = SimpleNamespace(rank=0, path_of=lambda file: "")
         rank = RankHandle(spec, started)
         try:
             assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0

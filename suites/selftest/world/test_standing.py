@@ -9,7 +9,7 @@ from lockstep.standing import Standing, read_standing
 
 
 def test_the_controller_reads_how_far_a_rank_has_come(tmp_path: Path) -> None:
-    session = SessionSpec((), "/", (), (), {}, {}, captures=True, debugged_rank=None)
+    session = SessionSpec((), "/", (), (), {}, {}, captures=True)
     of_rank, of_other = (
         RankSpec(rank, WorldKey(2, "gloo", "cpu"), session, 0, str(tmp_path), "") for rank in (0, 1)
     )

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.exceptions import PeerFailed
-from lockstep.protocol import Debugger, DebuggerState
-from lockstep.rank.pytest_internals import is_interactive, open_debugger
+from lockstep.features.debugger import FEATURE, Chosen, State
+from lockstep.features.debugger.pytest_internals import is_interactive, open_debugger
+from lockstep.protocol import Part
 
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank
@@ -26,10 +27,11 @@ __tracebackhide__ = True  # the frames of hooks are no news in a test's tracebac
 
 def plug_in(config: pytest.Config, rank: Rank) -> None:
     """Register the debugger of this rank, or what explains why its breakpoints do not stop."""
-    chosen = rank.spec.session.debugged_rank
-    if chosen == rank.spec.rank and rank.spec.session.debugpy_port:
+    given: Chosen | None = rank.spec.session.parts.get(FEATURE)
+    chosen, port = given or (None, 0)
+    if chosen == rank.spec.rank and port:
         config.option.usepdb = config.option.trace = False
-        config.pluginmanager.register(IdeDebugger(rank))
+        config.pluginmanager.register(IdeDebugger(rank, port))
         return
     if chosen != rank.spec.rank:
         config.option.usepdb = config.option.trace = False
@@ -51,7 +53,7 @@ class RankDebugger:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._state: DebuggerState = "left"
+        self._state: State = "left"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -103,9 +105,9 @@ class RankDebugger:
     def pytest_leave_pdb(self) -> None:
         self._enter("left")
 
-    def _enter(self, state: DebuggerState) -> None:
+    def _enter(self, state: State) -> None:
         self._state = state
-        self._rank.send(Debugger(state))
+        self._rank.send(Part(FEATURE, state))
 
 
 class IdeDebugger:
@@ -115,17 +117,17 @@ class IdeDebugger:
     that it could not say more.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, port: int) -> None:
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # of modules frozen into Python
         self._rank = rank
         self._debugpy: Any = importlib.import_module("debugpy")
         self._debugpy.configure(subProcess=False)
-        self._debugpy.listen(("127.0.0.1", rank.spec.session.debugpy_port))
+        self._debugpy.listen(("127.0.0.1", port))
         self._has_attached = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._rank.send(Debugger("runs"))
+        self._rank.send(Part(FEATURE, "runs" if self._has_attached else "waits"))
         if not self._has_attached:
             self._debugpy.wait_for_client()
             self._has_attached = True
