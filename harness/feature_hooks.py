@@ -178,7 +178,7 @@ def pytest_ranks_agreed(run: ItemRun, votes: Sequence[Vote], parts: dict[str, An
 
 @pytest.hookspec
 def pytest_ranks_run_ended(run: ItemRun) -> None:
-    """Forget a run that has ended on all ranks, or that was broken off. Called in the controller."""
+    """Forget a run whose ranks were probed, as it has ended or was broken off. Called in the controller."""
 
 
 @pytest.hookspec
@@ -188,7 +188,7 @@ def pytest_ranks_begin(order: RunItem) -> None:
 
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_item(item: pytest.Item, order: RunItem) -> pytest.Item | None:
-    """Return another item to run in the place of this one. Called in each rank, for every order."""
+    """Return another item to run in the place of this one. Called in each rank, if the order has parts."""
 
 
 @pytest.hookspec

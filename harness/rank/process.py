@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from lockstep.protocol import (
     AbortGroup,
     Agreed,
     Close,
+    Finished,
     FromRank,
     GroupState,
     Interrupt,
@@ -107,6 +109,19 @@ class Rank:
         self.dead |= {rank for rank, each in enumerate(answer.votes) if each.outcome == "died"}
         activity.state = "runs"
         return answer
+
+    def begin_item(self) -> None:
+        """Let the status be of the next item from now on."""
+        activity = self.status.activity
+        activity.state, activity.began = "runs", time.time_ns()
+        activity.item += 1
+        activity.meeting = None
+
+    def end_item(self, message: Finished) -> None:
+        """Send the end of the item."""
+        activity = self.status.activity
+        activity.state, activity.case, activity.count = "idle", "", ""
+        self.send(message)
 
     def groups(self) -> GroupState:
         """Return the state of the process groups."""

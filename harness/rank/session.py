@@ -61,6 +61,7 @@ class RankSession:
 
     Attributes:
         rank: the rank whose session this is.
+        order: the last one that was run, or is.
         world: the value of the fixture `world`.
         started: Whether the session has come to its first item.
     """
@@ -70,6 +71,7 @@ class RankSession:
         self.rank = rank = Rank(spec, connection, lease)
         self._spec = spec
         self.world = rank.world
+        self.order: RunItem | None = None
         self.started = False
         self._collection = RankCollection()
         self._crash_reports = CrashReports(spec.path_of("stacks"))
@@ -164,7 +166,8 @@ class RankSession:
         while True:
             match self.rank.wire.next_order():
                 case RunItem() as order:
-                    self.rank.status.activity.begin_item()
+                    self.order = order
+                    self.rank.begin_item()
                     self._run(session, order)
                 case Close():
                     return True
@@ -186,7 +189,8 @@ class RankSession:
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
-            item = self._config.hook.pytest_ranks_item(item=item, order=order) or item
+            if order.parts:
+                item = self._config.hook.pytest_ranks_item(item=item, order=order) or item
             if order.location is not None:
                 set_location(item, order.location)
             self._reporter.begin(item)
@@ -200,8 +204,7 @@ class RankSession:
         counts = count_collectives(), count_groups()
         ending = Ending(usable)
         self._config.hook.pytest_ranks_finished(ending=ending)
-        self.rank.status.activity.end_item()
-        self.rank.send(Finished(ending.usable, *counts, doing, ending.parts))
+        self.rank.end_item(Finished(ending.usable, *counts, doing, ending.parts))
         self._standing.await_item()
         self._freed_memory.give_back()
 

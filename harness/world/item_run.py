@@ -125,7 +125,8 @@ class ItemRun:
                 self._listen(min(self._deadline, self._next_probe, grace) - time.monotonic())
                 self._end_what_is_over(self._pending())
         finally:
-            self._hook.pytest_ranks_run_ended(run=self)
+            if self._next_probe > self._begun + PROBE_EVERY or self._answers:  # its ranks were probed
+                self._hook.pytest_ranks_run_ended(run=self)
         if all(isinstance(outcome.fate, Died) for outcome in self._outcomes):
             for each in self._outcomes:
                 each.excuse = ""  # no rank is left that could say how the test went on

@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if session is not None and meets(session.world.backend):
         from lockstep.features.exchanges.rank import Exchanges
 
-        exchanges = Exchanges(session.rank.spec.session.cwd, session.rank.group.members)
+        exchanges = Exchanges(session.rank.spec.session.cwd, session.rank.group.members, config.pluginmanager)
         exchanges.install()
         config.pluginmanager.register(exchanges)
 

@@ -51,12 +51,16 @@ class Exchanges:
     Args:
         base: directory that the user's files are named from.
         members: returns the ranks of each group.
+        manager: of the rank's session.
     """
 
     def __init__(
-        self, base: str, members: Callable[[], list[tuple[dist.ProcessGroup, tuple[int, ...]]]]
+        self,
+        base: str,
+        members: Callable[[], list[tuple[dist.ProcessGroup, tuple[int, ...]]]],
+        manager: pytest.PytestPluginManager,
     ) -> None:
-        self._base, self._members = base, members
+        self._base, self._members, self._manager = base, members, manager
         self._channels: dict[tuple[object, ...], _Channel] = {}
         self._works: weakref.WeakKeyDictionary[dist.Work, _Channel] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
@@ -68,19 +72,12 @@ class Exchanges:
         group.send = self._recorded(group.send, is_send=True)
         group.recv = self._recorded(group.recv, is_send=False)
         group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
-        self.pytest_runtest_setup()
+        self.pytest_collection_finish()
 
     def pytest_ranks_regrouped(self) -> None:
         self.clear()
 
-    def pytest_ranks_finished(self, ending: Ending) -> None:
-        """Send what the test has exchanged; where handles were dropped, the world cannot be used again."""
-        if exchanged := self.take():
-            ending.parts[FEATURE] = exchanged
-            ending.usable = ending.usable and all(each.waited == each.begun for each in exchanged)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_collection_finish(self) -> None:
         """See those of shm too, which has methods of its own, once a file of tests has imported it."""
         shm = sys.modules.get("lockstep.shm")
         if shm is None or self._sees_shm:
@@ -133,9 +130,9 @@ class Exchanges:
             channel.begun += 1
             channel.call, channel.line = call, line
             channel.tensor = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            self._see_waits()
             if tensor.device.type == "cpu":
                 self._works[work] = channel
-                self._see_waits()
             else:  # nccl sends what it has begun, with or without its handle
                 channel.waited += 1
 
@@ -149,9 +146,10 @@ class Exchanges:
         return call, f"{frame.f_code.co_filename.removeprefix(f'{self._base}/')}:{frame.f_lineno}"
 
     def _see_waits(self) -> None:
-        """See all waits from the first send or receive on; before, waits of collectives cost nothing."""
+        """See waits and ends of tests from the first send or receive on; those of others cost nothing."""
         if not self._sees_waits:
             self._sees_waits = True
+            self._manager.register(ExchangesOfTest(self))
             kinds: list[Any] = [dist.Work]
             if self._sees_shm:
                 kinds.append(sys.modules["lockstep.shm"].ShmWork)
@@ -171,6 +169,19 @@ class Exchanges:
             return done
 
         return waiting
+
+
+class ExchangesOfTest:
+    """A plugin of sessions in which a test has exchanged anything."""
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self._exchanges = exchanges
+
+    def pytest_ranks_finished(self, ending: Ending) -> None:
+        """Send what the test has exchanged; where handles were dropped, the world cannot be used again."""
+        if exchanged := self._exchanges.take():
+            ending.parts[FEATURE] = exchanged
+            ending.usable = ending.usable and all(each.waited == each.begun for each in exchanged)
 
 
 def _describe(channel: _Channel, group: dist.ProcessGroup, members: tuple[int, ...]) -> Exchanged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,51 +13,60 @@ from lockstep.features.properties.messages import FEATURE, NOTES, STATISTICS, Se
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from lockstep.features.properties.rank import Properties
     from lockstep.protocol import RunItem
     from lockstep.reporting.rank_reports import Context
     from lockstep.world.outcome import ItemOutcome
 
-_properties: pytest.StashKey[Properties] = pytest.StashKey()
+_SEARCHES = "harness-searches"
 
 # In the controller
 
 
-def pytest_ranks_order(parts: dict[str, Any]) -> None:
-    parts[FEATURE] = Search(secrets.randbits(128))
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Register the half of the controller once a file of tests has imported Hypothesis."""
+    manager = session.config.pluginmanager
+    if "hypothesis" in sys.modules and not (manager.hasplugin(RANK_PLUGIN) or manager.hasplugin(_SEARCHES)):
+        manager.register(Searches(), _SEARCHES)
 
 
-def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
-    """Note the example that each rank was in at the end of the item."""
-    if not outcome.is_clean():
-        paths = {rank.rank: rank.spec.path_of("running") for rank in outcome.ranks if rank.spec is not None}
-        examples = {rank: read_running_example(path) for rank, path in paths.items()}
-        outcome.parts[FEATURE] = {rank: example for rank, example in examples.items() if example is not None}
+class Searches:
+    """The searches of property tests in the controller."""
 
+    def pytest_ranks_order(self, parts: dict[str, Any]) -> None:
+        parts[FEATURE] = Search(secrets.randbits(128))
 
-def pytest_ranks_again(
-    order: RunItem, outcome: ItemOutcome, run: Callable[[RunItem], ItemOutcome]
-) -> ItemOutcome | None:
-    """Look for the smallest example that ends a world, if one has."""
-    if not outcome.parts.get(FEATURE):
-        return None
-    from lockstep.features.properties.crashed_examples import find_smallest
+    def pytest_ranks_outcome(self, outcome: ItemOutcome) -> None:
+        """Note the example that each rank was in at the end of the item."""
+        if not outcome.is_clean():
+            paths = {
+                rank.rank: rank.spec.path_of("running") for rank in outcome.ranks if rank.spec is not None
+            }
+            examples = {rank: read_running_example(path) for rank, path in paths.items()}
+            found = {rank: example for rank, example in examples.items() if example is not None}
+            outcome.parts[FEATURE] = found
 
-    return find_smallest(order, outcome, run)
+    def pytest_ranks_again(
+        self, order: RunItem, outcome: ItemOutcome, run: Callable[[RunItem], ItemOutcome]
+    ) -> ItemOutcome | None:
+        """Look for the smallest example that ends a world, if one has."""
+        if not outcome.parts.get(FEATURE):
+            return None
+        from lockstep.features.properties.crashed_examples import find_smallest
+
+        return find_smallest(order, outcome, run)
+
+    def pytest_ranks_reported(self, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
+        """Put the statistics where Hypothesis's plugin looks for them, once."""
+        for report in reports:
+            vars(report).pop(STATISTICS, None)
+        if reports and (statistics := _first(outcome.last_run or outcome, STATISTICS)):
+            vars(reports[-1])[STATISTICS] = statistics
 
 
 def pytest_ranks_sections(context: Context) -> tuple[str, str] | None:
     """Show the failing example where no traceback does: a crash has none."""
     last = context.outcome.last_run
     return ("failing example", example) if last and (example := _first(last, NOTES)) else None
-
-
-def pytest_ranks_reported(outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
-    """Put the statistics where Hypothesis's plugin looks for them, once."""
-    for report in reports:
-        vars(report).pop(STATISTICS, None)
-    if reports and (statistics := _first(outcome.last_run or outcome, STATISTICS)):
-        vars(reports[-1])[STATISTICS] = statistics
 
 
 def _first(outcome: ItemOutcome, name: str) -> str:
@@ -69,22 +78,11 @@ def _first(outcome: ItemOutcome, name: str) -> str:
 # In a rank
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_ranks_run_item(item: pytest.Item, order: RunItem) -> Generator[None, bool, bool]:
-    """Keep the property tests of an item in step, in a session that has come to use Hypothesis."""
-    if (properties := _properties_of(item.config)) is None:
-        return (yield)
-    with properties.of_item(order.parts[FEATURE]):
-        return (yield)
-
-
-def _properties_of(config: pytest.Config) -> Properties | None:
-    if _properties not in config.stash:
-        if "hypothesis" not in sys.modules:
-            return None
+def pytest_ranks_item(item: pytest.Item, order: RunItem) -> None:
+    """Keep property tests in step from the first item on whose order is of a search."""
+    manager = item.config.pluginmanager
+    if FEATURE in order.parts and not manager.hasplugin(FEATURE):
         from lockstep.features.properties.rank import Properties
 
-        session: Any = config.pluginmanager.get_plugin(RANK_PLUGIN)
-        config.stash[_properties] = Properties(session.rank)
-        config.pluginmanager.register(config.stash[_properties])
-    return config.stash[_properties]
+        session: Any = manager.get_plugin(RANK_PLUGIN)
+        manager.register(Properties(session.rank), FEATURE)

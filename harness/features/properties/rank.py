@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.features.properties.messages import CRASHED, NOTES, STATISTICS, RankInStep, Search
+from lockstep.features.properties.messages import CRASHED, FEATURE, NOTES, STATISTICS, RankInStep
 from lockstep.protocol import RERUN_OPTIONS
 
 if TYPE_CHECKING:
     from lockstep.features.properties.examples import Examples
+    from lockstep.protocol import RunItem
 
 __tracebackhide__ = True  # frames of hooks do not belong into a test's traceback
 
@@ -31,17 +31,16 @@ class Properties:
     def pytest_configure(self, config: pytest.Config) -> None:
         self._records = not config.getoption("ranks_no_divergence", False)
 
-    @contextlib.contextmanager
-    def of_item(self, search: Search) -> Iterator[None]:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_ranks_run_item(self, order: RunItem) -> Generator[None, object, object]:
         """Keep the properties of one item in step."""
         if "hypothesis" in sys.modules and not self._unsupported:
             self._examples = self._examples or self._start()
         if self._examples is None:
-            yield
-            return
-        self._examples.begin_item(search)
+            return (yield)
+        self._examples.begin_item(order.parts[FEATURE])
         try:
-            yield
+            return (yield)
         finally:
             self._examples.end_item()
 

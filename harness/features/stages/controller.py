@@ -5,7 +5,7 @@ Must not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,21 +52,31 @@ class Stages:
 
     Args:
         run: runs a stage for a test; returns its directory, and the reports of the stage.
+
+    Attributes:
+        names: the stages of each test that requests any, each behind those that it requests itself.
     """
 
     def __init__(self, run: Run) -> None:
+        self.names: dict[pytest.Item, tuple[str, ...]] = {}
+        self._paths: dict[pytest.Item, Paths] = {}
         self._run = run
         self._kept: dict[tuple[object, ...], str | Stopped] = {}
 
-    def prepare(self, item: pytest.Item, names: Sequence[str]) -> Paths | Stopped:
-        """Run those stages of a test that have not run for it; return the directories of all."""
+    def pytest_ranks_before(self, item: pytest.Item) -> list[pytest.TestReport] | None:
+        """Run those stages of a test that have not run for it; unless all pass, the test does not run."""
         paths: Paths = ()
-        for name in names:
+        for name in self.names.get(item, ()):
             found = self._find(item, name, paths)
             if isinstance(found, Stopped):
-                return found
+                return found.reports(item)
             paths = (*paths, (name, found))
-        return paths
+        self._paths[item] = paths
+        return None
+
+    def pytest_ranks_order(self, item: pytest.Item, parts: dict[str, Any]) -> None:
+        if paths := self._paths.get(item):
+            parts[FEATURE] = paths
 
     def _find(self, item: pytest.Item, name: str, before: Paths) -> str | Stopped:
         stage = find_stage(fixture_of(item, name))

@@ -22,8 +22,6 @@ __all__ = ["stage"]
 
 FEATURE = "stages"
 KIND = "stage"
-LEFT = pytest.StashKey[dict[str, str]]()
-"""Name and directory of each stage that has run for the current item of a rank, in its config's stash."""
 
 Scope = Literal["function", "class", "module", "package", "session"]
 
@@ -99,8 +97,8 @@ def _find_path(stage: Stage) -> Callable[..., Path]:
 
     def find_path(*_: object, request: pytest.FixtureRequest, **__: object) -> Path:
         name = str(request.fixturename)
-        session_of(request)  # fails off ranks
-        found = request.config.stash[LEFT].get(name)
+        order = session_of(request).order
+        found = None if order is None else dict(order.parts.get(FEATURE, ())).get(name)
         if found is None:
             pytest.fail(
                 f"the stage `{name}` has not run: a test requests it as an argument or by `usefixtures`, not "

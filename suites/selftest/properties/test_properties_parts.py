@@ -224,8 +224,9 @@ def test_an_unsupported_hypothesis_fails_property_tests_only(
     plain: Any = SimpleNamespace(obj=print)
     drawn: Any = SimpleNamespace(obj=SimpleNamespace(is_hypothesis_test=True))
     properties = Properties(rank)
-    with properties.of_item(Search()):
-        properties.pytest_runtest_setup(plain)
-        said = r"do not run on ranks with Hypothesis \d.*: module 'hypothesis.core' has no attribute 'State'"
-        with pytest.raises(pytest.fail.Exception, match=said):
-            properties.pytest_runtest_setup(drawn)
+    order: Any = SimpleNamespace(parts={FEATURE: Search()})
+    next(properties.pytest_ranks_run_item(order))
+    properties.pytest_runtest_setup(plain)
+    said = r"do not run on ranks with Hypothesis \d.*: module 'hypothesis.core' has no attribute 'State'"
+    with pytest.raises(pytest.fail.Exception, match=said):
+        properties.pytest_runtest_setup(drawn)
