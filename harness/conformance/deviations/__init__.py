@@ -1,23 +1,115 @@
 """Where torch's engines, or torch below another, are known to break claims on CPU ranks. Without torch.
 
-A table for each engine, read off runs with torch 2.13.
+The files next to this one have the deviations, read off runs with torch 2.13.
 """
 
 from __future__ import annotations
 
-from lockstep.conformance.deviations import torch_ddp, torch_fsdp1, torch_fsdp2
-from lockstep.conformance.deviations.deviation import Deviation
-from lockstep.conformance.deviations.shared import DTENSOR_MESHES, DTENSOR_NORMS
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Deviation", "known_deviations"]
+__all__ = ["Deviation", "expand", "known_deviations"]
 
-_TABLES = {
-    "lockstep-composable": DTENSOR_NORMS + DTENSOR_MESHES,
-    "torch-ddp": torch_ddp.DEVIATIONS,
-    "torch-fsdp1": torch_fsdp1.DEVIATIONS,
-    "torch-fsdp2": torch_fsdp2.DEVIATIONS,
-    "torch-zero1": torch_ddp.DEVIATIONS,  # its gradients are DDP's; its steps deviate nowhere
+
+@dataclass(frozen=True)
+class Deviation:
+    """A strict expected failure: where the engine holds one of these claims after all, the run fails.
+
+    Attributes:
+        claims: patterns of node ids below the folder of suites, without the engine's name. In patterns `*`
+            stands for any text, and all else for itself.
+        why: the reason, in a sentence.
+        cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
+        issue: its number in pytorch/pytorch.
+        run: whether to try at all; a world that hangs costs time each time.
+    """
+
+    claims: tuple[str, ...]
+    why: str
+    cases: tuple[str, ...] | None = None
+    issue: int | None = None
+    run: bool = True
+
+    @property
+    def reason(self) -> str:
+        """The reason that reports give."""
+        return f"{self.why} (pytorch#{self.issue})" if self.issue else self.why
+
+    def is_about(self, claim: str) -> bool:
+        """Return whether the test of this node id is meant, or cases of it."""
+        return any(_fits(f"/{claim}", f"*/{pattern}") for pattern in self.claims)
+
+    def is_about_case(self, case: str) -> bool:
+        """Return whether this case, of a test that is meant, is meant too."""
+        return any(_fits(case, pattern) for pattern in self.cases or ())
+
+
+def _fits(text: str, pattern: str) -> bool:
+    """Return whether `pattern` describes all of `text`. fnmatch would read node ids' brackets as sets."""
+    return _compiled(pattern).fullmatch(text) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+
+
+def expand(*patterns: str) -> tuple[str, ...]:
+    """Return each pattern with every choice from its braces, as a shell does: `{a,b}c` is `ac` and `bc`."""
+    expanded: list[str] = []
+    for pattern in patterns:
+        pieces = re.split(r"[{}]", pattern)  # every second one was in braces
+        choices = [piece.split(",") if number % 2 else [piece] for number, piece in enumerate(pieces)]
+        expanded += map("".join, product(*choices))
+    return tuple(expanded)
+
+
+# Names of tables: file and array.
+_DTENSORS = ("shared.nan", "shared.dtensor_norms")
+_AMP_SCALER = ("refusals.scalers", "refusals.amp_scaler", "shared.amp_scaler")
+_FSDPS = ("shared.fsdps", "shared.scale")
+_DDP = ("torch_ddp.own", "shared.scale", *_AMP_SCALER)
+
+# The first that is about a case counts.
+_TABLES_OF = {
+    "lockstep-composable": (*_DTENSORS, "shared.dtensor_meshes"),
+    "torch-ddp": _DDP,
+    "torch-fsdp1": (
+        *(*_FSDPS, "shared.nan", "torch_fsdp1.core", "wrapper.fsdp1"),
+        *("refusals.scalers", "refusals.fsdp1_scaler", "outside.both", "outside.fsdp1"),
+        *("torch_fsdp1.scaler", "torch_fsdp1.mixed_precision"),
+    ),
+    "torch-fsdp2": (
+        *(*_FSDPS, *_DTENSORS, *_AMP_SCALER, "torch_fsdp2.core", "outside.both", "outside.fsdp2"),
+        *("refusals.fsdp2", "torch_fsdp2.replicate", "torch_fsdp2.scaler"),
+        *("torch_fsdp2.mixed_precision", "torch_fsdp2.two_d"),
+    ),
+    "torch-zero1": _DDP,  # its gradients are DDP's; its steps deviate nowhere
 }
+
+
+def _read_tables() -> dict[str, tuple[Deviation, ...]]:
+    """Return the deviations of each engine."""
+    files = {
+        path.stem: tomllib.loads(path.read_text("utf-8")) for path in Path(__file__).parent.glob("*.toml")
+    }
+    tables = {f"{file}.{name}": entries for file, arrays in files.items() for name, entries in arrays.items()}
+    return {
+        engine: tuple(_deviation(**entry) for name in names for entry in tables[name])
+        for engine, names in _TABLES_OF.items()
+    }
+
+
+def _deviation(claims: list[str], why: str, cases: list[str] | None = None, **others: Any) -> Deviation:
+    return Deviation(expand(*claims), why, None if cases is None else expand(*cases), **others)
+
+
+_TABLES = _read_tables()
 
 
 def known_deviations(engine: str | None, claim: str) -> tuple[Deviation, ...]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.conformance import deviations
-from lockstep.conformance.deviations import Deviation
-from lockstep.conformance.deviations.deviation import expand
+from lockstep.conformance.deviations import Deviation, expand
 from lockstep.conformance.registry import built_in_names
 
 SUITES = Path(__file__).parents[2]
