@@ -293,13 +293,10 @@ def _emptiness(reference: Run, training: Training) -> list[str]:
     found: list[str] = []
     if not reference.moved:
         found.append(f"no parameter of the reference moved in {training.steps} steps")
-    if not training.same_data and _is_repeated(reference.losses_of_ranks):
+    losses = reference.losses_of_ranks
+    if not training.same_data and len(losses) > 1 and len(set(losses)) == 1:
         found.append("the losses are the same on all ranks: give them different data, or pass same_data=True")
     return found
-
-
-def _is_repeated(losses: Sequence[object]) -> bool:
-    return len(losses) > 1 and len(set(losses)) == 1
 
 
 def assert_sharded_parity(

@@ -91,10 +91,6 @@ class Cell:
         return sum(case.outcome.holds for case in self.cases)
 
     @property
-    def num_named(self) -> int:
-        return sum(bool(case.name) for case in self.cases)
-
-    @property
     def finished(self) -> bool:
         """Whether the test itself came to its end, whatever became of its subtests."""
         return bool(self.cases) and all(case.name or case.outcome.holds for case in self.cases)
@@ -163,7 +159,8 @@ class Table:
         mine = cells.get(engine, Cell())
         if mine.finished:
             return len(mine.cases)
-        return max((cell.num_named for cell in cells.values()), default=0) or 1
+        named = (sum(bool(case.name) for case in cell.cases) for cell in cells.values())
+        return max(named, default=0) or 1
 
     def num_offered(self, claim: Claim, engine: str) -> int:
         """Return how many of the claim's cases are about something that the engine offers."""

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -114,7 +114,8 @@ def _of_case(case: ElementTree.Element) -> Finding:
     for tag in ("error", "failure"):
         if tag in ends:
             said = ends[tag].get("message") or ends[tag].text or "failed"
-            what = _first_lines(said.removeprefix('failed on setup with "').removesuffix('"'))
+            said = said.removeprefix('failed on setup with "').removesuffix('"')
+            what = "\n".join([line for line in said.splitlines() if line.strip()][:6])
             return problem(
                 name,
                 f"{backend} does not work on two ranks: {what}",
@@ -125,8 +126,3 @@ def _of_case(case: ElementTree.Element) -> Finding:
         why = "tests that name it in their mark, and runs with --backend nccl, need that"
         return note(name, f"{backend} was not tried: {ends['skipped'].get('message')}", why)
     return ok(name, f"{backend} works: two ranks, {float(case.get('time') or 0):.2f} s")
-
-
-def _first_lines(text: str, most: int = 6) -> str:
-    lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[:most])

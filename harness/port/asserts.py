@@ -130,10 +130,12 @@ def convert_context(name: str, call: cst.Call) -> cst.Call:
         raise NotConverted(f"{name} with the keywords {', '.join(names)}")
     first = call.args[0].with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
     args = [first]
-    if patterns and not _is_empty_string(call.args[1].value):
-        args.append(_by_keyword(call.args[1], "match"))
-    elif patterns:
-        args = [first.with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+    if patterns:
+        pattern = call.args[1]
+        if isinstance(pattern.value, cst.SimpleString) and pattern.value.evaluated_value == "":
+            args = [first.with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+        else:
+            args.append(pattern.with_changes(keyword=cst.Name("match"), equal=EQUAL))
     return call.with_changes(func=cst.parse_expression(f"pytest.{_RAISES[base]}"), args=args)
 
 
@@ -254,10 +256,10 @@ def _raising_call(name: str, call: cst.Call) -> Converted:
     head, rest = call.args[:count], call.args[count:]
     if not rest or rest[0].star or rest[0].keyword or any(arg.keyword or arg.star for arg in head):
         raise NotConverted(f"{name} without the function it calls")
-    context = convert_context(name, call.with_changes(args=_last_without_comma(head)))
+    context = convert_context(name, call.with_changes(args=_without_commas(head)))
     context = _call(get_full_name_for_node(context.func) or "", context.args)
     function = _operand(rest[0].value)
-    body = cst.Call(function, _last_without_comma(rest[1:]))
+    body = cst.Call(function, _without_commas(rest[1:]))
     return Converted(_with_block(context, body), {"pytest"}, _comments(call))
 
 
@@ -268,22 +270,15 @@ def _exact_operator(
     if _is_none(left) or _is_none(right):
         return cst.IsNot() if negated else cst.Is()
     both = (left, right)
-    is_exact = any(_is_text(side) or _is_dtype(side) for side in both) or all(map(_is_whole_number, both))
-    if is_exact:
+    text = cst.SimpleString | cst.FormattedString | cst.ConcatenatedString
+    is_exact = any(isinstance(side, text) or _is_dtype(side) for side in both)
+    if is_exact or all(map(_is_whole_number, both)):
         return cst.NotEqual() if negated else cst.Equal()
     return None
 
 
 def _is_none(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.Name) and node.value == "None"
-
-
-def _is_text(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.SimpleString | cst.FormattedString | cst.ConcatenatedString)
-
-
-def _is_empty_string(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.SimpleString) and node.evaluated_value == ""
 
 
 def _is_dtype(node: cst.BaseExpression) -> bool:
@@ -386,25 +381,19 @@ def _with_block(context: str | cst.BaseExpression, call: cst.Call) -> cst.With:
     return cst.With([cst.WithItem(item)], body)
 
 
-def _by_keyword(arg: cst.Arg, name: str) -> cst.Arg:
-    return arg.with_changes(keyword=cst.Name(name), equal=_EQUAL)
-
-
-_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
 def _keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    return cst.Arg(value, keyword=cst.Name(name), equal=_EQUAL)
+    return cst.Arg(value, keyword=cst.Name(name), equal=EQUAL)
 
 
 def _call(function: str, args: Sequence[cst.Arg]) -> cst.Call:
-    plain = [cst.Arg(arg.value, keyword=arg.keyword, equal=arg.equal, star=arg.star) for arg in args]
-    return cst.Call(cst.parse_expression(function), plain)
+    return cst.Call(cst.parse_expression(function), _without_commas(args))
 
 
-def _last_without_comma(args: Sequence[cst.Arg]) -> list[cst.Arg]:
-    plain = [cst.Arg(arg.value, keyword=arg.keyword, equal=arg.equal, star=arg.star) for arg in args]
-    return plain
+def _without_commas(args: Sequence[cst.Arg]) -> list[cst.Arg]:
+    return [cst.Arg(arg.value, keyword=arg.keyword, equal=arg.equal, star=arg.star) for arg in args]
 
 
 def is_assertion(name: str) -> bool:

@@ -12,7 +12,7 @@ from lockstep.port.decorators import Decorated, convert_decorators
 from lockstep.port.groups import FamilyGroups
 from lockstep.port.kinds import DROPPED_MEMBERS
 from lockstep.port.methods import NOT_CONVERTED, MethodConverter
-from lockstep.port.plans import ClassPlan, Size, size_of
+from lockstep.port.plans import PLAIN_BASES, ClassPlan, Size, size_of
 from lockstep.port.setup import (
     CLASS_SETUP,
     INSTANCE_SETUP,
@@ -22,6 +22,7 @@ from lockstep.port.setup import (
     several_setups,
 )
 from lockstep.port.source import (
+    Rename,
     Source,
     find_all,
     is_docstring,
@@ -98,7 +99,8 @@ class ClassConverter:
         body[first:first] = self._fixtures()
         if not any(not is_docstring(one) for one in body):
             body.append(cst.SimpleStatementLine([cst.Pass()]))
-        bases = [base for base in self.plan.node.bases if self.source.code(base.value) in self._plain_bases()]
+        plain = PLAIN_BASES | {one.name for one in self.plan.bases}
+        bases = [base for base in self.plan.node.bases if self.source.code(base.value) in plain]
         node = self.plan.node.with_changes(
             bases=_without_last_comma(bases),
             body=self.plan.node.body.with_changes(body=_spaced(body)),
@@ -107,9 +109,6 @@ class ClassConverter:
             node = node.with_changes(lpar=cst.MaybeSentinel.DEFAULT, rpar=cst.MaybeSentinel.DEFAULT)
         self.report.node = self._with_marks(node)
         return self.report
-
-    def _plain_bases(self) -> set[str]:
-        return {one.name for one in self.plan.bases} | {"object", "ABC", "abc.ABC"}
 
     # Members
 
@@ -141,7 +140,8 @@ class ClassConverter:
         name = method.name.value
         is_test = name.startswith("test")
         decorated = self.decorated[name]
-        takes_fixtures = is_test and not self._is_mentioned(name)
+        # Code that calls a test by its name could not give it fixtures.
+        takes_fixtures = is_test and name not in self.source.mentioned
         converter = MethodConverter(
             self.plan, method, self.source, self.family, takes_fixtures, self._attributes()
         )
@@ -161,10 +161,6 @@ class ClassConverter:
         if decorated.comments:
             new = new.with_changes(lines_after_decorators=[*decorated.comments, *new.lines_after_decorators])
         return with_comments(new, [f"{NOT_CONVERTED} {reason}" for reason in above])
-
-    def _is_mentioned(self, name: str) -> bool:
-        """Return whether other code calls a test by its name, and so could not give it fixtures."""
-        return name in self.source.mentioned
 
     def _attributes(self) -> dict[str, str]:
         """Return what replaces attributes of `self` here, beside those of the kind."""
@@ -197,7 +193,7 @@ class ClassConverter:
         ):
             reasons.append("tmpdir is shared by all ranks, and used as a py.path")
             return method
-        replaced = _Rename("tmpdir", f"{converter.fixture('world')}.shared_tmp_path")
+        replaced = Rename({"tmpdir": f"{converter.fixture('world')}.shared_tmp_path"})
         body = method.body.visit(replaced)
         params = [param for param in method.params.params if param.name.value != "tmpdir"]
         return method.with_changes(body=body, params=method.params.with_changes(params=_param_commas(params)))
@@ -232,15 +228,13 @@ class ClassConverter:
             for base in self.plan.mro():
                 # A mixin has no ranks of its own; the fixture of a base is overridden by the one here.
                 if base is not self.plan and (base.kind is None or self.on_self):
-                    self.on_self.update(ClassConverter(base, self.setting)._needed_on_self())
+                    converter = ClassConverter(base, self.setting)
+                    converter.convert()
+                    self.on_self.update(converter.on_self)
         if self.on_self and self.plan.kind is not None:
             self.report.imports.add("pytest")
             found.insert(0, _give_to_self(list(self.on_self)))
         return found
-
-    def _needed_on_self(self) -> dict[str, None]:
-        self.convert()
-        return self.on_self
 
     # Marks
 
@@ -419,17 +413,3 @@ def _spaced(body: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
             lines.insert(0, cst.EmptyLine(indent=False))
         found.append(statement.with_changes(leading_lines=lines))
     return found
-
-
-class _Rename(cst.CSTTransformer):
-    """Puts an expression in the place of a name."""
-
-    def __init__(self, name: str, code: str) -> None:
-        super().__init__()
-        self.name, self.code = name, code
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return cst.parse_expression(self.code) if original_node.value == self.name else updated_node

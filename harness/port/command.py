@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -87,19 +88,9 @@ def _convert(file: Path, path: Path, options: argparse.Namespace) -> int:
 
 def _targets(files: Sequence[Path], output: Path | None) -> Iterator[tuple[Path, Path]]:
     """Yield each file with the path to write to: below `output` files keep their place among the others."""
-    parents = [file.resolve().parent for file in files]
-    common = Path(*_common_parts([parent.parts for parent in parents]))
+    common = os.path.commonpath([file.resolve().parent for file in files])
     for file in files:
         yield file, output / file.resolve().relative_to(common) if output else file
-
-
-def _common_parts(paths: Sequence[tuple[str, ...]]) -> list[str]:
-    shared: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return shared
 
 
 def _diff(file: Path, before: str, after: str) -> Iterator[str]:

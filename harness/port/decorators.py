@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from lockstep.port.asserts import NotConverted
+from lockstep.port.asserts import EQUAL, NotConverted
 from lockstep.port.kinds import Kind
 from lockstep.port.source import Source, find_all
 
@@ -166,7 +166,7 @@ class _Convert:
         given = [arg.keyword.value if arg.keyword else names[at] for at, arg in enumerate(args[: len(names)])]
         if call is None or len(args) != len(names) or given != names or any(arg.star for arg in args):
             raise NotConverted(f"{name} with arguments of another form")
-        args[-1] = args[-1].with_changes(keyword=cst.Name("reason"), equal=_EQUAL)
+        args[-1] = args[-1].with_changes(keyword=cst.Name("reason"), equal=EQUAL)
         if name != "skip":
             args[0] = args[0].with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
         if name == "skipUnless":
@@ -262,7 +262,7 @@ class _Convert:
         if len(args) == 3:
             names = args[0].value
             if isinstance(names, cst.SimpleString) and "," not in str(names.evaluated_value):
-                args[2] = args[2].with_changes(keyword=cst.Name("ids"), equal=_EQUAL)
+                args[2] = args[2].with_changes(keyword=cst.Name("ids"), equal=EQUAL)
             else:
                 self.result.reasons.append("name_fn, dropped: it takes several values, pytest's ids take one")
                 args = [args[0], args[1].with_changes(comma=args[2].comma)]
@@ -297,7 +297,7 @@ class _Convert:
         args = [cst.Arg(values)]
         if several and isinstance(values, cst.Tuple | cst.List):
             args = [cst.Arg(element.value) for element in values.elements]
-        args += [cst.Arg(value, keyword=cst.Name("id"), equal=_EQUAL) for value in keywords.values()]
+        args += [cst.Arg(value, keyword=cst.Name("id"), equal=EQUAL) for value in keywords.values()]
         return cst.Call(cst.parse_expression("pytest.param"), args)
 
     def _only_argument(self, call: cst.Call | None, name: str) -> str:
@@ -305,9 +305,6 @@ class _Convert:
             case cst.Call(args=[cst.Arg(value=value, keyword=None, star="")]):
                 return self.source.code(value)
         raise NotConverted(f"{name} with other arguments than one")
-
-
-_EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
 def _closed(node: cst.BaseExpression) -> cst.BaseExpression:

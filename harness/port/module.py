@@ -13,7 +13,15 @@ from lockstep.port.limits import check_limits
 from lockstep.port.methods import NOT_CONVERTED
 from lockstep.port.plans import ClassPlan, classes_out_of_sight, plan_classes
 from lockstep.port.setup import SETUP_METHODS
-from lockstep.port.source import Source, attribute_of_self, find_all, lone_call, read, with_comments
+from lockstep.port.source import (
+    Rename,
+    Source,
+    attribute_of_self,
+    find_all,
+    lone_call,
+    read,
+    with_comments,
+)
 
 DEEPSPEED_COMM = '''\
 @pytest.fixture
@@ -196,12 +204,12 @@ class _ModuleConverter(cst.CSTTransformer):
             return updated_node
         if plan.reason:
             return with_comments(updated_node, [f"{NOT_CONVERTED} {plan.reason}"])
-        renamed = self.reports[plan.name].node.visit(_Names(self.names))
+        renamed = self.reports[plan.name].node.visit(Rename(self.names))
         assert isinstance(renamed, cst.ClassDef)
         return renamed
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        renamed = updated_node.visit(_Names(self.names)) if self.names else updated_node
+        renamed = updated_node.visit(Rename(self.names)) if self.names else updated_node
         assert isinstance(renamed, cst.Module)
         return renamed
 
@@ -258,19 +266,3 @@ def _new_names(plans: dict[str, ClassPlan], source: Source) -> dict[str, str]:
         found[name] = new
         taken.add(new)
     return found
-
-
-class _Names(cst.CSTTransformer):
-    def __init__(self, names: dict[str, str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        new = self.names.get(original_node.value)
-        return updated_node.with_changes(value=new) if new else updated_node
-
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
-        return updated_node.with_changes(attr=original_node.attr)
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)

@@ -258,7 +258,8 @@ def size_of(plan: ClassPlan, source: Source, ranks: int) -> Size:
             if not arguments and isinstance(defined, cst.Name) and defined.value in source.constants:
                 name = defined.value
                 return Size(name, f"world size: {name} depends on the machine; say how many ranks")
-            question = f"world size: it was {_one_line(source.code(defined))}; say how many ranks"
+            was = " ".join(source.code(defined).split())
+            question = f"world size: it was {was}; say how many ranks"
             return Size(arguments) if arguments else Size(str(ranks), question)
         if "world_size" in one.methods:
             return Size(str(ranks), "world size: its property computes it; say how many ranks")
@@ -266,10 +267,6 @@ def size_of(plan: ClassPlan, source: Source, ranks: int) -> Size:
         return Size(str(ranks), f"world size: {plan.kind.asked}; say how many")
     asked = f"world size: {plan.kind.asked}; say how many" if plan.kind.asked else ""
     return Size(str(plan.kind.size), asked)
-
-
-def _one_line(code: str) -> str:
-    return " ".join(code.split())
 
 
 def _is_conditional(plan: ClassPlan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -111,7 +111,8 @@ def convert_setup(
         if statements:
             method = plan.methods[name]
             converter = MethodConverter(plan, method, source, family, True, attributes)
-            block = cst.IndentedBlock(statements, footer=_footer(method)).visit(converter)
+            footer = getattr(method.body, "footer", ())
+            block = cst.IndentedBlock(statements, footer=footer).visit(converter)
             assert isinstance(block, cst.IndentedBlock)
             if names is INSTANCE_SETUP:  # monkeypatch restores after each test, too soon for a class
                 block = cst.ensure_type(block.visit(_Environment(source, converter)), cst.IndentedBlock)
@@ -123,10 +124,6 @@ def convert_setup(
             needs.reasons += converter.needs.reasons
     block = cst.IndentedBlock(body, footer=last)
     return Setup(_fixture(names, [*needs.fixtures], block), needs)
-
-
-def _footer(method: cst.FunctionDef) -> Sequence[cst.EmptyLine]:
-    return method.body.footer if isinstance(method.body, cst.IndentedBlock) else ()
 
 
 def _fixture(names: tuple[str, str], fixtures: list[str], body: cst.IndentedBlock) -> cst.FunctionDef:
@@ -173,9 +170,8 @@ def _is_launchers(statement: cst.CSTNode, source: Source) -> bool:
         suppresses = all(isinstance(item, cst.Call) and source.code(item.func) in _SUPPRESS for item in items)
         return suppresses and all(_is_launchers(part, source) for part in statement.body.body)
     if isinstance(statement, cst.If) and statement.orelse is None:
-        return all(_is_launchers(part, source) for part in statement.body.body) and not any(
-            _writes(statement)
-        )
+        binds = any(find_all(statement, cst.NamedExpr))
+        return not binds and all(_is_launchers(part, source) for part in statement.body.body)
     return False
 
 
@@ -189,10 +185,6 @@ def _is_pass(statement: cst.CSTNode) -> bool:
         case cst.SimpleStatementLine(body=[cst.Pass()]):
             return True
     return False
-
-
-def _writes(statement: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield from find_all(statement, cst.NamedExpr)
 
 
 class _Environment(cst.CSTTransformer):

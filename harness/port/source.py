@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -209,3 +209,27 @@ def blocks_of(statement: cst.CSTNode) -> Iterator[Sequence[cst.CSTNode]]:
             yield block.body
             if final is not None:
                 yield from blocks_of(final)
+
+
+class Rename(cst.CSTTransformer):
+    """Puts names, or other expressions, in the place of names; those of attributes and keywords stay.
+
+    Args:
+        code: the code for each name that goes.
+    """
+
+    def __init__(self, code: Mapping[str, str]) -> None:
+        super().__init__()
+        self.code = code
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        code = self.code.get(original_node.value)
+        if code is None:
+            return updated_node
+        return cst.parse_expression(code).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)

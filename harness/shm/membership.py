@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from lockstep.shm import futex
-from lockstep.shm.deaths import Deaths
 from lockstep.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
 from lockstep.shm.peer import ABORTED, BELL, FAILED, LEFT, PRESENT, Peer
 
@@ -155,3 +155,43 @@ class Membership:
         """Let all ranks that wait in the group, and this one, raise `GroupAborted`."""
         if self.pid == os.getpid() and self.me.state <= PRESENT:
             self.me.change_state(ABORTED)
+
+
+class Deaths:
+    """Notices when a peer's process ends, by a descriptor that the kernel makes readable then.
+
+    Args:
+        peers: The other ranks.
+
+    Raises:
+        OSError: a process is gone, or there are too few descriptors.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._poll = select.poll()
+        self._of: dict[int, int] = {}
+        self._dead: set[int] = set()
+        self._lock = threading.Lock()
+        try:
+            for peer in peers:
+                fd = os.pidfd_open(peer.pid)
+                self._of[fd] = peer.rank
+                self._poll.register(fd, select.POLLIN)
+        except OSError:
+            self.close()
+            raise
+
+    def ranks(self) -> set[int]:
+        """Return the ranks whose process has ended."""
+        with self._lock:  # two threads may not poll at once
+            for fd, _ in self._poll.poll(0):
+                self._dead.add(self._of[fd])
+                self._poll.unregister(fd)
+            return self._dead
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        with self._lock:
+            for fd in self._of:
+                os.close(fd)
+            self._of, self._poll = {}, select.poll()

@@ -85,9 +85,6 @@ class Examples:
         """Whether the search for smaller examples must end, because examples of this test cost too much."""
         return self._hung > MAX_HUNG or (self.crash_guard.has_met_last and not self._continues)
 
-    def end_item(self) -> None:
-        self.is_active = False
-
     def recorded(self) -> contextlib.AbstractContextManager[object]:
         """Record what an example computes, so that its failure says where runs or ranks part first."""
         if not self._records:

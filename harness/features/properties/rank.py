@@ -42,7 +42,7 @@ class Properties:
         try:
             return (yield)
         finally:
-            self._examples.end_item()
+            self._examples.is_active = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

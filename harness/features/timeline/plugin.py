@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.features.timeline import FEATURE
+from lockstep.hookspecs import RANK_PLUGIN, Ending
 
 if TYPE_CHECKING:
     from lockstep.rank.session import RankSession
+    from lockstep.rank.status import StatusReader
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
 
@@ -26,13 +28,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is not None and config.option.timeline:
-        from lockstep.features.timeline.rank import FlightRecords
-
         config.pluginmanager.register(FlightRecords(session.rank.status))
     elif session is None and (config.option.timeline or config.option.rank_output_dir):
         from lockstep.features.timeline.files import register
 
         register(config)
+
+
+class FlightRecords:
+    """Sends the calls of each test at its end, with stacks from its begin on."""
+
+    def __init__(self, status: StatusReader) -> None:
+        self._status = status
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> None:
+        self._status.keep_stacks()
+
+    def pytest_ranks_finished(self, ending: Ending) -> None:
+        ending.parts[FEATURE] = self._status.record()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -140,7 +140,8 @@ class _Drawing:
         return bar.name + (f" {letter}" if letter else "")
 
     def _bar(self, lane: Lane, bar: Bar, y: int) -> str:
-        left, right = self._edges(bar)
+        left, right = self._scale.left(bar.begun), self._scale.right(bar.end)
+        right = max(right, left + 100 * 8 / self._scale.width)
         kind = kind_of(bar)
         marks = "".join(f" {mark}" for mark in (bar.state, "mismatch" if bar.is_mismatch else "") if mark)
         marks += " turn" if bar.is_in_vain and lane.rank not in self._timeline.at_fault else ""
@@ -164,10 +165,6 @@ class _Drawing:
             if CHARACTER * len(each) + 5 <= units:
                 return each
         return ""
-
-    def _edges(self, bar: Bar) -> tuple[float, float]:
-        left, right = self._scale.left(bar.begun), self._scale.right(bar.end)
-        return left, max(right, left + 100 * 8 / self._scale.width)
 
     def _join(self, key: Key) -> str:
         bars = self._timeline.joins[key]

@@ -90,7 +90,7 @@ def _place(lane: Lane, keys: list[Key]) -> str:
     if lane.died_at is not None:
         return f"✗ {lane.fate}{', ' if lane.place else ''}{lane.place}"
     if waits is not None:
-        return _at(waits)
+        return waits.line + (f" ({waits.phase})" if waits.phase else "")
     return lane.place or lane.fate
 
 
@@ -98,10 +98,6 @@ def _waits_in(bars: Iterable[Bar]) -> Bar | None:
     """Return the first that a rank waits in, in its latest world, else the first that it has lost there."""
     in_vain = [bar for bar in bars if bar.is_in_vain or bar.is_mismatch]
     return min(in_vain, key=lambda bar: (bar.worlds_ago, bar.state != "waits"), default=None)
-
-
-def _at(bar: Bar) -> str:
-    return bar.line + (f" ({bar.phase})" if bar.phase else "")
 
 
 def _stands_out(lanes: list[Lane]) -> bool:

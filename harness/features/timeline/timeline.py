@@ -279,7 +279,12 @@ class _Reader:
         return Timeline("", lanes, begun, self._end, "", self._groups, self._records)
 
     def _lane(self, rank: RankOutcome) -> Lane:
-        bars = self._bars(rank) if rank.rank in self._records else self._inferred(rank)
+        record = self._records.get(rank.rank)
+        if record is None:
+            bars = self._inferred(rank)
+        else:
+            calls = zip(self._keys[rank.rank], record.entries, strict=True)
+            bars = tuple([self._bar(key, entry) for key, entry in calls])
         diagnosis, fate = self._outcome.diagnosis, rank.fate
         failed = any(report["outcome"] == "failed" for report in rank.reports)
         place, died_at = "", None
@@ -306,10 +311,6 @@ class _Reader:
             is_blamed=died_at is not None or (diagnosis is not None and rank.rank in diagnosis.blame),
             is_known=rank.rank in self._records,
         )
-
-    def _bars(self, rank: RankOutcome) -> tuple[Bar, ...]:
-        record, keys = self._records[rank.rank], self._keys[rank.rank]
-        return tuple([self._bar(key, entry) for key, entry in zip(keys, record.entries, strict=True)])
 
     def _bar(self, key: Key, entry: Entry) -> Bar:
         dtypes, shapes = entries.dtypes(entry), entries.shapes(entry)
@@ -357,16 +358,13 @@ class _Reader:
 
         Of a rank without a record that is known from the others: they wait for it, or have lost it there.
         """
+        name, gone, number = key
         in_vain = key in self._lost or not all(entry["retired"] for entry in self._called[key].values())
         return [
             rank
             for rank in self._members(key)
-            if (self._is_late(key, rank) if rank in self._records else in_vain)
+            if (self._latest.get((name, gone, rank), 0) < number if rank in self._records else in_vain)
         ]
-
-    def _is_late(self, key: Key, rank: int) -> bool:
-        name, gone, number = key
-        return self._latest.get((name, gone, rank), 0) < number
 
     def _members(self, key: Key) -> tuple[int, ...]:
         return _members(self._groups, key[:2], self._outcome.ranks)

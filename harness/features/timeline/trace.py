@@ -65,7 +65,8 @@ class _Trace:
             tracks[free] = track, end
             self._bar(track, lane.rank, bar, end)
         if lane.died_at is not None:
-            self._instant(self._track("end", parent=process), lane.died_at, lane.fate)
+            track = self._track("end", parent=process)
+            self._event(track, lane.died_at, self._kinds.TYPE_INSTANT).name = lane.fate
         for key in lane.missing:
             begun = min(bar.begun for bar in self._timeline.joins[key].values())
             name = next(iter(self._timeline.joins[key].values())).name
@@ -98,9 +99,6 @@ class _Trace:
         event.name = name
         self._event(track, end, self._kinds.TYPE_SLICE_END)
         return event
-
-    def _instant(self, track: int, at: int, name: str) -> None:
-        self._event(track, at, self._kinds.TYPE_INSTANT).name = name
 
     def _bar(self, track: int, rank: int, bar: Bar, end: int) -> None:
         event = self._slice(track, bar.begun, end, bar.name)
