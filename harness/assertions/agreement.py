@@ -44,7 +44,7 @@ def assert_same_across_ranks(
     """Assert that every rank of the group holds the same tensors, bit for bit. Every rank must call it.
 
     Args:
-        tensors: by name, any shapes and dtypes. Of a DTensor the local part is compared.
+        tensors: tensors by name, of any shapes and dtypes. Of a DTensor the local part is compared.
         group: the default group if None.
 
     Raises:
@@ -77,7 +77,7 @@ def assert_same_across_ranks(
 
 
 def _diverged(message: str, local: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> Diverged:
-    """Return the error; where this run is recorded it says where the ranks parted. A collective then."""
+    """Return the error; where this run is recorded it shows where the ranks parted. A collective then."""
     log = active_log()
     if log is None:
         return Diverged(message)

@@ -46,7 +46,7 @@ def assert_named_close(
 
     Args:
         actual, expected: any shapes and dtypes; None (a missing gradient) equals None only.
-        tolerance: a tolerance, or the dtype whose row of `TOLERANCES` to use; None takes the looser row of
+        tolerance: a tolerance, or the dtype of a row of `TOLERANCES`; None takes the looser row of
             the two dtypes that are compared, and compares integers exactly.
         same_dtype: whether a difference in dtype is a failure.
 
@@ -94,7 +94,7 @@ def _difference(
             actual, expected, atol=atol, rtol=rtol, check_dtype=same_dtype, check_device=False
         )
     except AssertionError as error:
-        # Its first line says only that the two differ.
+        # Its first line is only that the two differ.
         lines = [line.rstrip(".") for line in str(error).splitlines() if line]
         return "; ".join(lines[1:] or lines)
     return None

@@ -40,8 +40,8 @@ class Recording:
     """The values that one training computed, in order.
 
     Attributes:
-        events: as `ExecutionLog` has them.
-        scales: by step, what the loss was multiplied by before backward.
+        events: events, as `ExecutionLog` has them.
+        scales: factor of the loss before backward, by step.
     """
 
     events: Sequence[Event] = ()
@@ -196,7 +196,7 @@ def first_parting_of_ranks(
     The second is -1 if it never was.
 
     Args:
-        by_rank: by rank the outline of its events: key, fingerprint, shape.
+        by_rank: outline of the events of each rank: key, fingerprint, shape.
         wanted: the shapes of the tensors that differ at the end, by name.
     """
     first, *others = by_rank.values()
@@ -224,7 +224,7 @@ def outline(events: Sequence[Event]) -> list[tuple[tuple[str, str, int, int], st
 def describe_ranks(
     event: Event, before: Event | None, values: Mapping[int, torch.Tensor | None], events: Sequence[Event]
 ) -> list[str]:
-    """Return the paragraph about an event at which ranks part, on the rank whose `events` these are."""
+    """Return the paragraph about an event at which ranks part, on the rank that has these `events`."""
     first, *others = (value for value in values.values() if value is not None)
     different = next((other for other in others if differences({"": other}, {"": first}, EXACT)), first)
     index = _where(different, first)

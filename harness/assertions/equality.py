@@ -55,7 +55,7 @@ def assert_equal(
 
     Args:
         actual, expected: the values, of any types.
-        msg: what a failure says behind the difference, or a function that makes its text of the difference's.
+        msg: text of a failure behind the difference, or a function that makes its text of the difference's.
         rtol, atol: give both or none; by default those of `torch.testing.assert_close` for the dtypes.
         equal_nan: whether NaN equals NaN.
         exact_dtype, exact_device, exact_stride: whether a difference of two tensors in it is a failure.

@@ -86,10 +86,10 @@ class Trainee:
     """A model to train, and functions that return its unsharded parameters and gradients.
 
     Attributes:
-        model: as it is called.
+        model: model, as it is called.
         full_parameters: the model's unsharded parameters by the names of the unwrapped model, the same on
             every rank; called on every rank. The method of an engine's adapter.
-        full_gradients: the same for gradients, where they are to be compared after each backward as well.
+        full_gradients: unsharded gradients, where they are to be compared after each backward as well.
         backward: runs backward of the (scaled) loss.
         scaler: a gradient scaler, or None.
         after_step: called with the model after each step, e.g. for a round trip through its state_dict.
@@ -114,7 +114,7 @@ class Training:
         loss: the local loss of a batch, a tensor of one element: forward included.
         steps: optimizer steps.
         optimizer: makes the optimizer from the model's parameters.
-        tolerance: a tolerance, or the lowest dtype of the arithmetic, whose row in `TOLERANCES` holds; None
+        tolerance: a tolerance, or the lowest dtype of the arithmetic, for its row of `TOLERANCES`; None
             takes the row of each tensor's own dtype.
         same_dtype: whether losses, parameters and gradients must agree in dtype as well.
         same_data: whether ranks train on the same batches. With the same data everywhere a reduction that
@@ -148,7 +148,7 @@ class Run:
 
     @cached_property
     def moved(self) -> bool:
-        """Whether any parameter changed."""
+        """True if any parameter changed."""
         return bool(differences(self.parameters, self.start, EXACT))
 
     @cached_property
@@ -170,7 +170,7 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
     Raises:
         Diverged: an AssertionError on every rank: rank, step, the loss or the name of the parameter or
             gradient, the largest absolute and relative difference and where. The test then runs again with
-            recording, and the message says where the two parted first.
+            recording, and the message names the place where the two parted first.
         AssertionError: it would be empty: no step, no parameters, none that moved, or the same losses on all
             ranks without `same_data`; or the two start from different weights.
         ValueError: one of the two alone has `full_gradients`.
@@ -194,7 +194,7 @@ def assert_parity(reference: Trainee | Run, candidate: Trainee, training: Traini
 
 
 def _diverged(message: str, expected: Run, actual: Run, training: Training) -> Diverged:
-    """Return the error; where both runs are recorded it says where they parted. A collective then."""
+    """Return the error; where both runs are recorded it shows where they parted. A collective then."""
     log = active_log()
     if log is None or expected.recording is None or actual.recording is None:
         return Diverged(message)
@@ -251,7 +251,7 @@ def _train(trainee: Trainee, training: Training, start: Named) -> Run:
 
 
 def _full(kind: str, read: Callable[[nn.Module], Named], model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return copies of unsharded tensors; a log has these under `kind`, and not how they came to be."""
+    """Return copies of unsharded tensors; a log has these under `kind`, and not how they were made."""
     if (log := active_log()) is None:
         return _snapshot(read(model))
     with log.paused():
@@ -307,9 +307,9 @@ def assert_sharded_parity(
     Every rank must call it. Values, dtypes, names, and the placements of the gradients are compared.
 
     Args:
-        sharded: its parameters are DTensors, named as in the reference.
+        sharded: model with DTensors as parameters, named as in the reference.
         reference: unsharded; the same on every rank.
-        tolerance: as in `assert_named_close`.
+        tolerance: tolerance, as in `assert_named_close`.
 
     Raises:
         AssertionError: on every rank, with rank, name and largest difference; also if there is no parameter.

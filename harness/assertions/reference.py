@@ -26,10 +26,10 @@ def unsharded_with_casts(
     summed in fp32 or fp64 and rounded once.
 
     Args:
-        bare: a model whose parameters and buffers keep their dtypes between forwards.
-        param_dtype: of parameters and floating-point arguments inside forward and backward.
-        reduce_dtype: of gradients as they are reduced; None is `param_dtype`.
-        buffer_dtype: of floating-point buffers inside forward; what forward writes to them is lost.
+        bare: a model with parameters and buffers that keep their dtypes between forwards.
+        param_dtype: dtype of parameters and floating-point arguments inside forward and backward.
+        reduce_dtype: dtype of gradients as they are reduced; None is `param_dtype`.
+        buffer_dtype: dtype of floating-point buffers inside forward; what forward writes to them is lost.
         full_precision_classes: modules below `bare` that are not cast: they take their one argument in
             the dtype of their weight and return their output in `param_dtype`.
     """

@@ -1,4 +1,4 @@
-"""Changes between two tables: the claims whose outcome differs. Controller; must not import torch."""
+"""Changes between two tables: the claims with another outcome. Controller; must not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Change:
     """A claim of an engine before and after.
 
     Attributes:
-        words: the cases held of all, before and after, and what the later table says of those that are not.
+        words: the cases held of all, before and after, and the reasons of the later table for the others.
     """
 
     claim: Claim

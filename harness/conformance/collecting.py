@@ -61,7 +61,7 @@ class Collected:
     """The items of a process that are about an engine."""
 
     items: dict[str, tuple[str, str, str]] = field(default_factory=dict)
-    """By node id: claim, engine, title."""
+    """Claim, engine and title of each item, by node id."""
     deselected: list[str] = field(default_factory=list)
 
 
@@ -195,7 +195,7 @@ def summary(table: Table) -> list[str]:
 
 
 def _without_the_frame(cases: list[Case]) -> tuple[Case, ...]:
-    """Drop that a test passed as a whole where its subtests say so, or its tear-down says otherwise."""
+    """Drop the pass of the test itself where subtests passed too, or its tear-down did not."""
     needed = (case for case in cases if case.name or not case.outcome.holds)
     return tuple(needed) or tuple(cases[:1])
 
@@ -207,7 +207,7 @@ def _title(item: pytest.Item) -> str:
 
 
 def read_case(report: pytest.TestReport) -> Case | None:
-    """Return what a report says of a claim; None if it adds nothing to other reports of the test."""
+    """Return the case that a report is about; None if it adds nothing to other reports of the test."""
     name = _name_of(report)
     if hasattr(report, "wasxfail") and report.skipped:
         reason = report.wasxfail.removeprefix("reason: ").replace("[NOTRUN]", "not tried:")

@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Return the model that was sharded, without what is around it, if there is anything."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context whose backwards reduce no gradients: they wait for the next one outside."""
+        """Return a context in which backwards reduce no gradients: they wait for the next one outside."""
 
     def backward(self, model: nn.Module, loss: Tensor, retain_graph: bool = False) -> None:
         """Run backward of a (scaled) loss of `model`: `loss.backward()`, or the engine's own method.

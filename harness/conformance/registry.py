@@ -47,7 +47,7 @@ def suites_are_installed() -> bool:
 
 
 class EngineError(ValueError):
-    """No usable engine has the name; the message says what is missing."""
+    """No usable engine has the name; the message names what is missing."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"--engine {name}: {what}")
@@ -192,7 +192,7 @@ def engine_of(item: pytest.Item) -> str | None:
 def claim_of(item: pytest.Item) -> str:
     """Return the item's node id without the engine: its id in a run of one engine.
 
-    Of the installed suites, whose node ids depend on the run's rootdir, it is that of a checkout.
+    Node ids of the installed suites depend on the run's rootdir: there it is that of a checkout.
     """
     nodeid, engine = str(item.nodeid), engine_of(item)
     if INSTALLED_SUITES in item.path.parents:

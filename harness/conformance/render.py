@@ -1,6 +1,6 @@
 """The table as an HTML page that needs nothing from elsewhere, and as Markdown. Controller; without torch.
 
-The templates decide what stands where. Here are the words that both share, escaping, and what links lead to.
+The templates have the layout. Here are the words that both share, escaping, and the targets of links.
 """
 
 from __future__ import annotations
@@ -181,9 +181,9 @@ class _Anchors:
 
     groups: dict[str, str]
     causes: dict[tuple[str, str], str]
-    """By claim's id and engine: that of the first cause."""
+    """Anchor of the first cause, by claim's id and engine."""
     deviations: dict[tuple[str, str], str]
-    """By engine and reason."""
+    """Anchor of each deviation, by engine and reason."""
 
 
 def _anchors_of_causes(found: list[Cause]) -> dict[tuple[str, str], str]:
@@ -196,7 +196,7 @@ def _anchors_of_causes(found: list[Cause]) -> dict[tuple[str, str], str]:
 
 
 def _link_of(table: Table, anchors: _Anchors, claims: list[Claim], engine: str) -> str:
-    """Return the anchor of what the page says of a cell elsewhere; "" if it says nothing."""
+    """Return the anchor of the cause or deviation behind a cell; "" if the page has none."""
     cell = table.together(claims, engine)
     if cell.outcome == Outcome.BROKEN:
         return next(

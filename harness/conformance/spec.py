@@ -18,14 +18,14 @@ class Precision:
     """Dtypes of computation and communication; None keeps what the model has.
 
     Attributes:
-        param_dtype: of parameters in forward and backward, and of their all-gather.
-        reduce_dtype: of gradients while they are reduced; None means `param_dtype`.
-        buffer_dtype: of floating-point buffers.
+        param_dtype: dtype of parameters in forward and backward, and of their all-gather.
+        reduce_dtype: dtype of gradients while they are reduced; None means `param_dtype`.
+        buffer_dtype: dtype of floating-point buffers.
         keep_low_precision_grads: gradients stay in the dtype they were reduced in.
         cast_forward_inputs: units below the root cast their floating-point arguments to `param_dtype`.
         cast_root_forward_inputs: the root does.
         full_precision_classes: each module of these classes becomes a unit of its own that computes in full
-            precision, whatever units are chosen; None leaves it to the engine, which does so with batch norms
+            precision, whatever units are chosen; None leaves it to the engine, which takes batch norms
             where a spec chooses units at all.
     """
 

@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
     @property
     def holds(self) -> bool:
-        """Whether the engine did what was claimed, expected or not."""
+        """True if the engine did what was claimed, expected or not."""
         return self in (Outcome.HELD, Outcome.MENDED)
 
 
@@ -34,7 +34,7 @@ class Case:
     reason: str = ""
     """The capability that is not offered, why the engine deviates, why the test was skipped."""
     text: str = ""
-    """What pytest says of a failure."""
+    """pytest's report of a failure."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine and one claim. No cases: the test was not run, or did not come to its end."""
+    """One engine and one claim. No cases: the test was not run, or did not finish."""
 
     cases: tuple[Case, ...] = ()
     seconds: float = 0.0
-    """Set-up, call and tear-down."""
+    """Seconds of set-up, call and tear-down."""
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def finished(self) -> bool:
-        """Whether the test itself came to its end, whatever became of its subtests."""
+        """True if the test itself finished, whatever became of its subtests."""
         return bool(self.cases) and all(case.name or case.outcome.holds for case in self.cases)
 
     def having(self, outcome: Outcome) -> list[Case]:
@@ -142,10 +142,10 @@ class Table:
     engines: list[str]
     claims: dict[str, Claim] = field(default_factory=dict)
     cells: dict[str, dict[str, Cell]] = field(default_factory=dict)
-    """By claim, then by engine."""
+    """Cells by claim, then by engine."""
     runs: list[Run] = field(default_factory=list)
     warnings: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By engine: how many tests gave each warning that was not an error."""
+    """Number of tests that gave each warning that was not an error, by engine."""
 
     def cell(self, claim: Claim, engine: str) -> Cell:
         return self.cells.get(claim.id, {}).get(engine, Cell())
@@ -153,7 +153,7 @@ class Table:
     def num_cases(self, claim: Claim, engine: str) -> int:
         """Return the number of the claim's cases for the engine.
 
-        Where the test did not come to the end of its subtests, it is that of the other engines.
+        Where the test did not finish its subtests, it is that of the other engines.
         """
         cells = self.cells.get(claim.id, {})
         mine = cells.get(engine, Cell())

@@ -1,6 +1,6 @@
 """`python -m lockstep doctor`: its arguments, its report and its exit status.
 
-Must not import torch, nor pytest: it says that they are missing.
+Must not import torch, nor pytest: it reports that they are missing.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def configured(project: Configuration) -> Iterator[Finding]:
     at_once = str(project.options.get("ranks_at_once", ""))
     try:
         is_too_few = int(at_once) < 2
-    except ValueError:  # pytest says what is wrong with it
+    except ValueError:  # pytest reports what is wrong with it
         is_too_few = False
     if is_too_few:
         what, why = f"ranks_at_once = {at_once}", "a test on two ranks is refused"

@@ -1,7 +1,7 @@
 """Findings on what ranks need of the machine: directories, limits, memory, the loopback interface.
 
 Nothing here starts a rank, and torch need not be installed. Standard library only, but for the limits that
-`lockstep.launch` knows, whose errors need pytest.
+`lockstep.launch` knows: their errors need pytest.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _threads_of_user() -> int:
 
 
 def _number(path: str) -> int | None:
-    """Return the number in a file of the kernel; None where there is none, or it says "max"."""
+    """Return the number in a file of the kernel; None where there is none, or it has "max"."""
     try:
         return int(Path(path).read_text())
     except (OSError, ValueError):

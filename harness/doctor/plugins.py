@@ -47,7 +47,7 @@ LIMITS = {
     "pytest-cases": ("3.10.1 does not work with pytest 9.2, with or without Lockstep", "uninstall it"),
     "pytest-monitor": ("1.6.6 does not work with pytest 9.2, with or without Lockstep", "uninstall it"),
 }
-"""What does not work, and what to do instead; a self-test holds both tables to the page."""
+"""Limits of each plugin, and what to do instead; a self-test holds both tables to the page."""
 
 
 def plugins() -> Iterator[Finding]:

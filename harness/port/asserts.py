@@ -33,7 +33,7 @@ _DTYPES = ("float", "double", "half", "bfloat", "int", "uint", "long", "short", 
 
 
 class NotConverted(Exception):
-    """A construct that stays as it is; the message says why."""
+    """A construct that stays as it is; the message is the reason."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ def arguments_of(call: cst.Call, values: int) -> Arguments:
 
 
 def convert_statement(name: str, call: cst.Call, source_code: str) -> Converted:
-    """Return the statement for `self.<name>(...)` that stands alone.
+    """Return the statement in the place of the statement `self.<name>(...)`.
 
     Args:
         call: the call, its arguments converted.
@@ -251,7 +251,7 @@ def _container(name: str, call: cst.Call, source_code: str) -> Converted:
 
 
 def _raising_call(name: str, call: cst.Call) -> Converted:
-    """Convert `self.assertRaises(E, function, *args)`, which stands alone."""
+    """Convert the statement `self.assertRaises(E, function, *args)`."""
     count = 2 if name.endswith("Regex") else 1
     head, rest = call.args[:count], call.args[count:]
     if not rest or rest[0].star or rest[0].keyword or any(arg.keyword or arg.star for arg in head):

@@ -40,7 +40,7 @@ class ClassReport:
     """A converted class, and what to report of it.
 
     Attributes:
-        node: its converted form.
+        node: the converted class.
         imports: dotted names that it needs.
         reasons: for each method, and "" for the class, what was not converted.
         question: what the user is asked about its world size.

@@ -60,13 +60,13 @@ class Decorated:
     """The decorators of a function or class, converted.
 
     Attributes:
-        decorators: those that stay and those that are new.
+        decorators: decorators that stay and that are new.
         imports: dotted names that they need.
         reasons: what was not converted.
-        backend: of the test's group, as code, "" where they do not say.
-        size: of the test's world, as code.
+        backend: backend of the test's group, as code; "" where they name none.
+        size: size of the test's world, as code.
         joined: whether the process group is up when the next decorator is entered.
-        comments: those above decorators that went, if none came after them.
+        comments: comments above decorators that went, if none came after them.
     """
 
     decorators: list[cst.Decorator] = field(default_factory=list)

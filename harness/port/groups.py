@@ -104,7 +104,7 @@ def _is_emptied(name: str, family: Sequence[ClassPlan], methods: dict[tuple[str,
 
 
 def _is_only_called(name: str, source: Source) -> bool:
-    """Return whether every mention of a method in the file is a call that stands alone, of `self`."""
+    """Return whether every mention of a method in the file is a call of `self`, as a statement."""
     mentions = [node for node in find_all(source.tree, cst.Attribute) if node.attr.value == name]
     alone = [call for call in source.lone_calls if attribute_of_self(call.func) == name]
     return len(mentions) == len(alone)

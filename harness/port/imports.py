@@ -12,7 +12,7 @@ from lockstep.port.source import bound_name, is_docstring
 
 
 def fix_imports(before: cst.Module, after: cst.Module, needed: set[str]) -> cst.Module:
-    """Add imports of dotted names, and remove those whose names the conversion made unused.
+    """Add imports of dotted names, and remove those that the conversion made unused.
 
     Args:
         needed: modules such as `pytest`, and names such as `lockstep.assertions.assert_equal`.

@@ -16,12 +16,12 @@ class Kind:
     """A base class with a launcher of its own.
 
     Attributes:
-        name: of the base class.
+        name: name of the base class.
         size: the world size where a class sets none; None: it depends on the number of GPUs.
         asked: what to ask the user about the size, if it depends on GPUs.
         spawns: whether its own `setUp` starts the processes.
-        attributes: attributes that it gives to a test, with what replaces them; `{}` stands for the world.
-        calls: the same for methods without arguments that matter.
+        attributes: attributes that it gives to a test, with what replaces them; `{}` is the world.
+        calls: replacements of methods without arguments that matter.
         needs_gpus: whether its launcher skips where there are fewer accelerators than ranks.
     """
 
@@ -39,7 +39,7 @@ class Kind:
 
     @property
     def joins(self) -> bool:
-        """Whether the launcher joins the process group, and not the test."""
+        """True if the launcher joins the process group, and not the test."""
         return self.name.startswith("FSDPTest") or self.is_continuous
 
     @property
@@ -84,7 +84,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 THREADED = frozenset({"MultiThreadedTestCase", "FSDPTestMultiThread", "DTensorOpTestBase"})
-"""Bases whose ranks are threads of one process: they stay with torch."""
+"""Bases with threads of one process as ranks: they stay with torch."""
 
 LAUNCHER_METHODS = frozenset(
     {

@@ -40,7 +40,7 @@ class Needs:
     """The needs of converted code.
 
     Attributes:
-        fixtures: as parameters, in order.
+        fixtures: fixtures that it takes as parameters, in order.
         on_self: fixtures as attributes of the test's instance.
         imports: dotted names.
         reasons: what was not converted, and why.
@@ -57,7 +57,7 @@ class MethodConverter(cst.CSTTransformer):
 
     Args:
         plan: the class.
-        method: the method as it stands.
+        method: the method as it is written.
         takes_fixtures: whether the method can take fixtures as parameters, as a test does; other methods find
             them on `self`.
         attributes: what replaces attributes of `self`, beside those of the kind.

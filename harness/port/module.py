@@ -41,9 +41,9 @@ class Ported:
     """A converted file.
 
     Attributes:
-        code: its text; that of the original where there was nothing to convert.
+        code: text of the file; that of the original where there was nothing to convert.
         whole: number of tests that were converted wholly, with the helpers and the set-up they use.
-        commented: number of tests that hold, or use, something that a comment says is not converted.
+        commented: number of tests that hold, or use, something that is not converted, by a comment.
         left: number of tests in classes that are left as they are.
         notes: what was not converted: `Class.method: reason`.
     """

@@ -28,8 +28,8 @@ class ClassPlan:
     """A class that is derived from a known base, or a mixin of one.
 
     Attributes:
-        node: the class as it stands.
-        kind: of the base it comes from; None for a mixin.
+        node: the class as it is written.
+        kind: kind of the base it comes from; None for a mixin.
         direct: whether that base is one of its own, not of another class of this file.
         bases: the classes of this file that it is derived from, in order.
         reason: why it is left as it is; "" if it is converted.

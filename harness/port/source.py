@@ -54,7 +54,7 @@ class Source:
 
     @cached_property
     def has_own_assert_equal(self) -> bool:
-        """Whether the file has another function of the name `assert_equal` than Lockstep's."""
+        """True if the file has another function of the name `assert_equal` than Lockstep's."""
         defined = {one.name.value for one in self.tree.body if isinstance(one, cst.FunctionDef)}
         ours = "lockstep.assertions.assert_equal"
         is_imported = self.imports.get("assert_equal", ours) != ours

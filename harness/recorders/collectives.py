@@ -121,16 +121,16 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._was_entered = False
         self._thread = 0
         self._is_recorded = False
-        """Whether the dispatcher is in a collective that has its entry already."""
+        """True while the dispatcher is in a collective that has its entry already."""
         self._leave: list[Callable[[], None]] = []
         self._blind_since = 0
-        """When it was entered before anything had imported shm, nanoseconds since the epoch."""
+        """Time of entering, in nanoseconds since the epoch, where nothing had imported shm then."""
         self._misses_shm = False
 
     def __enter__(self) -> Self:
         self._was_entered = True
         self._thread = threading.get_ident()
-        if shm := sys.modules.get("lockstep.shm"):  # whose groups the dispatcher does not see
+        if shm := sys.modules.get("lockstep.shm"):  # the dispatcher does not see its groups
             self._leave.append(shm.observe(self._record_shm))
         else:
             self._blind_since = time.time_ns()
@@ -148,7 +148,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._blind_since = 0
 
     def _has_missed_shm(self) -> bool:
-        """Whether shm was imported, and used, since this log was entered without it."""
+        """Return whether shm was imported, and used, since this log was entered without it."""
         shm = sys.modules.get("lockstep.shm") if self._blind_since else None
         calls = [] if shm is None else shm.record()
         return self._misses_shm or any(call["time_created_ns"] >= self._blind_since for call in calls)

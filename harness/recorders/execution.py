@@ -30,7 +30,7 @@ from lockstep.tracebacks import is_installed
 __all__ = ["Event", "ExecutionLog", "active_log"]
 
 MAX_BYTES = 2**30
-"""Of values that a log keeps. What comes later is known by its fingerprint only."""
+"""Bytes of values that a log keeps. What comes later is known by its fingerprint only."""
 
 _COPIES = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
 
@@ -44,7 +44,7 @@ def active_log() -> ExecutionLog | None:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened: a value came to be, a collective or a cast ran.
+    """One thing that happened: a value was computed, a collective or a cast ran.
 
     Attributes:
         kind: "parameter", "buffer", "output", "gradient of output", "local gradient", "gradient",
@@ -53,8 +53,8 @@ class Event:
         step: optimizer steps before it.
         number: which event of that kind and name it is in its step, from 0.
         value: a copy on the CPU; None where there is none, or no more room for it.
-        fingerprint: of its dtype, shape and bits; empty without a value.
-        line: `file:line` of the user's code; of a gradient, the line whose forward it belongs to.
+        fingerprint: fingerprint of its dtype, shape and bits; empty without a value.
+        line: `file:line` of the user's code; of a gradient, the line of the forward that it belongs to.
         in_backward: whether autograd was running.
     """
 

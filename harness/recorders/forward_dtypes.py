@@ -25,7 +25,7 @@ class ForwardCall:
         module: name of the module in the model that the log was made for; the model itself is "".
         inputs: dtype of every tensor argument, by its place: `0`, `mask`, `1.x` (see `named_tensors`).
         parameters: dtype of the module's own parameters, not those of its children, by name.
-        buffers: the same of its buffers.
+        buffers: dtype of each of its buffers, likewise.
         index: place in the log, from 0: the order in which the calls began.
         in_backward: whether autograd was running: recomputation under activation checkpointing.
     """
@@ -116,10 +116,10 @@ class ForwardDtypes:
         """Return the calls of one module, in order.
 
         Args:
-            module: its name, or the module itself.
+            module: name of the module, or the module itself.
 
         Raises:
-            AssertionError: its forward was never called.
+            AssertionError: the module's forward was never called.
             ValueError: the model had no such module when the log was made.
         """
         names = {name for name, known in self._modules.items() if module == name or module is known}

@@ -95,7 +95,7 @@ class InFlight:
         self._begun.pop(id(work), None)
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report each collective in flight whose output `func` reads, or whose tensors it writes."""
+        """Report each collective in flight with an output that `func` reads, or tensors that it writes."""
         __tracebackhide__ = True
         if not _handles_data(func):
             return
@@ -121,7 +121,7 @@ class InFlight:
             if begun is not None and name == "is_completed" and not returned:
                 self._begun[id(work)] = begun
             elif begun is not None:
-                # After `get_future` it may still be going on.
+                # After `get_future` it may still run.
                 self._waited(begun.title, [] if name == "get_future" else begun.written, begun.line)
             return returned
 

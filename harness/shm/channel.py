@@ -54,7 +54,7 @@ class Channel(Membership):
         self.arena = Arena()
         self.lock = threading.RLock()
         self.finish_early: Callable[[int], None] = lambda number: None
-        """Called with the number of a message to everyone that this rank must read before it can go on."""
+        """Called with the number of a message to everyone that this rank must read before it can continue."""
         self._wanting = 0
         self._layout = Layout(self.size)
         self._next = [0] * (self.size + 1)
@@ -102,9 +102,9 @@ class Channel(Membership):
         return Outgoing(lane, number, segment, 0, nbytes, False)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor, whose values are undefined, in memory that peers can read.
+        """Return a 1-D tensor of undefined values in memory that peers can read.
 
-        A collective whose input is there copies nothing for the peers, unless the input is the output too.
+        A collective with its input there copies nothing for the peers, unless the input is the output too.
         They may read it until `await_readers` returns: until then it must not be written.
 
         Raises:
@@ -133,7 +133,7 @@ class Channel(Membership):
 
         Args:
             message: What `begin` returned.
-            text: Its header, which peers compare with theirs.
+            text: Header, which peers compare with theirs.
             note: More for the header, at most 16 bytes for each rank.
         """
         self._publish(message, text, note, _CALL)

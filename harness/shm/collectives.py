@@ -63,9 +63,9 @@ class Collectives:
         self.channel = channel
         self.rank, self.size = channel.rank, channel.size
         self.description = ""
-        """Of the group, for the record."""
+        """Description of the group, for the record."""
         self.pending: dict[int, Operation] = {}
-        """Those that this rank has called and not completed, by number."""
+        """Operations that this rank has called and not completed, by number."""
         self.generation = recorder.number_group()
         channel.finish_early = self._finish_early
 
@@ -91,7 +91,7 @@ class Collectives:
             handed: The contribution.
             finish: Called when all peers have called the same.
             inputs: The tensors that are read, for the record.
-            outputs: Those that are filled.
+            outputs: Tensors that are filled.
         """
         channel = self.channel
         with channel.lock:
@@ -272,8 +272,8 @@ class Collectives:
         """Fill `output` with a piece of the `input` of each rank, in rank order.
 
         Args:
-            output: In which rows of the first dimension are received.
-            input: Whose rows are sent.
+            output: Tensor in which rows of the first dimension are received.
+            input: Tensor with the rows to send.
             receives: Rows from each rank; none are as many from each.
             sends: Rows to each rank; none are as many to each.
         """

@@ -13,7 +13,7 @@ _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
 
 IS_OFFERED = bool(_SYS_FUTEX)
-"""Whether this machine's system call is known here."""
+"""True if this machine's system call is known here."""
 
 
 class _Timespec(ctypes.Structure):

@@ -31,7 +31,7 @@ def all_gather_views(group: Collectives, input: Tensor, read: Read) -> Operation
 
 
 def reduce_scatter_views(group: Collectives, input: Tensor, read: Read) -> Operation:
-    """Start a reduce-scatter (SUM) of the 1-D `input`, whose size their number divides; `read` has to add."""
+    """Start a reduce-scatter (SUM) of the 1-D `input`, in equal pieces; `read` has to add them."""
     whole = flat(input)
     numel = whole.numel() // group.size
     own = whole[group.rank * numel : (group.rank + 1) * numel]

@@ -1,7 +1,7 @@
 """The ranks of a new group meet through its store: who they are, whether they can share memory, and where.
 
-Each writes a card and reads those of all others, so that all come to the same verdict on versions and hosts.
-What only one rank finds out, it says in the store.
+Each writes a card and reads those of all others, so that all have the same verdict on versions and hosts.
+What only one rank finds out, it writes to the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.shm.peer import FAILED, JOINING, MAPPED, PRESENT, Layout, Peer
 __tracebackhide__ = True  # under pytest a failure points to the call
 
 PROTOCOL = 1
-"""To be counted up when ranks of before could not understand those of after."""
+"""Version of what ranks write to each other: to be counted up with each incompatible change."""
 
 _SPINS = 50  # a round of a small collective takes 7 us with them and 14 us without; 200 were not faster
 _FAILED = "failed"
@@ -41,10 +41,10 @@ class Card:
 
     Attributes:
         protocol: `PROTOCOL`.
-        torch: Its version.
+        torch: Version of torch.
         host: What only processes that can open each other's memory have in common.
         pid: Process id.
-        control: Its control segment, as (descriptor, inode, size).
+        control: Control segment, as (descriptor, inode, size).
         error: Why it cannot take part.
     """
 
@@ -77,11 +77,11 @@ def meet(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, n
     """Meet the other ranks of a group.
 
     Args:
-        store: Of the group alone.
-        rank: Of this process in it.
+        store: Store of the group alone.
+        rank: Rank of this process in the group.
         size: How many there are.
         timeout: How long to wait for them, and of each wait later.
-        name: Of the group, for messages.
+        name: Name of the group, for messages.
 
     Raises:
         MeetingFailed: they cannot share memory; on all ranks.

@@ -13,7 +13,7 @@ from lockstep.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmEr
 from lockstep.shm.peer import ABORTED, BELL, FAILED, LEFT, PRESENT, Peer
 
 waits: dict[int, tuple[str, float]] = {}
-"""What threads of this process wait for, and since when: by ident, where it has taken more than a moment.
+"""Reason and begin of each wait of this process's threads, by ident, where it has taken more than a moment.
 
 A thread that waits here wakes up now and then, so the system does not show that it is blocked."""
 
@@ -22,9 +22,9 @@ class Membership:
     """The ranks of a group, as one of them sees them.
 
     Args:
-        name: Of the group, for messages.
+        name: Name of the group, for messages.
         peers: All ranks, this one included, in order.
-        rank: Of this process.
+        rank: Rank of this process.
         timeout: Seconds that a wait lasts at most.
         spin: How often to look before sleeping.
     """
@@ -82,7 +82,7 @@ class Membership:
     def linger(
         self, peer: Peer, peers: Sequence[Peer], is_done: Callable[[Peer], bool], what: object, since: float
     ) -> None:
-        """Do one round of `wait_until`, which began at `since`: sleep for some milliseconds at most."""
+        """Run one round of `wait_until`, which began at `since`: sleep for some milliseconds at most."""
         seen, began = peer.rung(), time.monotonic()
         if is_done(peer):
             return
@@ -182,7 +182,7 @@ class Deaths:
             raise
 
     def ranks(self) -> set[int]:
-        """Return the ranks whose process has ended."""
+        """Return the ranks that have ended."""
         with self._lock:  # two threads may not poll at once
             for fd, _ in self._poll.poll(0):
                 self._dead.add(self._of[fd])

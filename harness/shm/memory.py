@@ -83,7 +83,7 @@ class Handle:
 
     Attributes:
         fd: The descriptor in the process that made it.
-        inode: Its number, which no other segment has while this one lives.
+        inode: Number, which no other segment has while this one lives.
         nbytes: Size of the segment.
     """
 
@@ -120,10 +120,10 @@ class Segment:
 
     @staticmethod
     def create(nbytes: int, populate: bool = True) -> Segment:
-        """Make a segment whose descriptor stays open until `close`.
+        """Make a segment; its descriptor stays open until `close`.
 
         Args:
-            nbytes: Its size; it is rounded up to whole pages.
+            nbytes: Size; it is rounded up to whole pages.
             populate: Whether to take all of its memory now, and not when it is first touched.
 
         Raises:
@@ -202,10 +202,10 @@ class Arena:
         self._free: list[Segment] = []
         self._segments: dict[int, Segment] = {}
         self._lent: dict[int, Segment] = {}
-        """Those that are lent, by address; `_starts` are their addresses in order."""
+        """Segments that are lent, by address; `_starts` are their addresses in order."""
         self._starts: list[int] = []
         self._returned: deque[int] = deque()
-        """Addresses of lent segments whose tensor is gone."""
+        """Addresses of lent segments without a tensor by now."""
 
     @property
     def nbytes(self) -> int:
@@ -261,11 +261,11 @@ class Arena:
         return (segment, offset) if 0 <= offset < segment.handle.nbytes else None
 
     def take_back(self, in_use: Collection[Segment]) -> None:
-        """Let lent segments be taken again whose tensor is gone, but for those that are `in_use`."""
+        """Let segments be taken again when their tensor is gone, but for those that are `in_use`."""
         for _ in range(len(self._returned)):
             address = self._returned.popleft()
             segment = self._lent.get(address)
-            if segment is None:  # of before `close`
+            if segment is None:  # lent before `close`
                 continue
             if segment in in_use:
                 self._returned.append(address)

@@ -108,7 +108,7 @@ class Operation:
             try:
                 self.channel.wait_for(self.call.number, self.call, timeout=timeout)
                 self._collect()
-            except Exception as error:  # not where the user interrupts: the peers go on
+            except Exception as error:  # not where the user interrupts: the peers continue
                 self._end(error)
             else:
                 self._end(None)

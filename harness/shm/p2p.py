@@ -97,7 +97,7 @@ class Transfer:
         return self.is_done
 
     def _waited_for(self) -> tuple[Peer, list[Peer]]:
-        """Return whose bell says that something has happened, and who must be alive."""
+        """Return the peer that rings when something has happened, and the peers that must be alive."""
         channel = self.box.channel
         if self.peer != ANY:
             return channel.peers[self.peer], [channel.peers[self.peer]]
@@ -110,7 +110,7 @@ class Send(Transfer):
     """A message of this rank.
 
     Attributes:
-        number: Its number in the lane to the peer, once it is posted.
+        number: Number in the lane to the peer, once it is posted.
     """
 
     def __init__(self, box: Mailbox, tensor: Tensor, peer: int, tag: int) -> None:
@@ -139,7 +139,7 @@ class Arrived:
     """A message of a peer that no receive has taken.
 
     Attributes:
-        kept: Its contents, where its sender has its memory back.
+        kept: Contents, where its sender has its memory back.
         error: Why its sender could not send it.
     """
 
@@ -154,7 +154,7 @@ class Mailbox:
 
     Args:
         channel: This rank's end of the group.
-        collectives: Of the same group, which have its description.
+        collectives: Collectives of the same group, which have its description.
     """
 
     def __init__(self, channel: Channel, collectives: Collectives) -> None:
@@ -228,7 +228,7 @@ class Mailbox:
         self.channel.idle = self.exchange if busy else None
 
     def exchange(self) -> None:
-        """Do what takes no waiting: post messages, take expected ones, see which of this rank are taken."""
+        """Post messages, take expected ones, see which of this rank are taken: all that takes no waiting."""
         self.channel.check_process("a message")
         if not self._exchanging.acquire(blocking=False):
             return  # another thread does it
@@ -318,7 +318,7 @@ class Mailbox:
         )
 
     def _keep(self, message: Arrived) -> None:
-        """Copy a message that no receive expects yet, so that its sender can go on."""
+        """Copy a message that no receive expects yet, so that its sender can continue."""
         dtype, numel = signature.contents(message.text)
         try:
             contents = self.channel.contents(message.peer, message.number, self._lane)

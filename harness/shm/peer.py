@@ -30,10 +30,10 @@ POSTED = 128
 """A word for each lane; then follows what this rank has read, then headers, then contents."""
 
 LOCATION = struct.Struct("<QqQQQ")
-"""In a header: kind of place, descriptor, inode and size of the segment, offset of the contents in it."""
+"""Layout of a location: kind of place; descriptor, inode and size of the segment; offset of the contents."""
 
 TEXT = struct.Struct("<IIQ")
-"""In a header: length of the text, kind of the message, its number."""
+"""Layout of the rest of a header: length of the text, kind of the message, its number."""
 
 JOINING, MAPPED, PRESENT, LEFT, ABORTED, FAILED = range(6)
 """States of a rank in its group, in this order: one that is `MAPPED` has mapped the memory of all others."""
@@ -66,7 +66,7 @@ class Peer:
         self.words, self.memory = control.words, control.memory
         self.bell = control.address + 8 * BELL
         self._filled: dict[int, Segment] = {}
-        self._ringing = threading.RLock()  # a handler of a signal may abort the group meanwhile
+        self._ringing = threading.RLock()  # a handler of a signal may abort the group in between
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
@@ -128,11 +128,11 @@ class Outgoing:
     number: int
     segment: Segment
     offset: int
-    """Where its contents go, in the segment; 0 where it has none."""
+    """Offset of its contents in the segment; 0 where it has none."""
     nbytes: int
     is_inline: bool
     is_there: bool = False
-    """Whether the contents need not be written."""
+    """True if the contents need not be written."""
 
     @property
     def address(self) -> int:

@@ -46,7 +46,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         channel: This rank's end of the group.
-        store: Of the group alone.
+        store: Store of the group alone.
     """
 
     def __init__(self, channel: Channel, store: dist.Store) -> None:
@@ -108,9 +108,9 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         progress.rest()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor, whose values are undefined, in memory that peers can read.
+        """Return a 1-D tensor of undefined values in memory that peers can read.
 
-        A collective whose input is there copies nothing for the peers, unless the input is the output too.
+        A collective with its input there copies nothing for the peers, unless the input is the output too.
         They may read it until `await_readers` returns: until then it must not be written.
 
         Raises:
@@ -131,7 +131,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return ShmWork(all_gather_views(self._collectives, input, read), [])
 
     def reduce_scatter_views(self, input: Tensor, read: Read) -> dist.Work:
-        """Start a reduce-scatter likewise: `read` gets the pieces whose sum this rank wants."""
+        """Start a reduce-scatter of the 1-D `input`: a wait calls `read` with the pieces to add."""
         return ShmWork(reduce_scatter_views(self._collectives, input, read), [])
 
     # -- what torch.distributed asks of a backend: the group is its own
@@ -406,7 +406,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         return self.recv(tensors, ANY, tag)
 
-    # -- names of before torch 2.13, and of some code that calls a group's methods itself
+    # -- names that torch had until 2.13, and of some code that calls a group's methods itself
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

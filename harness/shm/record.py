@@ -35,10 +35,10 @@ class Entry:
         group: Name of the process group, and what it is described by.
         group_size: How many ranks that has.
         generation: Which group of this process it is, counted from 0.
-        number: Of the collective in its group, from 1; of the message, for point-to-point.
+        number: Number of the collective in its group, from 1; of the message, for point-to-point.
         op: torch's name.
         inputs: Sizes and dtype of each tensor that it reads.
-        outputs: The same of those that it fills.
+        outputs: Tensors that it fills, likewise.
         peer: The other rank of a point-to-point operation, -1 otherwise and for any rank.
         is_p2p: Whether it is one.
         created: When it was called, nanoseconds since the epoch.

@@ -50,11 +50,11 @@ def pack(
     reduction: int = _NONE,
     root: int = -1,
 ) -> bytes:
-    """Return the description as bytes that are equal on ranks whose calls fit together.
+    """Return the description as bytes that are equal on ranks with calls that fit together.
 
     Args:
         op: One of `OPS`.
-        dtype: Of the elements.
+        dtype: Type of the elements.
         sizes: Numbers of elements, the same on all ranks.
         reduction: Index into `REDUCTIONS`.
         root: Rank in the group, -1 for none.

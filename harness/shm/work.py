@@ -22,7 +22,7 @@ class Pending(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """True if it is complete, or has failed."""
 
     @property
     def error(self) -> BaseException | None:
@@ -177,7 +177,7 @@ class Bundle:
 
 
 class Progress:
-    """The threads of this process that complete works whose futures others wait for.
+    """The threads of this process that complete works with futures that others wait for.
 
     One is enough, but for callbacks: a callback may wait for another future, which then needs another thread.
     """
@@ -190,7 +190,7 @@ class Progress:
         self._lock = threading.Lock()
         self._queue: list[tuple[ShmWork, float]] = []
         self._watching = 0
-        """How many threads look after the queue, and do not run callbacks."""
+        """Number of threads that look after the queue, and do not run callbacks."""
         self._thread: threading.Thread | None = None
 
     def add(self, work: ShmWork) -> None:

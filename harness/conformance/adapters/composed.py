@@ -1,6 +1,6 @@
 """A base for adapters of engines with a composable front: applies a `ShardSpec` bottom-up. Inside a rank.
 
-Parameters are DTensors, whatever `use_orig_params` says: this front has originals only.
+Parameters are DTensors, whatever `use_orig_params` is: this front has originals only.
 """
 
 from collections.abc import Iterator, Mapping

@@ -11,11 +11,10 @@ from lockstep.conformance.capabilities import Capability
 
 
 class Replicated(Adapter):
-    """An engine whose ranks each hold the whole model, in plain tensors under their own names.
+    """An engine where each rank holds the whole model, in plain tensors under their own names.
 
     A subclass has a `name` and a method `shard`, which begins with `check`. Full parameters, gradients and
-    state, clipping and the gradient scaler follow from whole parameters whose gradients are the same on all
-    ranks.
+    state, clipping and the gradient scaler follow from whole parameters with the same gradients on all ranks.
     """
 
     capabilities = frozenset(
@@ -34,7 +33,7 @@ class Replicated(Adapter):
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
         gradients = {name: p.grad for name, p in self.unwrapped(model).named_parameters()}
-        # One that is sparse stands for all of its elements, too.
+        # One that is sparse is a gradient of all elements, too.
         return {n: None if g is None else g.detach().to_dense().clone() for n, g in gradients.items()}
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:

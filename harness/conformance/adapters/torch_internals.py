@@ -49,12 +49,12 @@ class Fsdp1Unit:
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether torch shows its gradients: originals are the parameters, and no_sync has left nothing."""
+        """True if torch shows its gradients: originals are the parameters, and no_sync has left nothing."""
         return bool(self._module._use_orig_params) and not self._is_unsynced
 
     @property
     def _is_unsynced(self) -> bool:
-        """Whether the gradient is this rank's, of whole parameters, as no_sync leaves it."""
+        """True if the gradient is this rank's, of whole parameters, as no_sync leaves it."""
         flat = self._handle.flat_param
         if flat.grad is None or not self._handle.uses_sharded_strategy or self._handle.world_size == 1:
             return False

@@ -15,7 +15,7 @@ with warnings.catch_warnings():  # of `torch.jit.script`, which torch itself use
 
 
 class TorchZero1(TorchDdp):
-    """Replicas whose ranks each hold the optimizer's state of some parameters, and broadcast them."""
+    """Replicas where each rank holds the optimizer's state of some parameters, and broadcasts them."""
 
     name = "torch-zero1"
     capabilities = TorchDdp.capabilities - {Capability.OPTIMIZER_STATE}

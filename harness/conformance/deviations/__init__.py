@@ -22,10 +22,10 @@ class Deviation:
 
     Attributes:
         claims: patterns of node ids below the folder of suites, without the engine's name. In patterns `*`
-            stands for any text, and all else for itself.
+            matches any text, and all else itself.
         why: the reason, in a sentence.
         cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
-        issue: its number in pytorch/pytorch.
+        issue: number of the issue in pytorch/pytorch.
         run: whether to try at all; a world that hangs costs time each time.
     """
 

@@ -1,4 +1,4 @@
-"""Layers whose parameters, buffers, inputs and computation have different dtypes. Imports torch only."""
+"""Layers with different dtypes of parameters, buffers, inputs and computation. Imports torch only."""
 
 from typing import Any, ClassVar
 
@@ -51,7 +51,7 @@ class NestedLinearMixedPrecision(nn.Sequential):
 
 
 class CastingLayer(nn.Module):
-    """A linear layer whose module casts the input to the weight's dtype if `casts`."""
+    """A linear layer that casts the input to the weight's dtype if `casts`."""
 
     def __init__(self, casts: bool) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class NestedWrappedModuleWithDelay(NestedWrappedModule):
         return x
 
     def after_backward(self, loss: Tensor) -> None:
-        """Be late, on the device of `loss`, whose backward was run."""
+        """Be late, on the device of `loss`, after its backward."""
         pause(loss.device, self.delay_after_loss_ms)
 
 

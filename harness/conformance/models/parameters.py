@@ -1,4 +1,4 @@
-"""Weights whose gradient is known to the bit, and parameters of odd shapes and kinds. Imports torch only."""
+"""Weights with gradients known to the bit, and parameters of odd shapes and kinds. Imports torch only."""
 
 from typing import ClassVar
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class KnownGradient(nn.Module):
-    """One weight, at first zero, whose gradient is what forward is given: every bit of a reduction shows."""
+    """One weight, at first zero. Its gradient is the input of forward: every bit of a reduction shows."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Reader(nn.Module):
-    """A token embedding, whose weight `read` reads too; it is a unit below the root, as are two layers.
+    """A token embedding with a weight that `read` reads too; it is a unit below the root, as are two layers.
 
     `read`: maps the model and token ids (any shape, int64) below 5 to what its forward returns.
     """

@@ -39,7 +39,7 @@ class _Described:
 
 @dataclass(frozen=True, repr=False)
 class Linear(_Described):
-    """A square linear layer and a tanh. `tied`: the name of an earlier one, whose weight it has.
+    """A square linear layer and a tanh. `tied`: the name of an earlier one, which it shares the weight with.
 
     `used`, here and below: `"always"`; `"sometimes"`, in every other batch; `"unheard"`, called, but
     what it returns does not reach the loss; `"never"` called at all.

@@ -27,7 +27,7 @@ __tracebackhide__ = True
 # Methods of torch's launcher. A class with one of its own does with processes what only it knows.
 _LAUNCHER = ("_ensure_processes_spawned", "_spawn_processes", "_worker_loop", "_worker_run_main_wait")
 _TORCHS_VARIABLES = ("LOCAL_RANK", "TORCH_NCCL_DESYNC_DEBUG")
-"""What `_init_pg` of torch's classes sets: no news to the author of a test."""
+"""Variables that `_init_pg` of torch's classes sets: a test that leaves them is not reported."""
 
 
 class Continuous:
@@ -107,7 +107,7 @@ class Worker:
     """The part of a worker process, in a rank.
 
     Args:
-        parent: the instance whose `setUp` has run.
+        parent: the instance after its `setUp`.
     """
 
     def __init__(self, parent: Any, place: Place) -> None:

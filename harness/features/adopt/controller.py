@@ -12,7 +12,7 @@ from lockstep.features.adopt.kinds import Kind, LeftAlone, NothingToRun, NotOnRa
 _fate_key = pytest.StashKey[str]()
 
 _OUTPUT = "harness-adopted"
-"""Where a worker of pytest-xdist leaves its counts for the main process."""
+"""Key under which a worker of pytest-xdist leaves its counts for the main process."""
 
 
 class Adoption:

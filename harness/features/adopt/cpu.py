@@ -2,7 +2,7 @@
 
 torch's helpers for tests skip what wants more GPUs than there are, and its FSDP tests write `"cuda"` in many
 places. With the option the machine looks, to the collection and the running of adopted tests and to nothing
-else, as if it had `DEVICES` accelerators whose tensors live on the CPU. `PATCHES` is all that is replaced.
+else, as if it had `DEVICES` accelerators with tensors on the CPU. `PATCHES` is all that is replaced.
 Imports torch, so it is imported only with the option.
 """
 
@@ -25,7 +25,7 @@ from lockstep.features.adopt.torch_internals import COMMON, parse_to
 __tracebackhide__ = True
 
 DEVICES = 4
-"""How many accelerators the machine seems to have: as many as torch's CI gives its distributed tests."""
+"""Number of accelerators the machine seems to have: as many as torch's CI gives its distributed tests."""
 
 _FSDP = "torch.testing._internal.common_fsdp"
 _DTENSOR = "torch.testing._internal.distributed._tensor.common_dtensor"
@@ -213,7 +213,7 @@ PATCHES = (
         "`device_ids` and `output_device` are None",
     ),
 )
-"""What is replaced, beside devices in calls of torch (`CudaIsCpu`)."""
+"""Replacements, beside devices in calls of torch (`CudaIsCpu`)."""
 
 
 @contextlib.contextmanager

@@ -33,9 +33,9 @@ _STARTERS = ("_launch_daemonic_procs", "_launch_non_daemonic_procs")
 _OF_FILES = "_launch_with_file_store"
 """The method that makes a file for a rendezvous, launches each world size, and sleeps after each."""
 _PARAMETERS = ("local_rank", "num_procs", "master_port", "init_method", "skip_msg")
-"""Of `_dist_run`, in any version."""
+"""Parameters of `_dist_run`, in any version."""
 _VARIABLES_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a rank has in its environment, and a process of DeepSpeed's has not before `_dist_run` sets it."""
+"""Variables that a rank has, and a process of DeepSpeed's has not before `_dist_run` sets them."""
 
 
 class DistributedTest:
@@ -157,7 +157,7 @@ def _check_launcher(cls: Any) -> None:
 
 
 def _package_of(cls: Any) -> str:
-    """Return the package whose communication `_dist_run` initialises: `deepspeed`, or "" for torch."""
+    """Return the package that `_dist_run` initialises the communication of: `deepspeed`, or "" for torch."""
     package: str = getattr(cls._dist_run.__globals__.get("dist"), "__name__", "").partition(".")[0]
     return "" if package == "torch" else package
 

@@ -10,7 +10,7 @@ from lockstep.rank.torch_internals import TakenGroups, is_default_timeout, repla
 from lockstep.rank.world_fixture import RankWorld
 
 MAX_KEPT = 4
-"""Owners whose groups are kept for their next item. Usually items of a class follow each other."""
+"""Number of owners that keep their groups for their next item. Usually items of a class follow each other."""
 
 
 class ForeignGroups:

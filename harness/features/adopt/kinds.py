@@ -38,7 +38,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adopted item runs: one rank of a world, as kinds see it."""
+    """The rank that an adopted item runs on, as kinds see it."""
 
     rank: int
     size: int
@@ -80,7 +80,7 @@ class Kind(Protocol):
         ...
 
     def owner_of_groups(self, item: pytest.Item) -> object:
-        """Return whose process groups the item uses: its own, or its class's if they outlive the item."""
+        """Return the owner of the process groups of an item: the item, or its class if they outlive it."""
         ...
 
     def running(self, item: pytest.Item, place: Place) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ _COLLECTIONS = (list, dict, set)
 def restored(package: str) -> Iterator[None]:
     """Put the variables of a package's modules back at the end: what they refer to, what collections hold.
 
-    Modules that are imported meanwhile stay as they are.
+    Modules that are imported in between stay as they are.
     """
     modules = [module for name, module in sys.modules.items() if _is_of(name, package)] if package else []
     before = [(module, _read(module)) for module in modules]
@@ -46,7 +46,7 @@ def _read(module: ModuleType) -> dict[str, tuple[Any, Any]]:
 def _restore(module: ModuleType, before: dict[str, tuple[Any, Any]]) -> None:
     now = vars(module)
     for name in [name for name in now if name not in before and not name.startswith("__")]:
-        if not isinstance(now[name], ModuleType):  # a submodule that was imported meanwhile
+        if not isinstance(now[name], ModuleType):  # a submodule that was imported in between
             del now[name]
     for name, (value, held) in before.items():
         if name not in now or now[name] is not value:
@@ -60,7 +60,7 @@ def _restore(module: ModuleType, before: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _is_same(value: Any, held: Any) -> bool:
-    """Whether a collection holds the same objects; to compare them might ask tensors for a truth value."""
+    """Return whether a collection holds the same objects; `==` might ask tensors for a truth value."""
     if len(value) != len(held):
         return False
     if isinstance(value, dict):

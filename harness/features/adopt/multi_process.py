@@ -27,9 +27,9 @@ __tracebackhide__ = True
 # Methods of torch's launcher. A class with one of its own does with processes what only it knows.
 _LAUNCHER = ("_spawn_processes", "_start_processes", "_join_processes", "_check_return_codes", "join_or_run")
 _RANKS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a rank has as if torchrun had started it, and a child of torch's launcher has not."""
+"""Variables that torchrun sets, as ranks have them, and a child of torch's launcher has not."""
 _TORCHS_VARIABLES = (*_RANKS_VARIABLES, "TORCH_NCCL_DESYNC_DEBUG")
-"""With what torch's base classes set in every `setUp`: no news to the author of a test."""
+"""The same, and what torch's base classes set in every `setUp`: a test that leaves them is not reported."""
 
 _NOT_USERS = frozenset({"torch", "unittest", "builtins"})
 """Packages of base classes that a test does not change."""
@@ -164,7 +164,7 @@ class Child:
     """The part of a child process, in a rank.
 
     Args:
-        parent: the instance whose `setUp` has run.
+        parent: the instance after its `setUp`.
     """
 
     def __init__(self, parent: Any, place: Place) -> None:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lockstep.rank.session import RankSession
 
 FAMILIES = ("torch", "deepspeed")
-"""What `ranks_adopt` may name."""
+"""Words of the option `ranks_adopt`."""
 GROUPS = ("own", "reuse")
-"""What `ranks_adopt_groups` may be."""
+"""Values of the option `ranks_adopt_groups`."""
 # What files of adopted tests import, 0.6 s in all; the last two add nothing to the first.
 IMPORTS = (
     "torch.testing._internal.common_distributed",

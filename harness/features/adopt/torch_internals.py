@@ -22,7 +22,7 @@ def base(name: str) -> type | None:
 
 
 def skip_message(code: object) -> str | None:
-    """Return what an exit code of TEST_SKIPS says, None if it is no such code."""
+    """Return the message of an exit code of TEST_SKIPS, None if it is no such code."""
     skips: dict[str, Any] = sys.modules[COMMON].TEST_SKIPS
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == code), None)
 

@@ -53,8 +53,8 @@ class Goldens:
         """Return a context in which collectives, and what it is given, are recorded; all ranks enter it.
 
         Args:
-            name: of the file, one word: letters, digits, `_`, `.`, `-`.
-            tolerance: None compares bit for bit; else a tolerance, or the dtype whose row of `TOLERANCES` to
+            name: name of the file, one word: letters, digits, `_`, `.`, `-`.
+            tolerance: None compares bit for bit; else a tolerance, or the dtype of the row of `TOLERANCES` to
                 use, for the numbers of each line. The collectives must be the same in any case.
 
         Raises:
@@ -92,7 +92,7 @@ class Goldens:
         if self._world.rank == 0:  # one rank reads and writes, so that all say the same
             try:
                 done = self._write(run.path, now) if updates else self._compare(run, now)
-            except OSError as error:  # the other ranks wait for what this one says
+            except OSError as error:  # the other ranks wait for the answer of this one
                 done = f"the golden {run.path} cannot be read or written: {error}"
         if done := gathered(done)[0]:
             raise AssertionError(done)
@@ -137,8 +137,8 @@ class GoldenRun:
     """A run that is recorded.
 
     Attributes:
-        path: of its golden.
-        bounds: of the comparison; None is bit for bit.
+        path: path of its golden.
+        bounds: bounds of the comparison; None is bit for bit.
     """
 
     def __init__(self, goldens: Goldens, path: Path, tolerance: Tolerance | torch.dtype | None) -> None:
@@ -235,7 +235,7 @@ def _made_by(backend: str) -> str:
 
 
 def _leave_mark(mark: Path, test: str) -> str:
-    """Return which test was the first to leave its name in a file; another process may do so meanwhile."""
+    """Return which test was the first to leave its name in a file; another process may be first."""
     mark.parent.mkdir(exist_ok=True)
     part = mark.with_name(f"{mark.name}-{os.getpid()}")
     write_text(part, test)

@@ -26,7 +26,7 @@ _SIZE = re.compile(r"\[([\d, ]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line: a value, or a collective, and whose it is."""
+    """One line: a value, or a collective, and the ranks that have it."""
 
     name: str
     ranks: str
@@ -117,10 +117,10 @@ def _of_values(golden: Sequence[Entry], now: Sequence[Entry], bounds: Tolerance 
     if not wrong:
         return []
     name, ranks = first = wrong[0]
-    whose = "all ranks" if ranks == "all" else ranks
+    owners = "all ranks" if ranks == "all" else ranks
     before = keys.index(first)
     return [
-        f"first difference: {name} ({whose}), after {before} values that agree",
+        f"first difference: {name} ({owners}), after {before} values that agree",
         f"  golden    {expected[first].text if first in expected else 'has no such value'}",
         f"  this run  {actual[first].text if first in actual else 'has no such value'}",
         f"  {len(wrong)} of {len(keys)} values differ" + ("" if bounds is None else " beyond the tolerance"),

@@ -1,6 +1,6 @@
 """Progress of a test that runs long: a status line on a terminal, and elsewhere a plain line now and then.
 
-The status line stands below what pytest has written, where the cursor stays, so that pytest and this need not
+The status line is below what pytest has written, where the cursor stays, so that pytest and this need not
 know of each other. Runs in the controller; must not import torch.
 """
 
@@ -145,7 +145,7 @@ class StatusLine:
         """Replace all below the cursor's line; the cursor comes back to where pytest has left it."""
         column = self._writer.width_of_current_line
         if column and column % columns == 0:
-            return  # the cursor stands between two lines, and could not come back there
+            return  # the cursor is between two lines, and could not return there
         right = f"\x1b[{column % columns}C" if column % columns else ""
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(f"\n\x1b[J{text}\x1b[A\r{right}")

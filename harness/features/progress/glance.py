@@ -31,9 +31,9 @@ class Glance:
     activity: str
     """"subtest 17 of 144", "example 23", "imports test_a.py"; "" where nothing is known."""
     failed: int
-    """How many of its subtests have failed."""
+    """Number of its subtests that have failed."""
     standing: str
-    """What each rank is in, once one has stood still; else ""."""
+    """Place of each rank, once one has stood still; else ""."""
 
 
 class Places:

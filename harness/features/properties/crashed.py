@@ -21,7 +21,7 @@ class RankCrashed(pytest.fail.Exception):  # type: ignore[misc, name-defined]
     A failure that an `except Exception` in a test's body does not catch.
 
     Attributes:
-        index: its place among the examples that ended a world.
+        index: place among the examples that ended a world.
     """
 
     def __init__(self, index: int, crashed: CrashedExample) -> None:
@@ -49,11 +49,11 @@ class CrashGuard:
 
     @property
     def is_expected(self) -> bool:
-        """Whether any of these examples may come up."""
+        """True if any of these examples may come up."""
         return bool(self._crashed)
 
     def check(self) -> None:
-        """Raise if the example has come to where it ended a world.
+        """Raise if the example has reached the point where it ended a world.
 
         Raises:
             RankCrashed: it has.

@@ -1,6 +1,6 @@
-"""Examples of property tests in which ranks die or hang: the search goes on in fresh worlds.
+"""Examples of property tests in which ranks die or hang: the search continues in fresh worlds.
 
-The test is run again with a list of the examples that ended a world so far; the engines come to the same
+The test is run again with a list of the examples that ended a world so far; the engines draw the same
 examples, and fail those of the list without running them. So Hypothesis itself finds the smallest.
 
 Runs in the controller; must not import torch.

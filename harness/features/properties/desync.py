@@ -21,7 +21,7 @@ _DECIDE = (
 
 
 class OutOfStep(BaseException):
-    """Ranks drew or decided differently, so search and shrinking cannot go on.
+    """Ranks drew or decided differently, so search and shrinking cannot continue.
 
     Not an `Exception`, which Hypothesis would take for a failing example and try to shrink.
     """

@@ -29,7 +29,7 @@ MAX_HUNG = 20.0
 
 
 class LockstepClock:
-    """A clock that moves only with votes, which carry the time of rank 0. It stands in for `time`."""
+    """A clock that moves only with votes, which carry the time of rank 0. It replaces `time`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -82,11 +82,11 @@ class Examples:
         seed_engines(search.entropy)
 
     def must_stop(self) -> bool:
-        """Whether the search for smaller examples must end, because examples of this test cost too much."""
+        """Return whether the search for smaller examples must end: examples of this test cost too much."""
         return self._hung > MAX_HUNG or (self.crash_guard.has_met_last and not self._continues)
 
     def recorded(self) -> contextlib.AbstractContextManager[object]:
-        """Record what an example computes, so that its failure says where runs or ranks part first."""
+        """Record what an example computes, so that its failure shows where runs or ranks part first."""
         if not self._records:
             return contextlib.nullcontext()
         from lockstep.recorders import ExecutionLog
@@ -184,7 +184,7 @@ class Examples:
             del error  # its traceback refers to this frame
 
     def _take_over(self, attempt: Attempt, case: str, culprit: int) -> None:
-        """Give the example the culprit's draws on all ranks: the others went on drawing, or stopped early."""
+        """Give the example the culprit's draws on all ranks: the others drew more, or stopped early."""
         __tracebackhide__ = True
         mine = attempt.keep() if self.rank == culprit else None
         kept = self.exchange(f"what {case} has drawn", mine)

@@ -122,7 +122,7 @@ class _Execution(internals.PropertyExecution):
         except BaseException as error:
             self._end()
             if isinstance(error, BaseExceptionGroup) and error.split(PeerFailed)[1] is None:
-                raise error.exceptions[0] from None  # a group of failures of other ranks only: one says it
+                raise error.exceptions[0] from None  # a group of failures of other ranks only: one is enough
             raise
         else:
             self._end()

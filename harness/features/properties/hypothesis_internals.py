@@ -45,7 +45,7 @@ def stop_shrinking(runner: Engine) -> None:
 
 
 def replace_engine_clock(clock: object) -> None:
-    """Make engines read the time from `clock`, which stands in for the module `time`."""
+    """Make engines read the time from `clock`, which replaces the module `time`."""
     engine.time = clock  # type: ignore[assignment]
 
 
@@ -192,7 +192,7 @@ def release_constants() -> None:
     providers._get_local_constants = read_constants
 
 
-# Moments at which the body of a test goes on
+# Moments at which the body of a test continues
 
 _WRAPPED = "_lockstep_wrapped"
 

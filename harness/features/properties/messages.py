@@ -36,12 +36,12 @@ class RunningExample:
     """
 
     run: int
-    """Which property of the test it belongs to, from 1."""
+    """Number of its property in the test, from 1."""
     number: int
-    """Which example of the run it is, from 1."""
+    """Number of the example in the run, from 1."""
     choices: bytes
     is_in_body: bool
-    """Whether the arguments were drawn; choices that a body draws itself come after."""
+    """True if the arguments were drawn; choices that a body draws itself come after."""
 
     def is_same(self, other: RunningExample) -> bool:
         """Return whether the other is at the same moment; without choices it is compared by number."""
@@ -55,7 +55,7 @@ class CrashedExample:
 
     example: RunningExample
     how: str
-    """Which rank, and what happened to it."""
+    """Rank, and what happened to it, in words."""
 
 
 # Sent with each test, and without slots: see `RunItem`.
@@ -68,7 +68,7 @@ class Search:
     crashed: tuple[CrashedExample, ...] = ()
     """The examples that ended a world each in earlier runs of this test."""
     continues: bool = True
-    """Whether to look for a smaller example once the last of these has come up."""
+    """True to look for a smaller example once the last of these has come up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +99,15 @@ class ExampleResult:
     choices: bytes
     """A digest of what was drawn."""
     seconds: float
-    """This rank's clock."""
+    """Seconds by this rank's clock."""
     draw_times: dict[str, float] = field(default_factory=dict)
     """Seconds by draw."""
     targets: dict[str, float] = field(default_factory=dict)
     """Observations of `hypothesis.target`, by label."""
     origin: Origin | None = None
-    """Of a failure."""
+    """Identity of its failure."""
     lost_connection: bool = False
-    """Whether the failure is a broken connection: another rank failed first."""
+    """True if the failure is a broken connection: another rank failed first."""
 
     def pack(self) -> bytes:
         """Return what `unpack` reads: bytes, which pass through the controller at little cost."""

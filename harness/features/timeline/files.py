@@ -30,8 +30,8 @@ class TimelineFiles:
     """Writes the timelines of tests.
 
     Args:
-        folder: of `--timeline`, or of `--rank-output-dir`, which has those of faults alone.
-        is_for_all: whether it is the former, and each test has a page.
+        folder: folder of `--timeline`, or of `--rank-output-dir`, which has those of faults alone.
+        is_for_all: true if it is the former, and each test has a page.
     """
 
     def __init__(self, config: pytest.Config, folder: str, is_for_all: bool) -> None:
@@ -111,7 +111,7 @@ class TimelineFiles:
             self._error = f"cannot be written: {error}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say that a file is missing, where no failure says it."""
+        """Report that a file is missing, where no failure does."""
         if self._error:
             terminalreporter.write_line(f"timeline: {self._error}", red=True)
 

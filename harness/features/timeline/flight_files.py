@@ -12,12 +12,12 @@ from lockstep.flight_entries import group_name
 
 PREFIX = "fr_trace_"
 VERSION = "2.10"
-"""Of the format, as torch 2.13 writes it. If it moves: `version` in what `_dump_fr_trace` returns."""
+"""Version of the format, as torch 2.13 writes it. If it moves: `version` in what `_dump_fr_trace` returns."""
 _ENDED = "completed"
 
 
 def write_flight_files(timeline: Timeline, folder: Path) -> None:
-    """Write one file for each rank whose record is known.
+    """Write one file for each rank with a record.
 
     What torch leaves out on gloo is added, as its analysis needs it: members of groups, and that a collective
     has ended.

@@ -59,7 +59,7 @@ def pytest_ranks_sections(
     from lockstep.features.timeline.text import as_text
     from lockstep.features.timeline.timeline import read_timeline
 
-    # Of a subtest: the test goes on after it.
+    # A subtest: its test continues after it.
     until = int(report.stop * 1e9) if report is not None and type(report) is not pytest.TestReport else None
     base = str(context.item.config.invocation_params.dir)
     timeline = read_timeline(str(context.item.nodeid), context.outcome, base, until)

@@ -21,7 +21,7 @@ class Scale:
     of the time: a step of 5 ms and the wait of 2 s that follows can both be read.
 
     Attributes:
-        width: of the whole, in units: the width in pixels below which labels become illegible.
+        width: width of the whole, in units: the width in pixels below which labels become illegible.
     """
 
     def __init__(self, timeline: Timeline) -> None:

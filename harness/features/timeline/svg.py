@@ -1,4 +1,4 @@
-"""A timeline as SVG whose widths are per cent: it fits any page without a script. In the controller."""
+"""A timeline as SVG with widths in per cent: it fits any page without a script. In the controller."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _Drawing:
         )
 
     def _fitting(self, label: str, bar: Bar, units: float) -> str:
-        """Return what fits of a label: all, or without the operation (the colour says it), or the number."""
+        """Return what fits of a label: all, or without the operation (the colour shows it), or the number."""
         short = label.removeprefix(bar.op).strip()
         for each in (label, short, short.partition(" ")[0]):
             if CHARACTER * len(each) + 5 <= units:

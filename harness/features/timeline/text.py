@@ -84,7 +84,7 @@ def _length(bar: Bar) -> int:
 
 
 def _place(lane: Lane, keys: list[Key]) -> str:
-    """Say where the rank stands: at its line in the collective it waits in, else at its own place."""
+    """Return the line of the collective that a rank waits in, else its last line."""
     shown = [bar for bar in lane.bars if bar.key in keys and bar.line]
     waits = _waits_in(shown)
     if lane.died_at is not None:

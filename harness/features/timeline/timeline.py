@@ -32,8 +32,8 @@ _WORLD = 1000
 """Added to which group it is, for each default group that ranks have joined since: more than a name has."""
 
 State = Literal["over", "waits", "failed", "inferred"]
-"""It has ended; it was in flight at the end; it ended without all ranks; it is not in the record of its rank,
-which died, but other ranks' show that it took part."""
+"""State of a call: ended; in flight at the end; ended without all ranks; or known from records of others, as its
+own rank died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Bar:
     end: int
     state: State
     has_end: bool
-    """Whether `end` was recorded; else it is the earliest that is possible, or the end of the picture."""
+    """True if `end` was recorded; else it is the earliest that is possible, or the end of the picture."""
     tensors: str = ""
     """dtype and shape of each input."""
     num_bytes: int | None = None
-    """Of all inputs."""
+    """Bytes of all inputs."""
     lines: tuple[str, ...] = ()
-    """The user's, innermost first: `function() at file:line`."""
+    """Lines of the user, innermost first: `function() at file:line`."""
     phase: str = ""
     peer: int | None = None
     """The other rank of a send or a receive; None of a collective."""
@@ -65,7 +65,7 @@ class Bar:
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether it waits, or has ended without all ranks."""
+        """True if it waits, or has ended without all ranks."""
         return self.state in ("waits", "failed")
 
     @property
@@ -87,7 +87,7 @@ class Span:
     begun: int
     end: int
     is_measured: bool = True
-    """Otherwise from the first to the last collective whose stack shows it."""
+    """True if the rank timed it; else it goes from the first to the last collective with it in the stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,13 @@ class Lane:
     """The collectives that others began, and waited for, and this rank did not."""
     spans: tuple[Span, ...]
     fate: str
-    """How it ended, in a few words: "passed", "died: SIGKILL", "waits"."""
+    """End of the rank in a few words: "passed", "died: SIGKILL", "waits"."""
     place: str
-    """Where the rank was at the end; "" if it had ended the test."""
+    """Line or collective of the rank at the end; "" if it had ended the test."""
     died_at: int | None = None
     is_blamed: bool = False
     is_known: bool = True
-    """Whether its record could be read: that of a dead rank is lost."""
+    """True if its record could be read: that of a dead rank is lost."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ class Timeline:
         return frozenset(lane.rank for lane in (*blamed, *free)) or frozenset(lane.rank for lane in late)
 
     def has_fault(self) -> bool:
-        """Whether a rank died, or a collective lacks one."""
+        """Return whether a rank died, or a collective lacks one."""
         return any(
             lane.missing or lane.died_at is not None or any(bar.is_in_vain for bar in lane.bars)
             for lane in self.lanes
         )
 
     def members(self, group: str, gone: int = 0) -> tuple[int, ...]:
-        """Return the ranks of a group, the last one of its name unless `gone` says which."""
+        """Return the ranks of a group, the last one of its name, or the one that was `gone` before that."""
         return _members(self.groups, (group, gone), self.lanes)
 
     def letters(self) -> dict[str, str]:
@@ -382,7 +382,7 @@ class _Reader:
     def _place_of_death(self, rank: RankOutcome, died: Died, bars: tuple[Bar, ...]) -> str:
         if where := user_line(died.output, self._base):
             return where
-        # Nothing says where it was: between two collectives of the others.
+        # Nothing shows where it was: between two collectives of the others.
         awaited = [key for key in self._called if rank.rank in self._missing[key]]
         last = bars[-1].name if bars else ""
         if not awaited:

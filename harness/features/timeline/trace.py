@@ -19,7 +19,7 @@ _MODULES = "perfetto.protos.perfetto.trace.perfetto_trace_pb2", "perfetto.trace_
 
 
 def can_write_trace() -> bool:
-    """Whether `perfetto` is installed; a mere folder of that name can be imported, too."""
+    """Return whether `perfetto` is installed; a mere folder of that name can be imported, too."""
     try:
         return all(importlib.import_module(name) for name in _MODULES)
     except ImportError:
