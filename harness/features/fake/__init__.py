@@ -1,1 +1,19 @@
-"""Fake worlds: one process runs a test as a rank of a world of any size, under torch's backend `fake`."""
+"""Fake worlds: one process runs a test as a rank of a world of any size, and receives nothing.
+
+Used on both sides; must not import torch.
+"""
+
+from dataclasses import dataclass
+
+FEATURE = "fake"
+"""Name of the feature, and of its backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRank:
+    """The rank of a fake world that an item runs as."""
+
+    rank: int
+    size: int
+    shows_values: bool
+    """Whether the test may read what its collectives return."""

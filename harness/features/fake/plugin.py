@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.features.fake.ranks import FEATURE, FakeRank, check_as_rank, check_made_up_values, places
+from lockstep.bounds import is_whole, shown
+from lockstep.features.fake import FEATURE, FakeRank
 from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.marker import MarkError, RanksMark
 from lockstep.options import default_backend
@@ -36,13 +37,43 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ranks_mark_options() -> Mapping[str, Callable[[RanksMark, Any], Any]]:
-    return {"as_rank": check_as_rank, "made_up_values": check_made_up_values}
+    return {"as_rank": _check_as_rank, "made_up_values": _check_made_up_values}
+
+
+def _check_as_rank(mark: RanksMark, given: Any) -> tuple[int, ...] | None:
+    """Return a rank or a list of ranks of the mark's smallest world as a tuple."""
+    if given is None:
+        return None
+    error = f"ranks(as_rank={shown(given)})"
+    _refuse_other_backends(mark, error)
+    ranks, size = tuple(given) if isinstance(given, list | tuple) else (given,), min(mark.sizes)
+    for rank in ranks:
+        if not is_whole(rank):
+            raise MarkError(f"{error}: write a rank, or a list of ranks: as_rank=[0, 511]")
+        if not 0 <= rank < size:
+            raise MarkError(f"{error}: a world of {size} has the ranks 0 to {size - 1}")
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise MarkError(f"{error}: name at least one rank, and none twice")
+    return ranks
+
+
+def _check_made_up_values(mark: RanksMark, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise MarkError(f"ranks(made_up_values={shown(given)}): made_up_values is True or False")
+    if given:
+        _refuse_other_backends(mark, "ranks(made_up_values=True)")
+    return given
+
+
+def _refuse_other_backends(mark: RanksMark, error: str) -> None:
+    if mark.backend != FEATURE:
+        raise MarkError(f"{error}: only in a fake world: add backend='fake'")
 
 
 def pytest_ranks_items(metafunc: pytest.Metafunc, mark: RanksMark) -> bool | None:
     if (mark.backend or default_backend(metafunc.config)) != FEATURE:
         return None
-    if len(each := places(mark)) > 1:
+    if len(each := _places(mark)) > 1:
         metafunc.fixturenames.append(PLACE)
         metafunc.parametrize(PLACE, each, ids=[f"rank-{rank}-of-{size}" for rank, size in each])
     return True
@@ -62,8 +93,18 @@ def pytest_ranks_size(
     return 1
 
 
+def _places(mark: RanksMark) -> list[tuple[int, int]]:
+    """Return rank and world size of each item of a mark; without `as_rank` the first rank and the last."""
+    as_rank = mark.options.get("as_rank")
+    return [
+        (rank, size)
+        for size in mark.sizes
+        for rank in (dict.fromkeys((0, size - 1)) if as_rank is None else as_rank)
+    ]
+
+
 def _place_of(item: pytest.Item, mark: RanksMark) -> tuple[int, int]:
-    each, params = places(mark), getattr(getattr(item, "callspec", None), "params", {})
+    each, params = _places(mark), getattr(getattr(item, "callspec", None), "params", {})
     if len(each) > 1 and PLACE not in params:
         raise MarkError(
             f"ranks({', '.join(map(str, mark.sizes))}) of a fake world: several ranks work only on a test "
