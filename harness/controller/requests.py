@@ -55,6 +55,8 @@ class Refusal:
     why: str
 
 
+REFUSAL = pytest.StashKey[Refusal]()
+"""In the stash of an item that a feature refuses to run, on ranks or in the controller."""
 REQUEST = pytest.StashKey[Request | Refusal]()
 """In the stash of each item that runs on ranks, once items are collected."""
 
@@ -67,6 +69,8 @@ def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal 
     """
     if isinstance(item, pytest.DoctestItem):  # has the mark of its module, and cannot use the world
         return None
+    if (refusal := item.stash.get(REFUSAL, None)) is not None:
+        return refusal
     try:
         mark = read_mark(item)
         return None if mark is None else _resolve(item, mark, size)

@@ -19,7 +19,6 @@ from lockstep.features.injection.messages import (
     FromRank,
     Happened,
     LeavesByError,
-    Lost,
     NewExample,
 )
 from lockstep.protocol import REBUILT, Part, Vote
@@ -65,7 +64,7 @@ class ExpectedFaults:
                 self._inside[rank].append(message)
                 self._since = time.monotonic()
                 for lost in self._lost:  # the rank may have had nothing that could take the message
-                    self._run.send(rank, Part(FEATURE, Lost(lost)))
+                    self._run.send(rank, Part(FEATURE, lost))
             case FaultHit():
                 self._hits[rank].append(message)
                 self._since = time.monotonic()
@@ -105,7 +104,7 @@ class ExpectedFaults:
         self._lost_at = time.monotonic()
         for outcome in self._run.outcomes:
             if outcome.fate is None and outcome.vote is None and outcome.rank != lost:
-                self._run.send(outcome.rank, Part(FEATURE, Lost(lost)))
+                self._run.send(outcome.rank, Part(FEATURE, lost))
 
     def note_death(self, rank: int, died: Died) -> str | None:
         """Note the death of a rank, perhaps by our own hand; return an excuse if the test expects it."""

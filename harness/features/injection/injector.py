@@ -7,8 +7,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.backends import meets
 from lockstep.bounds import SECONDS, are_seconds, shown
 from lockstep.features.injection.calls import INTERCEPTION, NO_CODE, Call, Run, caller
 from lockstep.features.injection.expectation import WITHIN, Expectation
@@ -30,6 +31,7 @@ from lockstep.recorders.collectives import Collective
 
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank
+    from lockstep.rank.session import RankSession
     from lockstep.rank.world_fixture import RankWorld
 
 __tracebackhide__ = True  # under pytest a failure points to the call
@@ -286,6 +288,50 @@ def injected_hang() -> None:
     lock = threading.Lock()
     while True:
         lock.acquire()  # a signal's handler may raise here
+
+
+class InjectedFaults:
+    """A plugin of a rank's session that has come to use the fixture: checks what tests inject, and ends it.
+
+    Attributes:
+        faults: the value of the fixture.
+    """
+
+    def __init__(self, session: RankSession) -> None:
+        self._lost_peers = LostPeers()
+        self.faults = Faults(session.rank, session.world, self._lost_peers)
+        session.rank.status.name_call(injected_hang.__name__, "an injected hang")
+
+    def pytest_ranks_part(self, part: Part) -> None:
+        if part.feature == FEATURE:
+            self._lost_peers.note(part.data)
+
+    def pytest_ranks_regrouped(self) -> None:
+        self._lost_peers.clear()
+
+    def pytest_ranks_called(self) -> None:
+        self.faults.check()
+
+    def pytest_ranks_example(self) -> AbstractContextManager[None]:
+        return self.faults.example()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
+        self.faults.end()
+        result = yield
+        self.faults.end()  # those of fixtures that inject them in their tear-down
+        return result
+
+
+def faults_of(session: RankSession, config: pytest.Config) -> Faults:
+    """Return the value of the fixture `faults`, the same for all tests of a session."""
+    if not meets(session.world.backend):
+        pytest.fail("the fixture `faults` has nothing to disturb in a fake world", pytrace=False)
+    if (plugin := config.pluginmanager.get_plugin("harness-faults")) is None:
+        plugin = InjectedFaults(session)
+        config.pluginmanager.register(plugin, "harness-faults")
+    faults: Faults = plugin.faults
+    return faults
 
 
 class Armed:

@@ -37,13 +37,7 @@ class LeavesByError:
 
 
 FromRank = Expects | FaultHit | NewExample | LeavesByError
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Another rank has died inside of `faults.expect`, or has left it by an error: its connections close."""
-
-    rank: int
+"""To ranks goes the number of one that has died inside of `faults.expect`, or has left it by an error."""
 
 
 @dataclass(frozen=True, slots=True)

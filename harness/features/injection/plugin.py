@@ -27,7 +27,7 @@ _OPTIONS: Options = {
     "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
 }
 _SKEW = "harness-skew"
-"""Name of the plugin of the mark, and of the option in a rank."""
+"""Name of the plugin by which a rank delays collectives."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,25 +63,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run items by their marks, in a session that has come to one with the mark."""
-    if marked := [item for item in items if item.get_closest_marker("skew") is not None]:
+    """Let a rank run items by their marks once there is one; refuse those that would do nothing."""
+    marked = [item for item in items if item.get_closest_marker("skew") is not None]
+    if marked and config.pluginmanager.hasplugin(RANK_PLUGIN):
         _register_skew(config)
-        if not config.pluginmanager.hasplugin(RANK_PLUGIN):
-            from lockstep.reporting.merge import HAS_CASES
+    elif marked:
+        from lockstep.controller.requests import REFUSAL, Refusal
+        from lockstep.reporting.merge import HAS_CASES
 
-            for item in marked:
-                item.stash[HAS_CASES] = True  # its seeds
+        for item in marked:
+            item.stash[HAS_CASES] = True  # its seeds
+            if why := _why_not(item):
+                item.stash[REFUSAL] = Refusal("failed", f"skew: {why}")
+
+
+def _why_not(item: pytest.Item) -> str:
+    """Return why the mark would do nothing, "" if it does something."""
+    import unittest  # of few projects
+
+    if item.get_closest_marker("ranks") is None:
+        return "the test has no ranks to delay; write @pytest.mark.ranks(2), too"
+    is_of_unittest = issubclass(getattr(item, "cls", None) or object, unittest.TestCase)
+    if is_of_unittest and item.config.option.ranks_skew is None:
+        return "the mark is for functions and plain classes; run this method of unittest with --skew 7"
+    return ""
 
 
 def _register_skew(config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin(_SKEW):
-        return
-    session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
-    if session is None:
-        from lockstep.features.injection.skew_mark import SkewMark
-
-        config.pluginmanager.register(SkewMark(), _SKEW)
-    elif meets(session.world.backend):
+    session: RankSession = config.pluginmanager.get_plugin(RANK_PLUGIN)  # type: ignore[assignment]
+    if not config.pluginmanager.hasplugin(_SKEW) and meets(session.world.backend):
         from lockstep.features.injection.skewed_items import SkewedItems
 
         option = config.option.ranks_skew
@@ -92,7 +102,7 @@ def _register_skew(config: pytest.Config) -> None:
 def faults(request: pytest.FixtureRequest) -> Faults:
     """Faults at a rank's collectives: delay, fail, kill, stop, hang, corrupt, drop; and expecting them."""
     session = session_of(request)
-    from lockstep.features.injection.rank import faults_of
+    from lockstep.features.injection.injector import faults_of
 
     return faults_of(session, request.config)
 
