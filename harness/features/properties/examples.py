@@ -8,7 +8,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.exceptions import PeerFailed
 from lockstep.features.properties import desync
@@ -16,8 +16,11 @@ from lockstep.features.properties.attempt import Attempt, Body, Runner
 from lockstep.features.properties.crashed import CrashGuard
 from lockstep.features.properties.desync import LeftAlone, OutOfStep
 from lockstep.features.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
-from lockstep.features.properties.messages import ExampleResult, RankInStep, RunningExampleFile, Search
+from lockstep.features.properties.messages import ExampleResult, RunningExampleFile, Search
 from lockstep.protocol import TRIAL, VICTIM_OF_A_TRIAL, Vote
+
+if TYPE_CHECKING:
+    from lockstep.rank.process import Rank
 
 __hypothesistracebackhide__ = True  # frames of ours do not belong into a failure's traceback
 
@@ -43,7 +46,7 @@ class LockstepClock:
 class Examples:
     """Runs examples so that all ranks pass, fail, reject and skip them together."""
 
-    def __init__(self, rank: RankInStep, records: bool) -> None:
+    def __init__(self, rank: Rank, records: bool) -> None:
         self.rank = rank.spec.rank
         self.clock = LockstepClock()
         self.is_active = False

@@ -1,6 +1,6 @@
 """Values sent about examples, and the file in which a rank records its example.
 
-Both sides import this; the standard library and pluggy only.
+Both sides import this; standard library only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,6 @@ import os
 import pickle
 import struct
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from pluggy import HookRelay
-
-from lockstep.protocol import GroupState, Vote
-from lockstep.specification import RankSpec
 
 FEATURE = "properties"
 
@@ -117,27 +111,6 @@ class ExampleResult:
     @classmethod
     def unpack(cls, packed: bytes) -> ExampleResult:
         return cls(*pickle.loads(packed))
-
-
-class StatusOfRank(Protocol):
-    """The status of a rank, as far as property tests need it."""
-
-    def hide_frames(self, *folders: str) -> None: ...
-
-
-class RankInStep(Protocol):
-    """The rank that runs a property test, as far as property tests need it."""
-
-    @property
-    def spec(self) -> RankSpec: ...
-    @property
-    def hook(self) -> HookRelay: ...
-    @property
-    def status(self) -> StatusOfRank: ...
-    def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]: ...
-    def begin_case(self, name: str, count: str = "") -> None: ...
-    def groups(self) -> GroupState: ...
-    def repair(self) -> None: ...
 
 
 SIZE = 256 * 1024

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.features.properties.messages import CRASHED, FEATURE, NOTES, STATISTICS, RankInStep
+from lockstep.features.properties.messages import CRASHED, FEATURE, NOTES, STATISTICS
 from lockstep.protocol import RERUN_OPTIONS
 
 if TYPE_CHECKING:
     from lockstep.features.properties.examples import Examples
     from lockstep.protocol import RunItem
+    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # frames of hooks do not belong into a test's traceback
 
@@ -22,7 +23,7 @@ __tracebackhide__ = True  # frames of hooks do not belong into a test's tracebac
 class Properties:
     """The property tests of one rank: a plugin of its session. Imports Hypothesis only after a test file."""
 
-    def __init__(self, rank: RankInStep) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._records = True
         self._examples: Examples | None = None
