@@ -36,6 +36,9 @@ escape_for_xml = bin_xml_escape
 serialise_report = pytest_report_to_serializable
 """pytest's own implementation of the hook, which knows `TestReport` and `CollectReport`."""
 
+TAKES_NOTHING = sys.maxsize
+"""The level of a handler that takes no record."""
+
 is_of_user = filter_traceback
 """Whether pytest shows an entry of a traceback: it is not pytest's own, nor pluggy's."""
 
@@ -62,16 +65,18 @@ def set_root(rootdir: Path, inifile: Path | None) -> None:
 
 
 def attach_log_handlers_quickly() -> None:
-    """Attach pytest's handlers of log records to loggers as pytest does, in less than half the time.
+    """Attach pytest's handlers of log records to loggers as pytest does, in a tenth of the time.
 
     In every phase pytest (since 9.2) adds two handlers to each logger that does not propagate, and removes
     them, by calls that take a lock. torch has 43 such loggers: a seventh of what a small test cost its rank.
+    Here the two stay attached, and take no record between phases.
     If it moves: the class that `LoggingPlugin._runtest_for` enters.
     """
     if "attached_loggers" not in getattr(catching_logs, "__slots__", ()):
         return  # before 9.2: the root's handlers alone
 
     entered: list[Any] = []  # without a `leave` since
+    resting: dict[object, tuple[int, list[Any]]] = {}  # level of a handler, and loggers that have it
 
     def enter(self: Any) -> Any:
         handler, root = self.handler, logging.root
@@ -82,6 +87,10 @@ def attach_log_handlers_quickly() -> None:
             # Placeholders, for loggers that only have children, do not have the attribute.
             self.attached_loggers = [root, *(each for each in known if not getattr(each, "propagate", True))]
         entered.append(self)
+        if handler in resting:
+            handler.level, before = resting.pop(handler)
+            if before != self.attached_loggers:
+                detach(handler, before)
         for logger in self.attached_loggers:
             if handler not in logger.handlers:
                 logger.handlers.append(handler)
@@ -95,10 +104,17 @@ def attach_log_handlers_quickly() -> None:
         entered.clear()
         if self.level is not None:
             logging.root.setLevel(self.orig_level)
-        for logger in self.attached_loggers:
-            if self.handler in logger.handlers:
-                logger.handlers.remove(self.handler)
+        if type(self.handler) is LogCaptureHandler:
+            resting[self.handler] = self.handler.level, self.attached_loggers
+            self.handler.level = TAKES_NOTHING
+        else:
+            detach(self.handler, self.attached_loggers)
         self.attached_loggers = []
+
+    def detach(handler: Any, loggers: list[Any]) -> None:
+        for logger in loggers:
+            if handler in logger.handlers:
+                logger.handlers.remove(handler)
 
     patched: Any = catching_logs
     patched.__enter__, patched.__exit__ = enter, leave

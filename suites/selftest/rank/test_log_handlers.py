@@ -1,4 +1,4 @@
-"""A rank attaches pytest's log handlers to the loggers that pytest attaches them to, and detaches them."""
+"""A rank attaches pytest's log handlers to the loggers that pytest attaches them to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _attached(level: int | None) -> list[object]:
     with patched:
         found: list[object] = [handler in logger.handlers for logger in loggers]
         found += [handler.level, logging.root.level]
-    return [*found, *(handler in logger.handlers for logger in loggers), logging.root.level]
+    taken = [handler in logger.handlers and handler.level <= logging.CRITICAL for logger in loggers]
+    return [*found, *taken, logging.root.level]
 
 
 @pytest.mark.parametrize("level", [None, logging.DEBUG])
@@ -40,6 +41,21 @@ def test_a_handler_that_a_test_has_removed_is_no_error(monkeypatch: pytest.Monke
         monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
     attach_log_handlers_quickly()
     handler, before = LogCaptureHandler(), list(logging.root.handlers)
-    with catching_logs(handler):
-        logging.root.removeHandler(handler)
+    for _ in range(2):
+        with catching_logs(handler):
+            assert logging.root.handlers == [*before, handler]
+            logging.root.removeHandler(handler)
     assert logging.root.handlers == before
+
+
+def test_a_logger_that_propagates_again_loses_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__enter__", "__exit__"):
+        monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
+    attach_log_handlers_quickly()
+    logger, handler = logging.getLogger("lockstep-apart"), LogCaptureHandler()
+    for propagate, text in ((False, "once"), (True, "again")):
+        logger.error("between")
+        monkeypatch.setattr(logger, "propagate", propagate)
+        with catching_logs(handler):
+            logger.error(text)
+    assert [record.message for record in handler.records] == ["once", "again"]
