@@ -12,7 +12,7 @@ from lockstep.reporting.causes import Ran, cause_of, narrow
 
 
 @dataclass(frozen=True)
-class Cause:
+class CommonFailure:
     """A failure that broken cases of one engine have in common.
 
     Attributes:
@@ -46,9 +46,9 @@ class Cause:
         return _command([claim.id], self.engine)
 
 
-def causes(table: Table) -> list[Cause]:
+def causes(table: Table) -> list[CommonFailure]:
     """Return the causes of all broken cases: of each engine those of most cases first."""
-    found: list[Cause] = []
+    found: list[CommonFailure] = []
     for engine in table.engines:
         cells = [(claim, case) for claim in table.claims.values() for case in table.cell(claim, engine).cases]
         by_key: dict[tuple[str, str], list[tuple[Claim, Case]]] = {}
@@ -57,11 +57,11 @@ def causes(table: Table) -> list[Cause]:
                 by_key.setdefault(cause_of(case.text), []).append((claim, case))
         ran = [Ran(claim.id, case.name) for claim, case in cells]
         for key, broken in sorted(by_key.items(), key=lambda item: -len(item[1])):
-            found.append(_narrowed(Cause(engine, *key, tuple(broken)), ran))
+            found.append(_narrowed(CommonFailure(engine, *key, tuple(broken)), ran))
     return found
 
 
-def _narrowed(cause: Cause, ran: list[Ran]) -> Cause:
+def _narrowed(cause: CommonFailure, ran: list[Ran]) -> CommonFailure:
     if len(cause.broken) == 1:
         return cause
     failed = [Ran(claim.id, case.name) for claim, case in cause.broken]

@@ -20,7 +20,7 @@ import pytest
 
 from lockstep.conformance.registry import claim_of, engine_of, engines_of
 from lockstep.conformance.stored import write
-from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, SuiteRun, Table
 
 _ATTRIBUTE = "lockstep_collected"
 """The attribute of a report under which what a worker collected travels."""
@@ -164,7 +164,7 @@ class ReportRecorder:
         seconds = round(time.monotonic() - self._start, 1)
         arguments = tuple(map(str, self._config.invocation_params.args))
         versions = {name: version(name) for name in ("torch", "lockstep-harness", "pytest")}
-        table.runs.append(Run(self._when, seconds, arguments, versions, ended, tuple(left_out)))
+        table.runs.append(SuiteRun(self._when, seconds, arguments, versions, ended, tuple(left_out)))
         return table
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from lockstep.conformance.causes import Cause, causes
+from lockstep.conformance.causes import CommonFailure, causes
 from lockstep.conformance.changes import changes, only_in
-from lockstep.conformance.table import Claim, Outcome, Run, Table
+from lockstep.conformance.table import Claim, Outcome, SuiteRun, Table
 
 MARKS = {
     Outcome.BROKEN: "✗",
@@ -186,7 +186,7 @@ class _Anchors:
     """Anchor of each deviation, by engine and reason."""
 
 
-def _anchors_of_causes(found: list[Cause]) -> dict[tuple[str, str], str]:
+def _anchors_of_causes(found: list[CommonFailure]) -> dict[tuple[str, str], str]:
     """Return anchors in `_Anchors.causes`; the first cause of a cell is that of most cases."""
     anchors: dict[tuple[str, str], str] = {}
     for number, cause in enumerate(found):
@@ -230,7 +230,7 @@ def _counted(things: Sized, noun: str = "claim") -> str:
     return f"{len(things)} {noun}{'s' if len(things) != 1 else ''}"
 
 
-def _described(run: Run) -> str:
+def _described(run: SuiteRun) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     ended = "ran to its end" if run.ended == "complete" else f"did not run to its end ({run.ended})"
     return f"{run.when}, {run.seconds:g} s, {versions}: pytest {' '.join(run.arguments)}: {ended}."

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.conformance.render import to_markdown, to_page
 from lockstep.conformance.shape import check_shape
-from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Table
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, SuiteRun, Table
 from lockstep.output import write_texts
 
 FORMAT = 1
@@ -89,7 +89,7 @@ def _to_table(content: dict[str, Any]) -> Table:
             cases = tuple(Case(**case | {"outcome": Outcome(case["outcome"])}) for case in cell["cases"])
             cells[engine] = Cell(cases, cell["seconds"])
     table.runs = [
-        Run(**run | {"arguments": tuple(run["arguments"]), "deselected": tuple(run["deselected"])})
+        SuiteRun(**run | {"arguments": tuple(run["arguments"]), "deselected": tuple(run["deselected"])})
         for run in content["runs"]
     ]
     return table

@@ -121,7 +121,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Run:
+class SuiteRun:
     """One run of pytest that a table comes from."""
 
     when: str
@@ -143,7 +143,7 @@ class Table:
     claims: dict[str, Claim] = field(default_factory=dict)
     cells: dict[str, dict[str, Cell]] = field(default_factory=dict)
     """Cells by claim, then by engine."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SuiteRun] = field(default_factory=list)
     warnings: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of tests that gave each warning that was not an error, by engine."""
 

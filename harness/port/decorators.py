@@ -9,7 +9,7 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
 from lockstep.port.asserts import EQUAL, NotConverted
-from lockstep.port.kinds import Kind
+from lockstep.port.kinds import LauncherKind
 from lockstep.port.source import Source, find_all
 
 _DEVICES = "torch.accelerator.device_count()"
@@ -78,7 +78,9 @@ class Decorated:
     comments: list[cst.EmptyLine] = field(default_factory=list)
 
 
-def convert_decorators(decorators: Sequence[cst.Decorator], source: Source, kind: Kind | None) -> Decorated:
+def convert_decorators(
+    decorators: Sequence[cst.Decorator], source: Source, kind: LauncherKind | None
+) -> Decorated:
     """Convert the decorators of a test, a helper or a class."""
     result = Decorated(joined=kind is not None and kind.joins)
     is_deepspeed = kind is not None and kind.is_deepspeed

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Kind:
+class LauncherKind:
     """A base class with a launcher of its own.
 
     Attributes:
@@ -54,31 +54,31 @@ _DTENSOR = {**_RANK, "device_type": "{}.device.type", "backend": "{}.backend"}
 _MESH = {"build_device_mesh": "{}.mesh()"}
 _FOUR = "torch takes 4 ranks, or one for each GPU where there are fewer"
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, LauncherKind] = MappingProxyType(
     {
         kind.name: kind
         for kind in (
-            Kind("MultiProcessTestCase", spawns=False, attributes=_RANK),
-            Kind("DistributedTestBase", attributes=_RANK),
-            Kind("FSDPTest", None, _PER_GPU, attributes=_FSDP, needs_gpus=True),
-            Kind("DTensorTestBase", 4, _FOUR, attributes=_DTENSOR, calls=_MESH),
-            Kind("MultiProcContinuousTest", None, _PER_GPU, attributes={**_RANK, "pg": "{}.group"}),
-            Kind("MultiProcContinousTest", None, _PER_GPU, attributes={**_RANK, "pg": "{}.group"}),
-            Kind(
+            LauncherKind("MultiProcessTestCase", spawns=False, attributes=_RANK),
+            LauncherKind("DistributedTestBase", attributes=_RANK),
+            LauncherKind("FSDPTest", None, _PER_GPU, attributes=_FSDP, needs_gpus=True),
+            LauncherKind("DTensorTestBase", 4, _FOUR, attributes=_DTENSOR, calls=_MESH),
+            LauncherKind("MultiProcContinuousTest", None, _PER_GPU, attributes={**_RANK, "pg": "{}.group"}),
+            LauncherKind("MultiProcContinousTest", None, _PER_GPU, attributes={**_RANK, "pg": "{}.group"}),
+            LauncherKind(
                 "FSDPTestContinuous",
                 None,
                 _PER_GPU,
                 attributes={**_FSDP, "pg": "{}.group"},
                 needs_gpus=True,
             ),
-            Kind(
+            LauncherKind(
                 "DTensorContinuousTestBase",
                 4,
                 _FOUR,
                 attributes={**_DTENSOR, "pg": "{}.group"},
                 calls=_MESH,
             ),
-            Kind("DistributedTest", 2, attributes={"world_size": "{}.size"}),
+            LauncherKind("DistributedTest", 2, attributes={"world_size": "{}.size"}),
         )
     }
 )

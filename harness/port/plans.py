@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import libcst as cst
 
-from lockstep.port.kinds import GROUP_OPTIONS, KINDS, LAUNCHER_METHODS, THREADED, Kind
+from lockstep.port.kinds import GROUP_OPTIONS, KINDS, LAUNCHER_METHODS, THREADED, LauncherKind
 from lockstep.port.limits import NotPorted
 from lockstep.port.source import (
     Source,
@@ -36,7 +36,7 @@ class ClassPlan:
     """
 
     node: cst.ClassDef
-    kind: Kind | None = None
+    kind: LauncherKind | None = None
     direct: bool = False
     bases: list[ClassPlan] = field(default_factory=list)
     derived: list[ClassPlan] = field(default_factory=list)
@@ -176,7 +176,7 @@ def _top_level_classes(tree: cst.Module) -> Iterator[cst.ClassDef]:
             yield from (item for item in statement.body.body if isinstance(item, cst.ClassDef))
 
 
-def _known_base(source: Source, node: cst.BaseExpression) -> Kind | None:
+def _known_base(source: Source, node: cst.BaseExpression) -> LauncherKind | None:
     kind = KINDS.get(source.testing_name(node))
     if kind is not None and not kind.is_deepspeed:
         return kind

@@ -32,7 +32,7 @@ from lockstep.shm.peer import (
     PRESENT,
     TEXT,
     WANTS_READ,
-    Layout,
+    ControlLayout,
     Outgoing,
     Peer,
 )
@@ -56,7 +56,7 @@ class Channel(Membership):
         self.finish_early: Callable[[int], None] = lambda number: None
         """Called with the number of a message to everyone that this rank must read before it can continue."""
         self._wanting = 0
-        self._layout = Layout(self.size)
+        self._layout = ControlLayout(self.size)
         self._next = [0] * (self.size + 1)
         self._in_use: list[tuple[int, int, Segment]] = []
         self._has_left = False

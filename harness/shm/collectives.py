@@ -20,7 +20,7 @@ from lockstep.shm.arguments import check_root
 from lockstep.shm.channel import Channel
 from lockstep.shm.errors import CollectiveMismatch, ShmError
 from lockstep.shm.memory import Segment, copy, copy_to_both
-from lockstep.shm.operation import Call, Finish, Operation
+from lockstep.shm.operation import Finish, NumberedCall, Operation
 from lockstep.shm.peer import Outgoing
 from lockstep.shm.record import Entry, recorder
 
@@ -96,7 +96,7 @@ class Collectives:
         channel = self.channel
         with channel.lock:
             number = channel.next_number
-            call = Call(text, number)
+            call = NumberedCall(text, number)
             entry = Entry(signature.OPS[text[0]], number + 1, inputs, outputs)
             entry.group, entry.description = channel.name, self.description
             entry.generation, entry.timeout = self.generation, channel.timeout
@@ -126,7 +126,7 @@ class Collectives:
         else:
             copy_to_both(message.address, handed.also_to, handed.at, handed.nbytes)
 
-    def _refuse(self, call: Call, error: ShmError, entry: Entry) -> None:
+    def _refuse(self, call: NumberedCall, error: ShmError, entry: Entry) -> None:
         entry.complete(failed=True)
         if self.channel.is_usable():
             self.channel.refuse(error)
@@ -342,7 +342,7 @@ class Collectives:
             for b in range(size)
             if sent[a][b] != received[b][a]
         ]
-        raise CollectiveMismatch(f"{Call(text, number)} of group {channel.name}: {'; '.join(wrong)}")
+        raise CollectiveMismatch(f"{NumberedCall(text, number)} of group {channel.name}: {'; '.join(wrong)}")
 
     def reduce_parts(self, output: Tensor, own: Tensor, offset: int, number: int, reduction: int) -> None:
         """Reduce this rank's part, and what peers have at `offset` of their contributions, into `output`."""

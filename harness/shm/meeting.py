@@ -24,7 +24,7 @@ from lockstep.shm import futex
 from lockstep.shm.channel import Channel
 from lockstep.shm.errors import MeetingFailed
 from lockstep.shm.memory import Handle, Segment
-from lockstep.shm.peer import FAILED, JOINING, MAPPED, PRESENT, Layout, Peer
+from lockstep.shm.peer import FAILED, JOINING, MAPPED, PRESENT, ControlLayout, Peer
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -119,7 +119,7 @@ def _introduce(store: dist.Store, rank: int, size: int) -> Segment | None:
     try:
         if not futex.IS_OFFERED:
             raise OSError(f"not known for processors of {os.uname().machine}")
-        control = Segment.create(Layout(size).nbytes, populate=False)
+        control = Segment.create(ControlLayout(size).nbytes, populate=False)
         os.close(os.dup(control.handle.fd))  # one more: a store in a file needs it
         place = (control.handle.fd, control.handle.inode, control.handle.nbytes)
     except (OSError, MemoryError) as failure:

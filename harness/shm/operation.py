@@ -18,7 +18,7 @@ Finish = Callable[[int], None]
 """Fill the outputs of the collective of that number."""
 
 
-class Call:
+class NumberedCall:
     """A collective call as messages name it."""
 
     __slots__ = ("number", "text")
@@ -38,7 +38,7 @@ class Operation:
     def __init__(
         self,
         channel: Channel,
-        call: Call,
+        call: NumberedCall,
         finish: Finish | None,
         entry: Entry,
         forget: Callable[[int], None],

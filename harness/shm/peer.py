@@ -39,7 +39,7 @@ JOINING, MAPPED, PRESENT, LEFT, ABORTED, FAILED = range(6)
 """States of a rank in its group, in this order: one that is `MAPPED` has mapped the memory of all others."""
 
 
-class Layout:
+class ControlLayout:
     """The offsets, in bytes, within the control segment of a rank in a group of `size` ranks.
 
     Attributes:

@@ -117,7 +117,7 @@ def _buffer_size() -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 2000
 
 
-class Recorder:
+class CallRecorder:
     """The latest calls of this process, and functions that are called with each."""
 
     def __init__(self, kept: int) -> None:
@@ -141,7 +141,7 @@ class Recorder:
 
 
 # The one of this process, as torch's flight recorder is.
-recorder = Recorder(_buffer_size())
+recorder = CallRecorder(_buffer_size())
 
 
 def keep(number: int) -> None:

@@ -176,7 +176,7 @@ class Bundle:
                 return
 
 
-class Progress:
+class ProgressThreads:
     """The threads of this process that complete works with futures that others wait for.
 
     One is enough, but for callbacks: a callback may wait for another future, which then needs another thread.
@@ -242,5 +242,5 @@ class Progress:
                 self._watching += 1
 
 
-progress = Progress()
+progress = ProgressThreads()
 os.register_at_fork(after_in_child=progress.forget)

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from lockstep.features.adopt import torch_internals
-from lockstep.features.adopt.kinds import Demand, LeftAlone, NothingToRun, Place
+from lockstep.features.adopt.kinds import Demand, LeftAlone, NothingToRun, RankOfItem
 
 __tracebackhide__ = True
 
@@ -57,7 +57,7 @@ class Continuous:
         return item.cls  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
-    def running(self, item: pytest.Item, place: Place) -> Iterator[None]:
+    def running(self, item: pytest.Item, place: RankOfItem) -> Iterator[None]:
         """Put the worker's part in place of what waits for workers."""
         case: Any = item.instance  # type: ignore[attr-defined]
         kept = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
@@ -110,7 +110,7 @@ class Worker:
         parent: the instance after its `setUp`.
     """
 
-    def __init__(self, parent: Any, place: Place) -> None:
+    def __init__(self, parent: Any, place: RankOfItem) -> None:
         self._parent = parent
         self._class = type(parent)
         self._place = place

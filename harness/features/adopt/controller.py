@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.features.adopt.kinds import Kind, LeftAlone, NothingToRun, NotOnRanks, kind_of
+from lockstep.features.adopt.kinds import AdoptedKind, LeftAlone, NothingToRun, NotOnRanks, kind_of
 
 _fate_key = pytest.StashKey[str]()
 
@@ -18,7 +18,7 @@ _OUTPUT = "harness-adopted"
 class Adoption:
     """Chooses what is adopted, in the controller."""
 
-    def __init__(self, config: pytest.Config, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, config: pytest.Config, kinds: tuple[AdoptedKind, ...]) -> None:
         self._config = config
         self._kinds = kinds
         self._fates: Counter[tuple[str, str]] = Counter()

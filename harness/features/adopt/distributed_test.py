@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 
 from lockstep.features.adopt import pytest_internals
-from lockstep.features.adopt.kinds import Demand, LeftAlone, Place
+from lockstep.features.adopt.kinds import Demand, LeftAlone, RankOfItem
 from lockstep.features.adopt.modules import restored
 from lockstep.hookspecs import RANK_PLUGIN
 
@@ -83,7 +83,7 @@ class DistributedTest:
         return item
 
     @contextlib.contextmanager
-    def running(self, item: pytest.Item, place: Place) -> Iterator[None]:
+    def running(self, item: pytest.Item, place: RankOfItem) -> Iterator[None]:
         """Replace what starts processes."""
         cls: Any = item.cls  # type: ignore[attr-defined]
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -178,7 +178,7 @@ def _launch_own_size(size: int, test: Any, request: object, world_size: int | Se
     test._launch_procs(size if not isinstance(world_size, int) and size in world_size else world_size, "")
 
 
-def _launch(place: Place, launched: dict[int, bool], test: Any, num_procs: int, *_: object) -> None:
+def _launch(place: RankOfItem, launched: dict[int, bool], test: Any, num_procs: int, *_: object) -> None:
     """Run in place what a process would."""
     __tracebackhide__ = True
     if num_procs != place.size and num_procs in launched:

@@ -37,7 +37,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankOfItem:
     """The rank that an adopted item runs on, as kinds see it."""
 
     rank: int
@@ -56,7 +56,7 @@ class Place:
     """Return, when all ranks have called this, whether one of them gave true."""
 
 
-class Kind(Protocol):
+class AdoptedKind(Protocol):
     """One kind of test classes. It is registered as a plugin too, and may have hooks of pytest's.
 
     Attributes:
@@ -83,16 +83,16 @@ class Kind(Protocol):
         """Return the owner of the process groups of an item: the item, or its class if they outlive it."""
         ...
 
-    def running(self, item: pytest.Item, place: Place) -> AbstractContextManager[None]:
+    def running(self, item: pytest.Item, place: RankOfItem) -> AbstractContextManager[None]:
         """Surround the call phase of an item in a rank; the item's own groups are up, or none."""
         ...
 
 
-KIND = pytest.StashKey[Kind]()
+KIND = pytest.StashKey[AdoptedKind]()
 """Kind of an item that is adopted, in a rank."""
 
 
-def kind_of(item: pytest.Item, kinds: tuple[Kind, ...]) -> Kind | None:
+def kind_of(item: pytest.Item, kinds: tuple[AdoptedKind, ...]) -> AdoptedKind | None:
     """Return the first of the kinds that the class of an item is of; None if it is of none."""
     cls = getattr(item, "cls", None)
     return None if cls is None else next((kind for kind in kinds if kind.matches(cls)), None)

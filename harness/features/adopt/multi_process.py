@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from lockstep.features.adopt import torch_internals
-from lockstep.features.adopt.kinds import Demand, LeftAlone, NothingToRun, NotOnRanks, Place, is_skipped
+from lockstep.features.adopt.kinds import Demand, LeftAlone, NothingToRun, NotOnRanks, RankOfItem, is_skipped
 
 __tracebackhide__ = True
 
@@ -50,7 +50,7 @@ class MultiThreaded:
     def owner_of_groups(self, item: pytest.Item) -> object:
         raise NotImplementedError
 
-    def running(self, item: pytest.Item, place: Place) -> AbstractContextManager[None]:
+    def running(self, item: pytest.Item, place: RankOfItem) -> AbstractContextManager[None]:
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class MultiProcess:
         return item
 
     @contextlib.contextmanager
-    def running(self, item: pytest.Item, place: Place) -> Iterator[None]:
+    def running(self, item: pytest.Item, place: RankOfItem) -> Iterator[None]:
         """Replace the launcher of the item's instance."""
         case: Any = item.instance  # type: ignore[attr-defined]
         launched: list[object] = []
@@ -148,7 +148,7 @@ def _attributes_restored(cls: type) -> Iterator[None]:
                 setattr(each, name, attributes[name])
 
 
-def _launch(case: Any, function: Any, place: Place) -> None:
+def _launch(case: Any, function: Any, place: RankOfItem) -> None:
     """Run a test by torch's own launcher, from one rank: its processes are to exit, or to be killed."""
     __tracebackhide__ = True
     if place.rank == 0:
@@ -167,7 +167,7 @@ class Child:
         parent: the instance after its `setUp`.
     """
 
-    def __init__(self, parent: Any, place: Place) -> None:
+    def __init__(self, parent: Any, place: RankOfItem) -> None:
         self._parent = parent
         self._place = place
         self._method = str(parent._current_test_name())

@@ -11,7 +11,7 @@ import pytest
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from lockstep.features.adopt.kinds import Kind
+    from lockstep.features.adopt.kinds import AdoptedKind
     from lockstep.rank.session import RankSession
 
 FAMILIES = ("torch", "deepspeed")
@@ -92,13 +92,13 @@ def _register(config: pytest.Config, families: tuple[str, ...]) -> None:
         config.pluginmanager.register(cpu_devices, "harness-adopt-cpu")
 
 
-def _kinds_of(families: tuple[str, ...]) -> tuple[Kind, ...]:
+def _kinds_of(families: tuple[str, ...]) -> tuple[AdoptedKind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
     from lockstep.features.adopt.continuous import Continuous
     from lockstep.features.adopt.distributed_test import DistributedTest
     from lockstep.features.adopt.multi_process import MultiProcess, MultiThreaded
 
-    kinds: tuple[Kind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
+    kinds: tuple[AdoptedKind, ...] = (MultiProcess(), Continuous(), MultiThreaded(), DistributedTest())
     return tuple(kind for kind in kinds if kind.family in families)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.backends import takes_devices
 from lockstep.features.adopt.groups import ForeignGroups
-from lockstep.features.adopt.kinds import KIND, Kind, Place, kind_of
+from lockstep.features.adopt.kinds import KIND, AdoptedKind, RankOfItem, kind_of
 from lockstep.protocol import SKIPS_ALL, Vote
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _skip_all(item: pytest.Item, reason: str) -> NoReturn:
 class RankAdoption:
     """Runs adopted items, in a rank."""
 
-    def __init__(self, config: pytest.Config, session: RankSession, kinds: tuple[Kind, ...]) -> None:
+    def __init__(self, config: pytest.Config, session: RankSession, kinds: tuple[AdoptedKind, ...]) -> None:
         self._session = session
         self._kinds = kinds
         self._groups = ForeignGroups(session.rank.group)
@@ -84,9 +84,9 @@ class RankAdoption:
             vars(report)[SKIPS_ALL] = True
         return report
 
-    def _place(self, item: pytest.Item) -> Place:
+    def _place(self, item: pytest.Item) -> RankOfItem:
         world = self._session.world
-        return Place(
+        return RankOfItem(
             rank=world.rank,
             size=world.size,
             device=world.device.type,

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.assertions.agreement import gathered
 from lockstep.assertions.closeness import TOLERANCES, Tolerance
-from lockstep.features.goldens.text import Entry, Golden, differences
+from lockstep.features.goldens.text import Golden, GoldenEntry, differences
 from lockstep.output import write_text
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.recorders import CollectivesLog, named_tensors
@@ -205,27 +205,27 @@ def _of_collective(entry: Any) -> str:
     return " ".join(filter(None, (inputs, f"{entry.group_size} ranks", phase, entry.label)))
 
 
-def _merged(of_ranks: list[list[Line]]) -> tuple[Entry, ...]:
+def _merged(of_ranks: list[list[Line]]) -> tuple[GoldenEntry, ...]:
     """Return one line for what is the same on all ranks, else one for each rank, in the order of rank 0."""
     by_name: dict[str, dict[int, str]] = {}
     for rank, lines in enumerate(of_ranks):
         for name, text in lines:
             by_name.setdefault(name, {})[rank] = text
-    found: list[Entry] = []
+    found: list[GoldenEntry] = []
     for name, texts in by_name.items():
         if len(texts) == len(of_ranks) and len(set(texts.values())) == 1:
-            found.append(Entry(name, "all", texts[0]))
+            found.append(GoldenEntry(name, "all", texts[0]))
         else:
-            found += [Entry(name, f"rank {rank}", text) for rank, text in texts.items()]
+            found += [GoldenEntry(name, f"rank {rank}", text) for rank, text in texts.items()]
     return tuple(found)
 
 
-def _merged_sequences(of_ranks: list[list[Line]]) -> tuple[Entry, ...]:
+def _merged_sequences(of_ranks: list[list[Line]]) -> tuple[GoldenEntry, ...]:
     """Return one sequence if all ranks have the same, else that of each rank."""
     if all(lines == of_ranks[0] for lines in of_ranks):
-        return tuple(Entry(name, "all", text) for name, text in of_ranks[0])
+        return tuple(GoldenEntry(name, "all", text) for name, text in of_ranks[0])
     return tuple(
-        Entry(name, f"rank {rank}", text) for rank, lines in enumerate(of_ranks) for name, text in lines
+        GoldenEntry(name, f"rank {rank}", text) for rank, lines in enumerate(of_ranks) for name, text in lines
     )
 
 

@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\[([\d, ]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GoldenEntry:
     """One line: a value, or a collective, and the ranks that have it."""
 
     name: str
@@ -49,8 +49,8 @@ class Golden:
 
     test: str
     made_by: str
-    values: tuple[Entry, ...]
-    collectives: tuple[Entry, ...]
+    values: tuple[GoldenEntry, ...]
+    collectives: tuple[GoldenEntry, ...]
 
     def render(self) -> str:
         """Return the text of the file."""
@@ -75,14 +75,14 @@ class Golden:
             raise ValueError(f"there is no line `{_COLLECTIVES}`")
         test = lines[0].removeprefix(_TITLE).partition(". Written by")[0]
         middle = lines.index(_COLLECTIVES)
-        parts: list[list[Entry]] = [[], []]
+        parts: list[list[GoldenEntry]] = [[], []]
         seen: set[tuple[str, str]] = set()
         for number, line in enumerate(lines[2:], 3):
             if number == middle + 1 or not line:
                 continue
             if (match := _ENTRY.fullmatch(f"{line.rstrip()} ")) is None:
                 raise ValueError(f"line {number}: not a line of a golden: {line!r}")
-            entry = Entry(match["name"].strip(), match["ranks"], match["text"].strip())
+            entry = GoldenEntry(match["name"].strip(), match["ranks"], match["text"].strip())
             if number <= middle:
                 if (entry.name, entry.ranks) in seen:  # by a merge that kept both sides
                     raise ValueError(f"line {number}: a second line of {entry.name} ({entry.ranks})")
@@ -109,7 +109,9 @@ def differences(golden: Golden, now: Golden, bounds: Tolerance | None) -> list[s
     return lines
 
 
-def _of_values(golden: Sequence[Entry], now: Sequence[Entry], bounds: Tolerance | None) -> list[str]:
+def _of_values(
+    golden: Sequence[GoldenEntry], now: Sequence[GoldenEntry], bounds: Tolerance | None
+) -> list[str]:
     expected = {(entry.name, entry.ranks): entry for entry in _by_rank(golden, now)}
     actual = {(entry.name, entry.ranks): entry for entry in _by_rank(now, golden)}
     keys = list(dict.fromkeys([*actual, *expected]))
@@ -127,7 +129,7 @@ def _of_values(golden: Sequence[Entry], now: Sequence[Entry], bounds: Tolerance 
     ]
 
 
-def _by_rank(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+def _by_rank(entries: Sequence[GoldenEntry], others: Sequence[GoldenEntry]) -> list[GoldenEntry]:
     """Write out what is the same on all ranks for each rank where the other text has it rank by rank."""
     ranks: dict[str, list[str]] = {}
     for entry in others:
@@ -136,11 +138,13 @@ def _by_rank(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         as_there = ranks.get(entry.name, ["all"])
         split = entry.ranks == "all" and "all" not in as_there
-        found += [Entry(entry.name, rank, entry.text) for rank in (as_there if split else [entry.ranks])]
+        found += [
+            GoldenEntry(entry.name, rank, entry.text) for rank in (as_there if split else [entry.ranks])
+        ]
     return found
 
 
-def _is_close(golden: Entry | None, now: Entry | None, bounds: Tolerance | None) -> bool:
+def _is_close(golden: GoldenEntry | None, now: GoldenEntry | None, bounds: Tolerance | None) -> bool:
     if golden is None or now is None:
         return False
     if golden.text == now.text or bounds is None:
@@ -188,7 +192,7 @@ def _is_within(now: float, golden: float, slack: float) -> bool:
     return now == golden or abs(now - golden) <= slack
 
 
-def _diff(golden: Sequence[Entry], now: Sequence[Entry]) -> list[str]:
+def _diff(golden: Sequence[GoldenEntry], now: Sequence[GoldenEntry]) -> list[str]:
     before, after = ([f"{each.name} {each.text} ({each.ranks})" for each in of] for of in (golden, now))
     found = [
         line

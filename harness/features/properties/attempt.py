@@ -51,7 +51,7 @@ class Attempt:
         self.data = data
         self.error: BaseException | None = None
         self.result: object = None
-        self.recorder = Recorder(data, running, guard)
+        self.recorder = DrawRecorder(data, running, guard)
 
     def run(self, runner: Runner, function: Body) -> None:
         """Draw, run the body, keep its result or exception.
@@ -116,7 +116,7 @@ class Attempt:
                 targets[label] = max(value, targets.get(label, value))
 
 
-class Recorder(DataObserver):
+class DrawRecorder(DataObserver):
     """Records the draws of one example in place of the engine's observer, until all ranks have voted.
 
     The engine's observer builds a tree of all draws for good: it must not see draws of one rank alone.

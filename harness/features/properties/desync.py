@@ -27,7 +27,7 @@ class OutOfStep(BaseException):
     """
 
 
-class LeftAlone(OutOfStep):
+class EndedByOthers(OutOfStep):
     """Another rank has ended the test, so results of this one mean nothing from here on."""
 
 

@@ -14,7 +14,7 @@ from lockstep.exceptions import PeerFailed
 from lockstep.features.properties import desync
 from lockstep.features.properties.attempt import Attempt, Body, Runner
 from lockstep.features.properties.crashed import CrashGuard
-from lockstep.features.properties.desync import LeftAlone, OutOfStep
+from lockstep.features.properties.desync import EndedByOthers, OutOfStep
 from lockstep.features.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
 from lockstep.features.properties.messages import ExampleResult, RunningExampleFile, Search
 from lockstep.protocol import TRIAL, VICTIM_OF_A_TRIAL, Vote
@@ -136,12 +136,12 @@ class Examples:
         return votes, results
 
     def _agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
-        """Vote. Raise `LeftAlone` if another rank has ended the test, `OutOfStep` if it is elsewhere."""
+        """Vote. Raise `EndedByOthers` if another rank has ended the test, `OutOfStep` if it is elsewhere."""
         __tracebackhide__ = True
         votes = self._rank.agree(vote, abort_after)
         # Only an error outside of examples makes a rank end its property before the others do.
         if any(other.outcome == "ended" or vote.case != other.case == desync.END for other in votes):
-            raise LeftAlone(desync.describe_places(votes))
+            raise EndedByOthers(desync.describe_places(votes))
         if any(other.case != vote.case for other in votes):
             raise OutOfStep(desync.describe_places(votes))
         return votes

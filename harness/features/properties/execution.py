@@ -21,7 +21,7 @@ from hypothesis.database import ExampleDatabase
 
 from lockstep.exceptions import Diverged, PeerFailed
 from lockstep.features.properties import hypothesis_internals as internals
-from lockstep.features.properties.desync import LeftAlone
+from lockstep.features.properties.desync import EndedByOthers
 from lockstep.features.properties.examples import Examples
 from lockstep.features.properties.hypothesis_internals import ConjectureData
 
@@ -114,7 +114,7 @@ class _Execution(internals.PropertyExecution):
         __tracebackhide__ = True
         try:
             super().run_engine()  # type: ignore[no-untyped-call]
-        except LeftAlone:
+        except EndedByOthers:
             raise  # this world ends; a run in the next one must find the database as this one found it
         except (KeyboardInterrupt, pytest.exit.Exception):
             self._write()

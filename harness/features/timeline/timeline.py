@@ -32,7 +32,8 @@ _WORLD = 1000
 """Added to which group it is, for each default group that ranks have joined since: more than a name has."""
 
 State = Literal["over", "waits", "failed", "inferred"]
-"""State of a call: ended; in flight; ended without all ranks; or known from records of other ranks alone."""
+"""State of a call: ended; in flight at the end; ended without all ranks; or known from records of others alone,
+as its own rank died."""
 
 
 @dataclass(frozen=True, slots=True)

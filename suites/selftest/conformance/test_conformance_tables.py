@@ -15,7 +15,7 @@ from lockstep.conformance.causes import causes
 from lockstep.conformance.collecting import read_case
 from lockstep.conformance.render import to_markdown, to_page
 from lockstep.conformance.stored import NoTable, dump, load, merge
-from lockstep.conformance.table import Case, Cell, Claim, Outcome, Run, Share, Table
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, Share, SuiteRun, Table
 from lockstep.output import write_texts
 
 
@@ -23,7 +23,7 @@ def one(engine: str, claim: str, outcome: Outcome, **run: object) -> Table:
     table = Table([engine], {claim: Claim(claim)})
     table.cells[claim] = {engine: Cell((Case("", outcome, text="E  why"),), 0.5)}
     settings = {"when": "2026-01-01", "seconds": 1.0, "arguments": (), "versions": {}, "ended": "complete"}
-    table.runs.append(Run(**settings | run))
+    table.runs.append(SuiteRun(**settings | run))
     return table
 
 

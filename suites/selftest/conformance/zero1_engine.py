@@ -1,4 +1,4 @@
-"""ZeRO-1 by hand: replicas whose optimizer holds the state of a part of each parameter."""
+"""ZeRO-1 by hand: replicas with an optimizer that holds the state of a part of each parameter."""
 
 import torch
 import torch.distributed as dist
