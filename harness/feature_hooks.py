@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.world.diagnosis import Diagnosis
     from lockstep.world.item_run import ItemRun, Moment
     from lockstep.world.outcome import Died, ItemOutcome
+    from lockstep.world.world import Share
 
 
 @pytest.hookspec
@@ -49,6 +50,18 @@ def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_loan(config: pytest.Config) -> Loan | None:
     """Return streams that one rank of each world takes over. In the controller, before the first world."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_admit(config: pytest.Config, key: WorldKey, make_room: Callable[[], None]) -> Share | None:
+    """Wait until a world may start; return its share of the machine. Called in the controller.
+
+    Args:
+        make_room: ends all worlds of this controller that have a share.
+
+    Raises:
+        LaunchError: the world cannot start.
+    """
 
 
 @pytest.hookspec
@@ -184,6 +197,11 @@ def pytest_ranks_run_ended(run: ItemRun) -> None:
 @pytest.hookspec
 def pytest_ranks_begin(order: RunItem) -> None:
     """Prepare the process for an item, before its file is imported. Called in each rank."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_idle() -> bool | None:
+    """Return whether the rank ends now. Called again and again in each rank that waits for an order."""
 
 
 @pytest.hookspec(firstresult=True)

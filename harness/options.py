@@ -130,12 +130,3 @@ def _add_ini_options(parser: pytest.Parser) -> None:
         "what happens to a test that leaves something behind in its rank: warn, error (at tear-down) or off",
         default="warn",
     )
-    parser.addini(
-        "ranks_at_once",
-        "how many ranks may run at once over all pytest runs of this user on this machine",
-        "int",
-        None,
-    )
-    parser.addini(
-        "ranks_wait", "seconds that a world waits for ranks or GPUs that other runs hold", "float", 600.0
-    )

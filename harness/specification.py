@@ -74,10 +74,10 @@ class RankSpec:
     directory: str
     """Private directory (mode 0700) of the world: stores, logs, stacks."""
     basetemp: str
-    lease: str | None = None
-    """What the world has leased of the machine: the path of its files in the store, without suffix."""
+    held: str = ""
+    """Path of a file that the process keeps locked until it ends, "" for none."""
     gpus: tuple[str, ...] = ()
-    """Names of the accelerators that the world has leased (`Device.names`); empty on CPUs."""
+    """Names of the accelerators of the world (`Device.names`); empty on CPUs."""
     port: int = 0
     """MASTER_PORT of the ranks."""
     place: Place | None = None

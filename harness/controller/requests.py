@@ -110,13 +110,6 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         if mark.backend is None:
             lack += "; run with --backend gloo" if device.type in BACKENDS["gloo"].devices else ""
         return Refusal("skipped", f"{size} ranks under {backend} {lack}")
-    at_once = config.getini("ranks_at_once")
-    if at_once is not None and size > at_once:
-        where = f" in {config.inipath}" if config.inipath else ""
-        bound = f"`ranks_at_once = {at_once}`{where}"
-        remedy = f"set ranks_at_once to {size} or more, or mark the test for fewer ranks"
-        world = f"a world of {size} rank{'s' if size > 1 else ''}"
-        return Refusal("failed", f"{world} is larger than {bound}: {remedy}")
     request = Request(key, mark.fresh or config.getoption("fresh_worlds"), _deadline(item, mark, key), parts)
     refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
     return refusal or request
@@ -229,7 +222,6 @@ def check_options(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     _check_folders(config)
-    _check_leases(config)
     _check_roster()
     for name, choices in CHOICES.items():
         value = config.getini(name)
@@ -266,16 +258,6 @@ def _check_hosts(config: pytest.Config) -> None:
     shared: str | None = config.getoption("ranks_shared_dir")
     if shared is not None and not os.path.isdir(shared):
         raise pytest.UsageError(f"--shared-dir {shared}: no such directory; make it where all hosts see it")
-
-
-def _check_leases(config: pytest.Config) -> None:
-    for name, unit in (("ranks_at_once", "a whole number"), ("ranks_wait", "a number of seconds")):
-        try:
-            value = config.getini(name)
-        except (TypeError, ValueError, pytest.UsageError) as error:
-            raise pytest.UsageError(f"{name}: write {unit} above 0 ({error})") from None
-        if value is not None and not value > 0:
-            raise pytest.UsageError(f"{name} = {value}: write {unit} above 0")
 
 
 def _check_roster() -> None:

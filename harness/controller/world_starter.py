@@ -1,4 +1,4 @@
-"""Starting of worlds for a controller: with a lease where one is needed, in a pytest session like its own.
+"""Starting of worlds for a controller, in a pytest session like its own.
 
 Runs in the controller; imports torch only where accelerators are requested.
 """
@@ -9,14 +9,11 @@ import itertools
 import os
 import sys
 import uuid
-import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from lockstep.backends import takes_devices
 from lockstep.backends.device import Device
 from lockstep.controller.pytest_internals import basetemp_of
 from lockstep.controller.requests import output_directory_of
@@ -26,11 +23,6 @@ from lockstep.launch.processes import Launcher
 from lockstep.output import OutputDirectory
 from lockstep.specification import SessionSpec, WorldKey
 from lockstep.world.world import World
-
-if TYPE_CHECKING:
-    from lockstep.launch.leases import Lease
-
-_waited_key = pytest.StashKey[bool]()
 
 
 class WorldStarter:
@@ -51,7 +43,7 @@ class WorldStarter:
             OutputDirectory(self._output_directory).clear_logs(worker)
 
     def start(self, key: WorldKey, make_room: Callable[[], None]) -> World:
-        """Return a world that is ready; `make_room` is called before it waits for a lease, to end all others.
+        """Return a world that is ready; `make_room` is called before it waits for others, to end all of ours.
 
         Raises:
             WorldError: its ranks did not start.
@@ -61,14 +53,15 @@ class WorldStarter:
             session, launcher, basetemp = self._session_spec(), self._launch(), basetemp_of(self._config)
         except OSError as error:
             raise LaunchError(explain(error)) from error
-        needs_lease = not Device(key.device).is_cpu or self._config.getini("ranks_at_once") is not None
-        needs_lease = needs_lease and not key.spread  # of one machine; a run has its hosts for itself
         # After all that may fail: it ends with the world.
-        lease = lease_for(key, self._config, make_room) if needs_lease else None
-        world = World(key, f"world-{next(self._numbers)}", session, launcher, lease)
+        share = self._config.hook.pytest_ranks_admit(config=self._config, key=key, make_room=make_room)
+        world = World(key, f"world-{next(self._numbers)}", session, launcher, share)
+        device = Device(key.device)
+        names = () if device.is_cpu or key.spread else device.names()
         try:
             world.start(
                 seed=self._config.getoption("world_seed"),
+                gpus=names if share is None else share.gpus,
                 basetemp=basetemp,
                 timeout=self._config.getoption("world_timeout"),
             )
@@ -100,47 +93,6 @@ class WorldStarter:
             rootdir=str(config.rootpath),
             inifile=str(config.inipath or ""),
             parts=parts,
-        )
-
-
-def lease_for(key: WorldKey, config: pytest.Config, make_room: Callable[[], None]) -> Lease:
-    """Return a lease for a world; wait for it if need be, after `make_room` has ended all others.
-
-    Raises:
-        LaunchError: it could not be had in time, or leases cannot be kept on this machine.
-    """
-    from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
-    from lockstep.launch.leases import Leases
-
-    at_once, device = config.getini("ranks_at_once"), Device(key.device)
-    request = ResourceRequest(
-        os.getpid(),
-        str(config.rootpath),
-        ranks=0 if at_once is None else key.size,
-        gpus=() if device.is_cpu else device.names(),
-        exclusive=takes_devices(key.backend),
-    )
-    store = LeaseStore(default_directory())
-    leases = Leases(store, config.getini("ranks_wait"), partial(_report_wait, config))
-    return leases.take(Requirement(request, key.size, at_once), make_room)
-
-
-def _report_wait(config: pytest.Config, text: str) -> None:
-    """Write a line where the user sees it now.
-
-    The output of a process of `pytest -n` is not shown; its first long wait is reported among the warnings.
-    """
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and not hasattr(config, "workerinput"):
-        terminal.ensure_newline()
-        terminal.write_line(text)
-        terminal.flush()  # a pipe would hold it back, and the user acts on it
-    elif not config.stash.get(_waited_key, False):
-        config.stash[_waited_key] = True
-        text = f"{os.environ.get('PYTEST_XDIST_WORKER', 'a controller')} spent a long time {text}"
-        message = warnings.WarningMessage(text, UserWarning, str(config.inipath or config.rootpath), 1)
-        config.hook.pytest_warning_recorded.call_historic(
-            kwargs={"warning_message": message, "when": "runtest", "nodeid": "", "location": None}
         )
 
 

@@ -292,7 +292,7 @@ _VARIABLES = (
 def leases() -> Iterator[Finding]:
     """Look at the leases of ranks and GPUs that runs of this user hold now."""
     from lockstep.exceptions import LaunchError
-    from lockstep.launch.lease_store import LeaseStore, default_directory
+    from lockstep.features.leases.lease_store import LeaseStore, default_directory
 
     directory = default_directory()
     if not directory.exists():

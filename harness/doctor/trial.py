@@ -37,7 +37,7 @@ class Trial:
     """A pytest run in a directory of its own, which is removed at the end."""
 
     def __init__(self, project: Configuration, plugin: str | None) -> None:
-        from lockstep.launch.lease_store import VARIABLE, default_directory
+        from lockstep.features.leases.lease_store import VARIABLE, default_directory
 
         self._directory = tempfile.TemporaryDirectory(prefix="lockstep-doctor-")
         self.path = Path(self._directory.name)

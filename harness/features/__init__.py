@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 
 def plugins() -> Iterator[ModuleType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pkgutil
@@ -10,15 +11,12 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lockstep.launch.limits import explain
 from lockstep.launch.multiprocessing_internals import close_server_pipe, forget_start_method
 from lockstep.protocol import StartFailed
 from lockstep.specification import RankSpec
-
-if TYPE_CHECKING:
-    from lockstep.launch.lease_store import LeaseShare
 
 
 class Rank(Protocol):
@@ -35,7 +33,7 @@ class SentLoan(Protocol):
     def take(self) -> None: ...
 
 
-MakeRank = Callable[[RankSpec, Connection, "LeaseShare | None"], Rank]
+MakeRank = Callable[[RankSpec, Connection], Rank]
 
 
 def start_rank(make: str, spec: RankSpec, wire: Connection, loan: SentLoan | None) -> None:
@@ -60,13 +58,10 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, loan: SentLoan | Non
     except OSError as error:
         wire.send((StartFailed(explain(error)),))
         return
-    share = None
-    if spec.lease is not None:
-        from lockstep.launch.lease_store import LeaseShare
-
-        share = LeaseShare(spec.lease)
+    if spec.held:
+        hold(spec.held)
     make_rank: MakeRank = pkgutil.resolve_name(make)
-    rank = make_rank(spec, wire, share)
+    rank = make_rank(spec, wire)
     try:
         rank.join()
     except Exception as error:  # torch raises its own kinds; their messages are what counts
@@ -75,6 +70,13 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, loan: SentLoan | Non
     if loan is not None:
         loan.take()
     rank.run(names_lines=loan is None)
+
+
+def hold(path: str) -> int:
+    """Share the lock of a file for this process's life; return the descriptor that keeps it."""
+    keeper = os.open(path, os.O_RDONLY)
+    fcntl.flock(keeper, fcntl.LOCK_SH)
+    return keeper
 
 
 def _take_over(spec: RankSpec) -> None:

@@ -36,7 +36,7 @@ from lockstep.rank.rendezvous import Rendezvous
 from lockstep.rank.state import RankState, seed_everything
 from lockstep.rank.status import Activity, StatusReader
 from lockstep.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
-from lockstep.rank.wire import LeaseShare, Wire
+from lockstep.rank.wire import Wire
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.specification import RankSpec
 
@@ -47,12 +47,12 @@ ABORT_AFTER = 1.0
 class Rank:
     """A rank among those of its world."""
 
-    def __init__(self, spec: RankSpec, connection: Connection, lease: LeaseShare | None) -> None:
+    def __init__(self, spec: RankSpec, connection: Connection) -> None:
         self.spec = spec
         self.group = DefaultGroup(spec)
         self.world = RankWorld(spec, self.group.device, self.regroup)
         self.forks = Forks(self.world, self._detach)
-        self.wire = Wire(connection, spec.rank, lease, self.forks.end_child)
+        self.wire = Wire(connection, spec.rank, self.forks.end_child)
         self.status = StatusReader(Activity(), self.group, spec.session.cwd)
         self.dead: set[int] = set()
         """The ranks that have died with an excuse, as far as is known."""

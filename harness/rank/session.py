@@ -32,7 +32,6 @@ from lockstep.rank.pytest_internals import (
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from lockstep.rank.state import CrashReports, RankState
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
-from lockstep.rank.wire import LeaseShare
 from lockstep.specification import RankSpec
 from lockstep.standing import Standing
 
@@ -66,9 +65,9 @@ class RankSession:
         started: Whether the session has come to its first item.
     """
 
-    def __init__(self, spec: RankSpec, connection: Connection, lease: LeaseShare | None) -> None:
+    def __init__(self, spec: RankSpec, connection: Connection) -> None:
         self.__name__ = RANK_PLUGIN  # by this pytest names a plugin that is an object
-        self.rank = rank = Rank(spec, connection, lease)
+        self.rank = rank = Rank(spec, connection)
         self._spec = spec
         self.world = rank.world
         self.order: RunItem | None = None
@@ -163,8 +162,10 @@ class RankSession:
         self._state.start()
         self._standing.await_item()
         self.rank.send(Ready())
+        hook = session.config.hook.pytest_ranks_idle
+        is_over = hook if hook.get_hookimpls() else None
         while True:
-            match self.rank.wire.next_order():
+            match self.rank.wire.next_order(is_over):
                 case RunItem() as order:
                     self.order = order
                     self.rank.begin_item()

@@ -9,20 +9,13 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Protocol
 
 from lockstep.exceptions import MessageRefused
 from lockstep.protocol import Agreed, Close, FromRank, Interrupt, RunItem, ToRank
 
 WIRE_THREAD = "lockstep-wire"
 LOOK_EVERY = 0.2
-"""Seconds between looks of an idle rank at whether its world's lease is recalled."""
-
-
-class LeaseShare(Protocol):
-    """A rank's share in what its world has leased of the machine."""
-
-    def is_recalled(self) -> bool: ...
+"""Seconds between looks of an idle rank at whether it is to end."""
 
 
 class Wire:
@@ -33,7 +26,6 @@ class Wire:
 
     Args:
         rank: number of this rank, for the text of an error.
-        lease: ends the session once it is recalled.
         end_child: called before anything is sent; ends a forked child of the rank.
 
     Attributes:
@@ -41,13 +33,10 @@ class Wire:
             own.
     """
 
-    def __init__(
-        self, connection: Connection, rank: int, lease: LeaseShare | None, end_child: Callable[[], None]
-    ) -> None:
+    def __init__(self, connection: Connection, rank: int, end_child: Callable[[], None]) -> None:
         self.is_interrupted = False
         self._connection = connection
         self._rank = rank
-        self._lease = lease
         self._end_child = end_child
         self._outbox: list[FromRank] = []
         self._is_sending = False
@@ -76,14 +65,14 @@ class Wire:
             finally:
                 self._is_sending = False
 
-    def next_order(self) -> RunItem | Close:
-        """Wait for the next order of the controller; return `Close` as soon as the lease is recalled."""
-        if self._lease is None:
+    def next_order(self, is_over: Callable[[], bool | None] | None = None) -> RunItem | Close:
+        """Wait for the next order of the controller; return `Close` as soon as `is_over` returns True."""
+        if is_over is None:
             return self._orders.get()
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._orders.get(timeout=LOOK_EVERY)
-            if self._lease.is_recalled():
+            if is_over():
                 return Close()
 
     def next_answer(self, within: float | None = None) -> Agreed | None:

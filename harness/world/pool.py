@@ -49,7 +49,7 @@ class WorldPool:
 
     Args:
         start: makes a world with that key and waits until it is ready; calls `make_room`, its second
-            argument, before it waits for a lease.
+            argument, before it waits for its share of the machine.
         complain: called with a world and what went wrong when it ended otherwise than it should.
     """
 
@@ -69,8 +69,8 @@ class WorldPool:
         """Return a world for one test: a warm one if there is one and `fresh` does not forbid it."""
         self._reap([world for world in self._closing if world.is_gone()])
         self._taken = world = None if fresh else self._warm.pop(key, None)
-        if world is not None and world.lease is not None and not world.lease.resume():
-            self._close(world)  # its ranks were recalled, for a world that waits
+        if world is not None and world.share is not None and not world.share.resume():
+            self._close(world)  # it was ended, for a world that waits
             self._taken = world = None
         if world is not None and (fault := world.fault()):
             if not world.is_lost():
@@ -86,7 +86,7 @@ class WorldPool:
     def give_back(self, world: World, *, keep: bool) -> None:
         """Keep a world warm, or make it tear down its session and end; it is not waited for."""
         self._taken = None
-        if not keep or (world.lease is not None and not world.lease.rest()):
+        if not keep or (world.share is not None and not world.share.rest()):
             self._close(world)
             return
         self._warm[world.key] = world
@@ -94,10 +94,10 @@ class WorldPool:
             self._close(self._warm.pop(next(iter(self._warm))))
 
     def make_room(self) -> None:
-        """End the worlds that have leases, and wait for that: a controller in line holds nothing."""
-        for key in [key for key, world in self._warm.items() if world.lease is not None]:
+        """End the worlds that have a share of the machine, and wait for that: who waits holds nothing."""
+        for key in [key for key, world in self._warm.items() if world.share is not None]:
             self._close(self._warm.pop(key))
-        self._reap([world for world in self._closing if world.lease is not None])
+        self._reap([world for world in self._closing if world.share is not None])
 
     def discard(self, world: World) -> None:
         """End a world at once that can run nothing more."""

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lockstep.exceptions import WorldError
 from lockstep.launch.limits import explain
@@ -22,24 +22,44 @@ from lockstep.world.handle import RankHandle, receive, request_statuses
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import Died, ItemOutcome
 
-if TYPE_CHECKING:
-    from lockstep.launch.leases import Lease
-
 START_WITHIN = 60.0
 """Seconds, at least, that ranks get to stand ready: importing torch may take longer than a test may."""
 CLOSE_WITHIN = 10.0
 """Seconds, at least, that a rank gets to tear down its session, wide fixtures included."""
 
 
+class Share(Protocol):
+    """The part of the machine that a world has, where a feature keeps account of that."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the world's GPUs; empty for one on CPUs."""
+
+    @property
+    def held(self) -> str:
+        """Path of a file that ranks keep locked until they end."""
+
+    def leave_to_ranks(self) -> None:
+        """Note that all ranks are ready, and keep the file locked themselves."""
+
+    def rest(self) -> bool:
+        """Note that no test uses the world now; return False if it must end."""
+
+    def resume(self) -> bool:
+        """Note that a test uses it again; return False if it was ended while it was idle."""
+
+    def end(self) -> None: ...
+
+
 class World:
     """N ranks that share a default process group."""
 
     def __init__(
-        self, key: WorldKey, name: str, session: SessionSpec, launcher: Launcher, lease: Lease | None
+        self, key: WorldKey, name: str, session: SessionSpec, launcher: Launcher, share: Share | None
     ) -> None:
         self.key = key
         self.name = name
-        self.lease = lease
+        self.share = share
         self._session = session
         self._launcher = launcher
         self._directory = f"{launcher.directory}/{name}"
@@ -48,10 +68,11 @@ class World:
         self._close_within = CLOSE_WITHIN
         self._kept = OutputDirectory(session.output_directory) if session.output_directory else None
 
-    def start(self, seed: int, basetemp: Path, timeout: float) -> None:
+    def start(self, seed: int, gpus: tuple[str, ...], basetemp: Path, timeout: float) -> None:
         """Start the ranks and wait until all of them stand ready.
 
         Args:
+            gpus: names of the GPUs that the ranks have.
             timeout: seconds that a test may take; so may starting and, later, tearing down the session, or
                 `START_WITHIN` and `CLOSE_WITHIN` where that is more.
 
@@ -67,10 +88,10 @@ class World:
         os.makedirs(self._directory, mode=0o700)
         self._port = _reserve_port()
         port = self._port.getsockname()[1]
-        lease, gpus = (None, ()) if self.lease is None else (self.lease.path, self.lease.gpus)
+        held = "" if self.share is None else self.share.held
         stem = f"{basetemp}/{self.name}-rank"
         specs = [
-            RankSpec(rank, self.key, self._session, seed, self._directory, f"{stem}{rank}", lease, gpus, port)
+            RankSpec(rank, self.key, self._session, seed, self._directory, f"{stem}{rank}", held, gpus, port)
             for rank in range(self.key.size)
         ]
         started = self._launcher.start(specs, deadline)
@@ -90,8 +111,8 @@ class World:
                 names = ", ".join(map(str, statuses))
                 stacks = "\n".join(f"rank {rank}: {status.stacks}" for rank, status in statuses.items())
                 raise WorldError(f"rank {names} of {self.key}: not ready after {timeout:g} s\n{stacks}")
-        if self.lease is not None:
-            self.lease.leave_to_ranks()
+        if self.share is not None:
+            self.share.leave_to_ranks()
 
     def run(self, run: ItemRun) -> ItemOutcome:
         """Return what each rank said of the item, soon after its timeout at the latest.
@@ -184,8 +205,8 @@ class World:
         self._launcher.end_world(self._directory)
         if self._port is not None:
             self._port.close()
-        if self.lease is not None:
-            self.lease.end()
+        if self.share is not None:
+            self.share.end()
 
 
 def _reserve_port() -> socket.socket:

@@ -12,8 +12,6 @@ CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
 FEATURES = (
     "features",
     "hosts",
-    "launch.lease_store",
-    "launch.leases",
 )
 """Folder of the features, and modules that are still to move there."""
 
@@ -21,9 +19,6 @@ STILL_IMPORTED = {
     "controller.plugin": "hosts.launchers hosts.remote",
     "controller.requests": "hosts.placement",
     "controller.rerun": "hosts.roster",
-    "controller.world_starter": "launch.lease_store launch.leases",
-    "launch.bootstrap": "launch.lease_store",
-    "world.world": "launch.leases",
 }
 """Features that a module of the core still imports: nothing may be added, and what is not used must go."""
 

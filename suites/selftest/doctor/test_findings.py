@@ -19,7 +19,7 @@ import pytest
 
 from lockstep.doctor import configuration, installation, machine, plugins
 from lockstep.doctor.finding import MIB, Finding
-from lockstep.launch.lease_store import LeaseStore, ResourceRequest
+from lockstep.features.leases.lease_store import LeaseStore, ResourceRequest
 
 Patch = pytest.MonkeyPatch
 TORCH = {"version": "2.13.0", "cuda": None, "hip": None, "distributed": True, "gpus": []}

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest
-from lockstep.launch.leases import Leases
+from lockstep.features.leases.lease_store import LeaseStore, Requirement, ResourceRequest
+from lockstep.features.leases.leases import Leases
 
 names = tuple(sys.argv[2])
 need = Requirement(ResourceRequest(os.getpid(), "here", 0, names, True), 2)

@@ -3,9 +3,9 @@
 import os
 import time
 
-import lockstep.launch.leases
+import lockstep.features.leases.leases
 
-lockstep.launch.leases.SAY_AFTER = 0
+lockstep.features.leases.leases.SAY_AFTER = 0
 
 
 def note(what):

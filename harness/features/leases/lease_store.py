@@ -257,25 +257,17 @@ class LeaseStore:
         return True
 
 
-def hold(lease: str) -> int:
-    """Take a share in a lease (its file) for this process's life; return the descriptor that keeps it."""
-    keeper = os.open(lease, os.O_RDONLY)
-    fcntl.flock(keeper, fcntl.LOCK_SH)
-    return keeper
+class Recall:
+    """Ends a rank, as a plugin of its session, that is idle when another world waits for its world's lease.
 
-
-class LeaseShare:
-    """A rank's share in the lease of its world; `path` is that of the lease's files, without a suffix.
-
-    Held from the rank's first moments to its end, whatever end that is: others may have the lease only then.
+    Args:
+        held: the file of the lease.
     """
 
-    def __init__(self, path: str) -> None:
-        self._recalled = f"{path}.{RECALLED}"
-        self._keeper = hold(f"{path}.{LEASE}")
+    def __init__(self, held: str) -> None:
+        self._recalled = f"{held.removesuffix(LEASE)}{RECALLED}"
 
-    def is_recalled(self) -> bool:
-        """Whether another world waits for the lease, so that the controller cannot use this one any more."""
+    def pytest_ranks_idle(self) -> bool:
         return os.path.exists(self._recalled)
 
 

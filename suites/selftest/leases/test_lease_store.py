@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.backends.device import Device
-from lockstep.controller import world_starter
 from lockstep.exceptions import LaunchError
-from lockstep.launch import lease_store
-from lockstep.launch import leases as leases_module
-from lockstep.launch.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory, hold
-from lockstep.launch.leases import Lease, Leases
+from lockstep.features.leases import controller, lease_store
+from lockstep.features.leases import leases as leases_module
+from lockstep.features.leases.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
+from lockstep.features.leases.leases import Lease, Leases
+from lockstep.launch.bootstrap import hold
 from lockstep.specification import WorldKey
 from suites.selftest.project import PROJECTS, wait_for
 
@@ -100,7 +100,7 @@ def test_a_gpu_of_a_killed_controller_is_free(machine: Machine) -> None:
 
 def test_a_lease_lasts_as_long_as_a_rank_lives_and_no_longer(machine: Machine) -> None:
     lease = machine.take(ranks(4))
-    rank = hold(f"{lease.path}.lease")
+    rank = hold(lease.held)
     lease.leave_to_ranks()
     lease.end()
     with pytest.raises(LaunchError):
@@ -172,7 +172,7 @@ def test_only_as_many_idle_worlds_are_recalled_as_are_needed(
     idle = [machine.take(ranks(1)) for _ in range(4)]
     for age, lease in enumerate(idle):
         assert lease.rest()
-        os.utime(f"{lease.path}.idle", (1000.0 - age, 1000.0 - age))
+        os.utime(f"{lease.held.removesuffix('lease')}idle", (1000.0 - age, 1000.0 - age))
     with pytest.raises(LaunchError):
         machine.take(ranks(2))
     assert [lease.resume() for lease in idle] == [True, True, False, False]
@@ -182,7 +182,7 @@ def test_a_world_rests_until_its_turn_ends_and_another_waits(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = machine.take(gpus(1, "0"))
-    rank = hold(f"{lease.path}.lease")
+    rank = hold(lease.held)
     lease.leave_to_ranks()
     line = machine.waits(gpus(1, "0"))
     assert lease.rest()
@@ -243,7 +243,7 @@ def test_gpus_are_named_as_the_environment_names_them(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
     monkeypatch.setattr(Device, "count", lambda _: 2)
-    lease = world_starter.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
+    lease = controller.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
     assert lease.gpus == names
     [entry] = (tmp_path / "leases").glob("*.lease")
     assert json.loads(entry.read_text()) == {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.exceptions import LaunchError
-from lockstep.launch.lease_store import LEASE, TURN, LeaseStore, Requirement, StoredLease
+from lockstep.features.leases.lease_store import LEASE, TURN, LeaseStore, Requirement, StoredLease
 
 TURN_LASTS = 2.0
 """Seconds a world is kept warm though others wait: a new one costs thirty times a test, and more on GPUs."""
@@ -36,8 +36,8 @@ class Lease:
 
     def __init__(self, store: LeaseStore, requirement: Requirement, name: str, keeper: int) -> None:
         self.name = name
-        self.path = f"{store.directory}/{name}"
-        """Of its files in the store, without suffix."""
+        self.held = str(store.path(name, LEASE))
+        """The file of the lease, which ranks keep locked."""
         self.gpus = requirement.request.gpus
         """Names of the GPUs that the world has; empty for one on CPUs."""
         self.requirement = requirement
