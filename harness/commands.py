@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 
 from lockstep.doctor import command as doctor
+from lockstep.features import feature_commands
 
 
 def main(arguments: list[str]) -> int:
@@ -14,7 +14,10 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_to(commands)
     if arguments[:1] != ["doctor"]:  # which runs where something is missing that the others import
-        for name in ("conformance", "hosts", "port"):
-            import_module(f"lockstep.{name}.command").add_to(commands)
+        from lockstep.conformance import command as conformance
+        from lockstep.port import command as port
+
+        for command in (conformance, port, *feature_commands()):
+            command.add_to(commands)
     options, others = parser.parse_known_args(arguments)
     return int(options.run(options, others))

@@ -11,13 +11,13 @@ import pytest
 if TYPE_CHECKING:
     from lockstep.controller.requests import Refusal, Request
     from lockstep.hookspecs import Ending
-    from lockstep.launch.processes import Loan
+    from lockstep.launch.processes import Launcher, Loan, ProcessLauncher, RankProgram
     from lockstep.marker import RanksMark
     from lockstep.options import Options
     from lockstep.protocol import Part, Progress, RankStatus, RunItem, Vote
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
-    from lockstep.specification import WorldKey
+    from lockstep.specification import Spread, WorldKey
     from lockstep.world.diagnosis import Diagnosis
     from lockstep.world.item_run import ItemRun, Moment
     from lockstep.world.outcome import Died, ItemOutcome
@@ -113,6 +113,30 @@ def pytest_ranks_timeout(item: pytest.Item, mark: RanksMark, key: WorldKey) -> f
 
 
 @pytest.hookspec(firstresult=True)
+def pytest_ranks_launcher(launcher: ProcessLauncher, program: RankProgram) -> Launcher | None:
+    """Return another launcher of ranks than that of this machine. Called in the controller, once."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_spread(mark: RanksMark, key: WorldKey) -> Spread | Refusal | None:
+    """Return the hosts of a world, or refuse to run an item. Called in the controller, after collection.
+
+    Args:
+        key: the world, without its hosts.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_shared_directory(request: Request) -> str | None:
+    """Return the directory that all ranks of a world share, "" if there is none. Called in the controller."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_command() -> Sequence[str] | None:
+    """Return the words before pytest's own of the command that runs a test again. In the controller."""
+
+
+@pytest.hookspec(firstresult=True)
 def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -> Refusal | None:
     """Refuse to run an item in the world that it requests. Called in the controller, after collection."""
 
@@ -202,6 +226,11 @@ def pytest_ranks_begin(order: RunItem) -> None:
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_idle() -> bool | None:
     """Return whether the rank ends now. Called again and again in each rank that waits for an order."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_ranks_received(order: RunItem) -> RunItem | None:
+    """Return an order as this rank is to follow it. Called in each rank, before its item is collected."""
 
 
 @pytest.hookspec(firstresult=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from lockstep.rank.session import RankSession
@@ -24,11 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["collectives", "run_subtests", "world"]
 
-# Fixtures of features, which projects import here too.
-__getattr__ = lazy_exports(
-    __name__,
-    {"lockstep.features.goldens.plugin": ("golden",), "lockstep.features.injection.plugin": ("faults",)},
-)
+
+def __getattr__(name: str) -> Any:
+    """Return a fixture of a feature, which projects import here too."""
+    from lockstep.features import plugins
+
+    for plugin in () if name.startswith("_") else plugins():
+        if isinstance(found := vars(plugin).get(name), type(world)):
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def session_of(request: pytest.FixtureRequest) -> RankSession:

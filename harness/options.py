@@ -14,7 +14,6 @@ DEFAULTS: Mapping[str, Any] = {
     "world_timeout": 60.0,
     "fresh_worlds": False,
     "check_collectives": False,
-    **dict.fromkeys(("ranks_hosts", "ranks_per_host", "ranks_shared_dir")),
 }
 """Options that change how a test runs: the command that runs it again repeats those with another value."""
 
@@ -30,7 +29,6 @@ SHORT: Options = {
         "metavar": "TYPE",
         "help": "device of the ranks: cpu, cuda or another accelerator (default: cpu, cuda under nccl)",
     },
-    "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
     "causes": {
         "choices": ("auto", "all", "no"),
         "default": "auto",
@@ -82,11 +80,6 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="run only the cases of run_subtests with these settings",
     )
-    for name, what in (
-        ("hosts", "spread each test evenly over N hosts, unless its mark says how many"),
-        ("per-host", "how many ranks fit on a host without GPUs (default: as many as it has CPUs)"),
-    ):
-        group.addoption(f"--ranks-{name}", type=int, metavar="N", help=what)
     _add_ini_options(parser)
 
 

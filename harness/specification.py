@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from lockstep.place import Place
 
-HOSTS = "LOCKSTEP_HOSTS"
-"""The environment variable that names the file of `lockstep.hosts.roster`, in a run on several hosts."""
-
 Spread = tuple[tuple[int, int], ...]
 """Numbers of hosts, each with that of its ranks there, in rank order; empty for the controller's alone."""
 

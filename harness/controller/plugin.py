@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,12 +36,11 @@ from lockstep.controller.rerun import rerun_line
 from lockstep.controller.termination import Termination
 from lockstep.controller.world_starter import WorldStarter
 from lockstep.exceptions import WorldError
-from lockstep.hosts.launchers import refuse_launcher
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram
 from lockstep.protocol import Preparation, RunItem
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
-from lockstep.specification import HOSTS, WorldKey
+from lockstep.specification import WorldKey
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import ItemOutcome
 from lockstep.world.pool import Interrupted, WorldPool
@@ -70,23 +66,15 @@ class SharedDirectories:
         self._config = config
         self._numbers = itertools.count()
         self._here = ""
-        """The directory above them, of worlds on this host."""
-        given: str | None = config.getoption("ranks_shared_dir")
-        own = f"lockstep-{secrets.token_hex(4)}"  # each worker of pytest-xdist has its own
-        self._of_hosts = "" if given is None else f"{os.path.abspath(given)}/{own}"
-        """The directory above those of worlds on several hosts; "" without `--shared-dir`."""
+        """The directory above them, where no feature has another."""
 
-    def path_for(self, item: pytest.Item, spans_hosts: bool) -> str:
+    def path_for(self, item: pytest.Item, request: Request) -> str:
         """Return a path for one run of an item; "" where no directory is known that all ranks see."""
         self._here = self._here or str(basetemp_of(self._config) / "shared")
-        above = self._of_hosts if spans_hosts else self._here
+        given: str | None = self._config.hook.pytest_ranks_shared_directory(request=request)
+        above = self._here if given is None else given
         name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
         return above and f"{above}/{name[:40]}"
-
-    def remove(self) -> None:
-        """Remove those of worlds on several hosts."""
-        if self._of_hosts:
-            shutil.rmtree(self._of_hosts, ignore_errors=True)
 
 
 class Controller:
@@ -134,11 +122,8 @@ class Controller:
             modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
             program = RankProgram(RANK, modules, tuple(preload), tuple(hints))
             loan = self._config.hook.pytest_ranks_loan(config=self._config)
-            self._launcher = ProcessLauncher(method, program, loan)
-            if HOSTS in os.environ:
-                from lockstep.hosts.remote import on_hosts_of_run
-
-                self._launcher = on_hosts_of_run(self._launcher, method, program)
+            own = ProcessLauncher(method, program, loan)
+            self._launcher = self._config.hook.pytest_ranks_launcher(launcher=own, program=program) or own
             self._termination.handle()
         return self._launcher
 
@@ -152,7 +137,6 @@ class Controller:
         if not has_requests:
             self._stop_server()  # the word was in a file, but no test needs it
             return
-        refuse_launcher()
         # What is in memory now stays to the end, torch's modules above all. Garbage collections, and the end
         # of the interpreter, need not walk through it: 0.4 s of a run.
         gc.freeze()
@@ -258,7 +242,7 @@ class Controller:
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
-            shared_tmp_path=self._shared.path_for(item, len(request.key.spread) > 1),
+            shared_tmp_path=self._shared.path_for(item, request),
             location=item.location,
             parts=parts,
         )
@@ -324,7 +308,6 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._worlds.kill()
-        self._shared.remove()
         self._stop_server()
 
     def _stop_server(self) -> None:

@@ -5,8 +5,7 @@ Runs in the controller; imports torch only where accelerators are requested.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
@@ -23,10 +22,9 @@ from lockstep.backends.device import CPU, Device
 from lockstep.bounds import MOST_PROCESSES, SECONDS, SEEDS, are_seconds, shown
 from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
-from lockstep.exceptions import LaunchError
 from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
 from lockstep.options import default_backend
-from lockstep.specification import HOSTS, Spread, WorldKey
+from lockstep.specification import Spread, WorldKey
 from lockstep.subtests import parse_selection
 
 CHOICES = {
@@ -100,10 +98,10 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     if device.type not in devices_of(backend):
         return Refusal("skipped", f"the backend {backend} does not work with --device {device.type}")
     key = WorldKey(size, backend, device.type, mark.group)
-    spread = _spread_of(config, mark, key) if meets(backend) else ()
+    spread: Spread | Refusal = (meets(backend) and config.hook.pytest_ranks_spread(mark=mark, key=key)) or ()
     if isinstance(spread, Refusal):
         return spread
-    key = WorldKey(size, backend, device.type, mark.group, spread)
+    key = replace(key, spread=spread)
     need = size if takes_devices(backend) else 1
     if not device.is_cpu and not spread and need > (have := device.count()):
         lack = f"need {need} {device.unit}s, this machine has {have}"
@@ -113,30 +111,6 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
     request = Request(key, mark.fresh or config.getoption("fresh_worlds"), _deadline(item, mark, key), parts)
     refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
     return refusal or request
-
-
-def _spread_of(config: pytest.Config, mark: RanksMark, key: WorldKey) -> Spread | Refusal:
-    """Return the hosts of a world; () for the one that pytest runs on."""
-    if mark.hosts is not None:
-        if isinstance(mark.hosts, bool) or not isinstance(mark.hosts, int) or mark.hosts < 1:
-            raise MarkError(f"ranks(hosts={mark.hosts!r}): hosts is a whole number above 0")
-        if mark.hosts > key.size:
-            raise MarkError(f"ranks({key.size}, hosts={mark.hosts}): there are fewer ranks than hosts")
-    on = mark.hosts or config.getoption("ranks_hosts")
-    if (on or 1) < 2 and HOSTS not in os.environ:
-        return ()
-    from lockstep.hosts.placement import spread_of
-
-    exclusive, per_host = takes_devices(key.backend), config.getoption("ranks_per_host")
-    if mark.hosts is None and on is not None:
-        on = min(on, key.size)
-    spread = spread_of(key.size, on, needs_gpus=exclusive, per_host=per_host)
-    if isinstance(spread, str):
-        return Refusal("skipped", spread)
-    bound = [backend.name for backend in objects_of(key.backend) if not backend.spans_hosts]
-    if len(spread) > 1 and bound:
-        return Refusal("skipped", f"the backend {bound[0]} works within one host")
-    return spread
 
 
 def report_refusal(item: pytest.Item, refusal: Refusal) -> list[pytest.TestReport]:
@@ -216,13 +190,11 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--world-timeout {seconds}: write {SECONDS}")
     if (seed := config.getoption("world_seed")) not in SEEDS:
         raise pytest.UsageError(f"--world-seed {shown(seed)}: write a whole number from -2**63 to 2**64 - 1")
-    _check_hosts(config)
     try:
         parse_selection(config.getoption("subtest"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     _check_folders(config)
-    _check_roster()
     for name, choices in CHOICES.items():
         value = config.getini(name)
         if value not in choices:
@@ -248,24 +220,3 @@ def _check_device(config: pytest.Config) -> None:
     except ValueError as error:
         requested = f"--backend {backend}" if given is None else f"--device {given}"
         raise pytest.UsageError(f"{requested}: {error}") from None
-
-
-def _check_hosts(config: pytest.Config) -> None:
-    for option in ("hosts", "per-host"):
-        number: int | None = config.getoption(f"ranks_{option.replace('-', '_')}")
-        if number is not None and number < 1:
-            raise pytest.UsageError(f"--ranks-{option} {number}: write a whole number above 0")
-    shared: str | None = config.getoption("ranks_shared_dir")
-    if shared is not None and not os.path.isdir(shared):
-        raise pytest.UsageError(f"--shared-dir {shared}: no such directory; make it where all hosts see it")
-
-
-def _check_roster() -> None:
-    if HOSTS not in os.environ:
-        return
-    from lockstep.hosts.placement import spread_of
-
-    try:
-        spread_of(1, None, needs_gpus=False, per_host=None)  # reads it
-    except (LaunchError, OSError) as error:
-        raise pytest.UsageError(str(error)) from None

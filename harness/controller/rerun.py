@@ -14,7 +14,6 @@ import pytest
 
 from lockstep.controller.pytest_internals import option_groups
 from lockstep.options import DEFAULTS
-from lockstep.specification import HOSTS
 
 _PYTEST_OPTIONS = {"capture": "fd", "runxfail": False}  # `-s` may hide in a word such as `-vsx`
 
@@ -38,7 +37,8 @@ _others_key = pytest.StashKey[list[str]]()
 
 def rerun_line(item: pytest.Item) -> str:
     """Return the command that runs an item again: its node id, then the options that the user chose."""
-    config, command = item.config, _command()
+    config = item.config
+    command = config.hook.pytest_ranks_command() or ("pytest",)
     nodeid, *selecting = config.hook.pytest_ranks_rerun(item=item) or [item.nodeid]
     if nodeid == "--pyargs":
         words = [*command, nodeid, selecting.pop(0)]
@@ -59,16 +59,6 @@ def rerun_line(item: pytest.Item) -> str:
             words += [_option_of(config, option), *([] if value is True else [str(value)])]
     others = (word for word in _others_options(config) if word != nodeid)  # `--pyargs` once
     return shlex.join([*words, *selecting, *others])
-
-
-def _command() -> tuple[str, ...]:
-    """Return the words before those of pytest: on several hosts, the command that starts it on the first."""
-    if HOSTS not in os.environ:
-        return ("pytest",)
-    from lockstep.hosts.roster import read_roster
-
-    roster = read_roster()
-    return ("pytest",) if roster is None else roster.command or ("pytest",)
 
 
 def _option_of(config: pytest.Config, dest: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -20,6 +21,13 @@ def plugins() -> Iterator[ModuleType]:
     """Import the plugin of each feature."""
     for folder in iter_modules(__path__, f"{__name__}."):
         yield import_module(f"{folder.name}.plugin")
+
+
+def feature_commands() -> Iterator[ModuleType]:
+    """Import the command of each feature that has one."""
+    for folder in iter_modules(__path__, f"{__name__}."):
+        if find_spec(name := f"{folder.name}.command"):
+            yield import_module(name)
 
 
 def register_features(pluginmanager: pytest.PytestPluginManager) -> None:

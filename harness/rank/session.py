@@ -174,12 +174,7 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
-        if (place := self._spec.place) is not None and place.moved:
-            following = order.next_item and (order.next_item[0], place.path(order.next_item[1]))
-            order = replace(order, path=place.path(order.path), next_item=following)
-        if place is not None and place.number and len(place.hosts) == 1 and order.preparation is None:
-            shared = f"{self._spec.directory}/shared/{Path(order.shared_tmp_path).name}"
-            order = replace(order, shared_tmp_path=shared)  # this host alone needs to see it
+        order = self._config.hook.pytest_ranks_received(order=order) or order
         self._state.end_groups()
         self._config.hook.pytest_ranks_begin(order=order)
         self.rank.group.begin_item()

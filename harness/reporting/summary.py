@@ -23,7 +23,6 @@ SUBTESTS = "subtests passed"
 """What pytest calls those that it counts under `-v` and `-q`, and not otherwise."""
 _EVERYWHERE = {"ranks", "parametrize", "usefixtures", "filterwarnings"}
 """Marks that say how a test runs, and not which one it is."""
-_TOO_FEW_HOSTS = re.compile(r"Skipped: the test needs (\d+) hosts, this run has")
 _ONLY_SUBTESTS = re.compile(r"contains \d+ failed subtests?")
 _OF_WORKER = re.compile(r"\A\[gw\d+\] \S+ -- Python .*\n")
 """The line that pytest-xdist puts before a failure."""
@@ -93,8 +92,6 @@ class Summary:
         result = yield
         stats = terminalreporter.stats
         count_subtests(stats)
-        if line := too_few_hosts(stats.get("skipped", [])):
-            terminalreporter.write_line(line)
         wanted = self._config.getoption("ranks_causes")
         if wanted == "no" or self._config.option.verbose < -1:
             return result
@@ -193,16 +190,6 @@ def count_subtests(stats: dict[str, list[object]]) -> None:
         stats.setdefault(SUBTESTS, []).extend(passed)
 
 
-def too_few_hosts(skipped: Iterable[object]) -> str:
-    """Return a line that counts the tests which need more hosts than there are; "" if there are none."""
-    reasons = (str(getattr(report, "longrepr", "")) for report in skipped)
-    needs = [int(found[1]) for reason in reasons if (found := _TOO_FEW_HOSTS.search(reason))]
-    if not needs:
-        return ""
-    most = f"{min(needs)} to {max(needs)}" if len({*needs}) > 1 else str(needs[0])
-    return f"{_counted(len(needs), 'test')} skipped: {most} hosts needed (python -m lockstep hosts)"
-
-
 def _is_sum(report: pytest.TestReport) -> bool:
     """Return whether a test failed only because subtests of it have."""
     return _ONLY_SUBTESTS.fullmatch(_OF_WORKER.sub("", report.longreprtext)) is not None
@@ -216,7 +203,7 @@ def _rerun(report: pytest.TestReport, nodeid: str) -> str:
 def _selection(rerun: str) -> tuple[bool, str, list[str]]:
     """Return whether a command names a module, what it selects, and its other words."""
     _, *words = shlex.split(rerun)
-    words = words[words.index("--") + 1 :] if "--" in words else words  # of `harness hosts`
+    words = words[words.index("--") + 1 :] if "--" in words else words  # of the command that runs pytest
     is_module = words[0] == "--pyargs"
     return is_module, words[is_module], words[is_module + 1 :]
 

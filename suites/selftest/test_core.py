@@ -1,31 +1,16 @@
-"""The core knows no feature and no accelerator: what it still imports of features may only get shorter."""
+"""The core knows no feature and no accelerator."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
-from suites.selftest.test_laws import MODULES, imports
+from suites.selftest.test_laws import MODULES, ROOT, imports
 
 CORE = ("backends", "controller", "launch", "rank", "reporting", "world")
 """Folders of the core; the files beside them are of the core as well."""
-FEATURES = (
-    "features",
-    "hosts",
-)
-"""Folder of the features, and modules that are still to move there."""
-
-STILL_IMPORTED = {
-    "controller.plugin": "hosts.launchers hosts.remote",
-    "controller.requests": "hosts.placement",
-    "controller.rerun": "hosts.roster",
-}
-"""Features that a module of the core still imports: nothing may be added, and what is not used must go."""
-
-
-def feature_of(name: str) -> str | None:
-    below = name.removeprefix("lockstep.")
-    return next((each for each in FEATURES if below == each or below.startswith(f"{each}.")), None)
+FEATURES = sorted(each.parent.name for each in ROOT.glob("features/*/plugin.py"))
 
 
 def modules_of_core() -> Iterator[tuple[str, ast.Module]]:
@@ -33,20 +18,30 @@ def modules_of_core() -> Iterator[tuple[str, ast.Module]]:
     packages = {name.split(".")[1] for name in MODULES if name.count(".") > 1}
     for name, tree in MODULES.items():
         room = name.partition(".")[2].partition(".")[0]
-        if room and feature_of(name) is None and (room in CORE or room not in packages):
+        if room and room != "features" and (room in CORE or room not in packages):
             yield name, tree
 
 
-def test_the_core_imports_no_feature_but_those_that_are_listed() -> None:
-    found: dict[str, str] = {}
-    for name, tree in modules_of_core():
-        features = {each for each in imports(tree, lazy=True, types=True) if feature_of(each)}
-        features.discard("lockstep.features")  # it registers the folders that there are
-        if features:
-            modules = (each if each in MODULES else each.rpartition(".")[0] for each in features)
-            short = sorted({each.removeprefix("lockstep.") for each in modules})
-            found[name.removeprefix("lockstep.")] = " ".join(short)
-    assert found == STILL_IMPORTED
+def test_the_core_imports_no_feature() -> None:
+    """Lazily or for types neither; `lockstep.features` itself only lists the folders that there are."""
+    imported = {
+        (name, each)
+        for name, tree in modules_of_core()
+        for each in imports(tree, lazy=True, types=True)
+        if each.startswith(tuple(f"lockstep.features.{feature}" for feature in FEATURES))
+    }
+    assert not imported
+
+
+def test_the_core_names_no_module_of_a_feature_in_a_string() -> None:
+    naming = {
+        (name, node.value)
+        for name, tree in modules_of_core()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.search(rf"\bfeatures[./]({'|'.join(FEATURES)})\b", node.value)
+    }
+    assert not naming
 
 
 def test_the_core_names_no_type_of_device_but_the_cpu() -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.hosts import wire
-from lockstep.hosts.invitation import Invitation, Known
-from lockstep.hosts.launchers import NodePlace
-from lockstep.hosts.listener import MOST_UNPROVEN, PAUSE, Listener
-from lockstep.hosts.meeting import Comer, Meeting
-from lockstep.hosts.roster import HostInfo
-from lockstep.hosts.wire import RUN, Call, Credentials, Purpose, connect, listen
+from lockstep.features.hosts import wire
+from lockstep.features.hosts.invitation import Invitation, Known
+from lockstep.features.hosts.launchers import NodePlace
+from lockstep.features.hosts.listener import MOST_UNPROVEN, PAUSE, Listener
+from lockstep.features.hosts.meeting import Comer, Meeting
+from lockstep.features.hosts.roster import HostInfo
+from lockstep.features.hosts.wire import RUN, Call, Credentials, Purpose, connect, listen
 from suites.selftest.project import wait_for
 
 HERE = "127.0.0.1"

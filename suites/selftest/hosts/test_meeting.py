@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.addresses import resolve
-from lockstep.hosts.launchers import NodePlace, place_by_hand, place_of, refuse_launcher, without_launcher
+from lockstep.features.hosts.addresses import resolve
+from lockstep.features.hosts.launchers import (
+    NodePlace,
+    place_by_hand,
+    place_of,
+    refuse_launcher,
+    without_launcher,
+)
+from lockstep.features.hosts.meeting import versions
 from suites.selftest.hosts.bed import Bed, behind_dashes, command
 from suites.selftest.project import wait_for
 
@@ -169,7 +177,7 @@ def test_two_hosts_with_one_number_are_named(bed: Bed) -> None:
 
 def test_another_version_of_lockstep_is_refused_on_both(bed: Bed, tmp_path: Path) -> None:
     """A host that has another torch, say: by a module that changes what a host says of itself."""
-    code = "import lockstep.hosts.meeting as meeting\nmeeting._version = lambda name: f'{name} 0.0'\n"
+    code = "from lockstep.features.hosts import meeting\nmeeting._version = lambda name: f'{name} 0.0'\n"
     (bed.directory(1) / "sitecustomize.py").write_text(code)
     other = bed.by_hand(1, PYTHONPATH=str(bed.directory(1)))
     ended = bed.end(bed.by_hand(0, "-q"), other)
@@ -177,6 +185,13 @@ def test_another_version_of_lockstep_is_refused_on_both(bed: Bed, tmp_path: Path
         assert "hosts: b has torch torch 0.0, and node 0, a, has " in output
         assert output.endswith(": install the same on both\n")
     assert ended.statuses == (4, 4)
+
+
+def test_every_file_of_lockstep_counts_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    versions()
+    assert {*read} == {*Path(str(lockstep.__file__)).parent.rglob("*.py")}
 
 
 # What the variables say
@@ -287,7 +302,7 @@ def test_torchrun_with_several_processes_a_host_is_refused_with_the_line_to_type
 
 
 def test_the_invitation_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.hosts.invitation import Invitation, SharedFile
+    from lockstep.features.hosts.invitation import Invitation, SharedFile
 
     monkeypatch.setenv("HOME", str(tmp_path))
     way = SharedFile(NodePlace(0, 2, "srun", job="7.0"))

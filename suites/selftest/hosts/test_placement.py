@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.hosts.placement import spread_of
-from lockstep.hosts.roster import HostInfo, Roster, write_roster
-from lockstep.hosts.wire import Credentials
+from lockstep.features.hosts.placement import spread_of
+from lockstep.features.hosts.roster import HOSTS, HostInfo, Roster, write_roster
+from lockstep.features.hosts.wire import Credentials
 from lockstep.place import Place
-from lockstep.specification import HOSTS
 
 FIRST = HostInfo("a", "127.0.0.1", cpus=4, gpus=("0", "1"))
 ROSTER = Roster(Credentials(b"secret", b"run"), (FIRST, replace(FIRST, name="b")), {})

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.invitation import SECRET_VARIABLE, Invitation, unpack
-from lockstep.hosts.launchers import place_of
+from lockstep.features.hosts.invitation import SECRET_VARIABLE, Invitation, unpack
+from lockstep.features.hosts.launchers import place_of
 from suites.selftest.project import Project
 
 SECRET = {SECRET_VARIABLE: "a secret of tests, and of nothing else"}

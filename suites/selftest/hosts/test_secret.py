@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.invitation import SECRET_VARIABLE, Invitation, SharedFile, WithoutSecret
-from lockstep.hosts.launchers import NodePlace
+from lockstep.features.hosts.invitation import SECRET_VARIABLE, Invitation, SharedFile, WithoutSecret
+from lockstep.features.hosts.launchers import NodePlace
 from suites.selftest.hosts.bed import SECRET, Bed, behind_dashes, command
 
 LOOKS = f"""

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.exceptions import LaunchError, MessageRefused
-from lockstep.hosts.agent import Agent
-from lockstep.hosts.invitation import Invitation, Known
-from lockstep.hosts.launchers import NodePlace
-from lockstep.hosts.listener import Listener
-from lockstep.hosts.meeting import Comer, Meeting
-from lockstep.hosts.remote import Host
-from lockstep.hosts.roster import HostInfo
-from lockstep.hosts.wire import RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
+from lockstep.features.hosts.agent import Agent
+from lockstep.features.hosts.invitation import Invitation, Known
+from lockstep.features.hosts.launchers import NodePlace
+from lockstep.features.hosts.listener import Listener
+from lockstep.features.hosts.meeting import Comer, Meeting
+from lockstep.features.hosts.remote import Host
+from lockstep.features.hosts.roster import HostInfo
+from lockstep.features.hosts.wire import RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
 from suites.selftest.hosts.bed import Bed
 from suites.selftest.project import wait_for
 

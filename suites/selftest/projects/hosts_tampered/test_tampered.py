@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from lockstep.hosts.wire import SignedConnection
+from lockstep.features.hosts.wire import SignedConnection
 
 
 def wire_of_this_rank() -> SignedConnection:

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
-from lockstep.hosts.wire import Call, Challenge, Credentials, SignedConnection
+from lockstep.features.hosts.wire import Call, Challenge, Credentials, SignedConnection
 
 MOST_UNPROVEN = 32
 """Connections that may be without a proof at one time; the oldest gives way to a new one."""

@@ -16,9 +16,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.code import digests
-from lockstep.hosts.listener import Listener
-from lockstep.hosts.orders import (
+from lockstep.features.hosts.code import digests
+from lockstep.features.hosts.listener import Listener
+from lockstep.features.hosts.orders import (
     KEPT,
     Digest,
     EndWorld,
@@ -32,11 +32,12 @@ from lockstep.hosts.orders import (
     Signal,
     StartRanks,
 )
-from lockstep.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, listen
+from lockstep.features.hosts.roster import HOSTS
+from lockstep.features.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, listen
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import ProcessLauncher, RankProcess
 from lockstep.place import moved_path
-from lockstep.specification import HOSTS, RankSpec
+from lockstep.specification import RankSpec
 
 ATTACH_WITHIN = 10.0
 """Seconds that the connections of a rank may come after the order to start it."""

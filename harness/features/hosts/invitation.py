@@ -1,7 +1,7 @@
 """The invitation: where node 0 waits, and the secret, as the launcher hands it to the other hosts.
 
 By torchrun's store, by a file that all hosts see, or by hand. Standard library only: torch, which the store
-takes, is imported in a process of its own (`python -m lockstep.hosts.invitation`).
+takes, is imported in a process of its own (`python -m lockstep.features.hosts.invitation`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.addresses import resolve, words
-from lockstep.hosts.launchers import NodePlace
+from lockstep.features.hosts.addresses import resolve, words
+from lockstep.features.hosts.launchers import NodePlace
 
 SECRET_VARIABLE = "LOCKSTEP_HOSTS_SECRET"
 SHORTEST_SECRET = 16
@@ -157,7 +157,7 @@ class Store:
         command = [
             sys.executable,
             "-m",
-            "lockstep.hosts.invitation",
+            "lockstep.features.hosts.invitation",
             host,
             str(port),
             str(int(is_master)),

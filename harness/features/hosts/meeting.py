@@ -21,12 +21,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.addresses import words
-from lockstep.hosts.invitation import Invitation
-from lockstep.hosts.launchers import NodePlace
-from lockstep.hosts.listener import Listener
-from lockstep.hosts.roster import HostInfo, Roster, write_roster
-from lockstep.hosts.wire import GONE_AFTER, RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
+from lockstep.features.hosts.addresses import words
+from lockstep.features.hosts.invitation import Invitation
+from lockstep.features.hosts.launchers import NodePlace
+from lockstep.features.hosts.listener import Listener
+from lockstep.features.hosts.roster import HostInfo, Roster, write_roster
+from lockstep.features.hosts.wire import (
+    GONE_AFTER,
+    RUN,
+    Call,
+    Credentials,
+    Purpose,
+    SignedConnection,
+    connect,
+    listen,
+)
 
 SAY_AFTER = 5.0
 """Seconds of waiting after which a host says whom it waits for."""
@@ -49,7 +58,7 @@ class Way(Protocol):
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all hosts; of Lockstep the contents of its files, too."""
     digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.hosts.roster import HostInfo, read_roster
+from lockstep.features.hosts.roster import HostInfo, read_roster
 from lockstep.specification import Spread
 
 

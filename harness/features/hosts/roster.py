@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.wire import Credentials
-from lockstep.specification import HOSTS
+from lockstep.features.hosts.wire import Credentials
+
+HOSTS = "LOCKSTEP_HOSTS"
+"""The environment variable that names the file of the roster."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class EndWorld:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Answer with the digest of each file, by paths of the controller's host: see `lockstep.hosts.code`."""
+    """Answer with the digest of each file, by paths of the controller's host."""
 
     paths: tuple[str, ...]
     moved: Moved

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.exceptions import LaunchError, MessageRefused
-from lockstep.hosts.agent import reserve_port
-from lockstep.hosts.code import CodeComparison, Digests
-from lockstep.hosts.orders import (
+from lockstep.features.hosts.agent import reserve_port
+from lockstep.features.hosts.code import CodeComparison, Digests
+from lockstep.features.hosts.orders import (
     KEPT,
     Digest,
     EndWorld,
@@ -32,11 +32,11 @@ from lockstep.hosts.orders import (
     Signal,
     StartRanks,
 )
-from lockstep.hosts.roster import HostInfo, Roster, read_roster
-from lockstep.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, connect
-from lockstep.launch.processes import Launcher, ProcessLauncher, RankProcess, RankProgram, StartedRank
+from lockstep.features.hosts.roster import HOSTS, HostInfo, Roster, read_roster
+from lockstep.features.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, connect
+from lockstep.launch.processes import ProcessLauncher, RankProcess, RankProgram, StartedRank
 from lockstep.place import Place
-from lockstep.specification import HOSTS, RankSpec, Spread, WorldKey
+from lockstep.specification import RankSpec, Spread, WorldKey
 
 ANSWER_WITHIN = 30.0
 """Seconds that an agent has to answer. One whose host is gone is noticed by its connection, long before."""
@@ -405,9 +405,3 @@ class HostsLauncher:
         for host in self._hosts.values():
             host.drop()
         self._local.stop()
-
-
-def on_hosts_of_run(local: ProcessLauncher, start_method: str, program: RankProgram) -> Launcher:
-    """Return a launcher on all hosts of the run that the environment names."""
-    roster = read_roster()
-    return local if roster is None else HostsLauncher(local, start_method, program, roster)

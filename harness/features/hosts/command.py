@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.exceptions import LaunchError
-from lockstep.hosts.addresses import address_towards, is_here, resolve
-from lockstep.hosts.invitation import (
+from lockstep.features.hosts.addresses import address_towards, is_here, resolve
+from lockstep.features.hosts.invitation import (
     Invitation,
     Known,
     SharedFile,
@@ -34,14 +34,19 @@ from lockstep.hosts.invitation import (
     new_secret,
     take_secret,
 )
-from lockstep.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of, without_launcher
-from lockstep.hosts.meeting import Comer, Meeting, Way, versions
-from lockstep.hosts.roster import HostInfo, this_host
-from lockstep.hosts.wire import Credentials
-from lockstep.specification import HOSTS
+from lockstep.features.hosts.launchers import (
+    NodePlace,
+    check_one_each,
+    place_by_hand,
+    place_of,
+    without_launcher,
+)
+from lockstep.features.hosts.meeting import Comer, Meeting, Way, versions
+from lockstep.features.hosts.roster import HOSTS, HostInfo, this_host
+from lockstep.features.hosts.wire import Credentials
 
 if TYPE_CHECKING:
-    from lockstep.hosts.agent import Agent
+    from lockstep.features.hosts.agent import Agent
 
 NOT_RUN, INTERRUPTED, LOST = 4, 130, 1
 """Exit status: pytest was not started; Ctrl-C before it was, or on a host that serves; node 0 is gone."""
@@ -189,7 +194,7 @@ def _run_pytest(arguments: Sequence[str]) -> int:
 
 def _serve(place: NodePlace, options: argparse.Namespace, secret: bytes | None) -> int:
     """Serve ranks until pytest has ended on node 0; return its status."""
-    from lockstep.hosts.agent import Agent
+    from lockstep.features.hosts.agent import Agent
 
     by_hand = _by_hand(options, secret)
     given = resolve(options.address) if options.address else ""

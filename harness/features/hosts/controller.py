@@ -1,0 +1,113 @@
+"""The hosts of a run, as the controller uses them: those of a test, their launcher, their directory.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Generator
+
+import pytest
+
+from lockstep.backends import objects_of, takes_devices
+from lockstep.controller.requests import Refusal, Request
+from lockstep.exceptions import LaunchError
+from lockstep.features.hosts.launchers import refuse_launcher
+from lockstep.features.hosts.placement import spread_of
+from lockstep.features.hosts.roster import HOSTS, read_roster
+from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram
+from lockstep.marker import MarkError, RanksMark
+from lockstep.specification import Spread, WorldKey
+
+_TOO_FEW_HOSTS = re.compile(r"Skipped: the test needs (\d+) hosts, this run has")
+
+
+def check_options(config: pytest.Config) -> None:
+    """Refuse options, and a file of hosts, that no world can use.
+
+    Raises:
+        pytest.UsageError: with what was wrong and what to write.
+    """
+    for option in ("hosts", "per-host"):
+        number: int | None = config.getoption(f"ranks_{option.replace('-', '_')}")
+        if number is not None and number < 1:
+            raise pytest.UsageError(f"--ranks-{option} {number}: write a whole number above 0")
+    shared: str | None = config.getoption("ranks_shared_dir")
+    if shared is not None and not os.path.isdir(shared):
+        raise pytest.UsageError(f"--shared-dir {shared}: no such directory; make it where all hosts see it")
+    try:
+        read_roster()
+    except (LaunchError, OSError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+class HostsController:
+    """Puts the ranks of tests on the hosts of this run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        shared_dir: str | None = config.getoption("ranks_shared_dir")
+        own = f"lockstep-{secrets.token_hex(4)}"  # each worker of pytest-xdist has its own
+        self._shared_dir = "" if shared_dir is None else f"{os.path.abspath(shared_dir)}/{own}"
+
+    def pytest_ranks_launcher(self, launcher: ProcessLauncher, program: RankProgram) -> Launcher | None:
+        if (roster := read_roster()) is None:
+            return None
+        from lockstep.features.hosts.remote import HostsLauncher
+
+        return HostsLauncher(launcher, str(self._config.getini("ranks_start_method")), program, roster)
+
+    def pytest_ranks_spread(self, mark: RanksMark, key: WorldKey) -> Spread | Refusal:
+        if mark.hosts is not None:
+            if isinstance(mark.hosts, bool) or not isinstance(mark.hosts, int) or mark.hosts < 1:
+                raise MarkError(f"ranks(hosts={mark.hosts!r}): hosts is a whole number above 0")
+            if mark.hosts > key.size:
+                raise MarkError(f"ranks({key.size}, hosts={mark.hosts}): there are fewer ranks than hosts")
+        on = mark.hosts or self._config.getoption("ranks_hosts")
+        if (on or 1) < 2 and HOSTS not in os.environ:
+            return ()
+        exclusive, per_host = takes_devices(key.backend), self._config.getoption("ranks_per_host")
+        if mark.hosts is None and on is not None:
+            on = min(on, key.size)
+        spread = spread_of(key.size, on, needs_gpus=exclusive, per_host=per_host)
+        if isinstance(spread, str):
+            return Refusal("skipped", spread)
+        bound = [backend.name for backend in objects_of(key.backend) if not backend.spans_hosts]
+        if len(spread) > 1 and bound:
+            return Refusal("skipped", f"the backend {bound[0]} works within one host")
+        return spread
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ranks_request(self) -> None:
+        refuse_launcher()
+
+    def pytest_ranks_shared_directory(self, request: Request) -> str | None:
+        return self._shared_dir if len(request.key.spread) > 1 else None
+
+    def pytest_ranks_command(self) -> tuple[str, ...] | None:
+        """Return the command that starts pytest on the first host."""
+        roster = read_roster()
+        return None if roster is None else roster.command
+
+    @pytest.hookimpl(trylast=True)  # when ranks have ended
+    def pytest_unconfigure(self) -> None:
+        if self._shared_dir:
+            shutil.rmtree(self._shared_dir, ignore_errors=True)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # below the list of all that failed
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> Generator[None, object, object]:
+        """Count the tests that need more hosts than there are."""
+        result = yield
+        reasons = (str(getattr(each, "longrepr", "")) for each in terminalreporter.stats.get("skipped", ()))
+        needs = [int(found[1]) for reason in reasons if (found := _TOO_FEW_HOSTS.search(reason))]
+        if needs:
+            most = f"{min(needs)} to {max(needs)}" if len({*needs}) > 1 else str(needs[0])
+            tests = f"{len(needs)} test{'s' if len(needs) > 1 else ''}"
+            terminalreporter.write_line(f"{tests} skipped: {most} hosts needed (python -m lockstep hosts)")
+        return result
