@@ -54,13 +54,9 @@ def pytest_ranks_loan(config: pytest.Config) -> Loan | None:
 
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_admit(config: pytest.Config, key: WorldKey, make_room: Callable[[], None]) -> Share | None:
-    """Wait until a world may start; return its share of the machine. Called in the controller.
+    """Wait until a world may start, if need be after `make_room` has ended all others that have a share.
 
-    Args:
-        make_room: ends all worlds of this controller that have a share.
-
-    Raises:
-        LaunchError: the world cannot start.
+    Return its share of the machine. Called in the controller.
     """
 
 
@@ -85,10 +81,7 @@ def pytest_ranks_mark_options() -> Mapping[str, Callable[[RanksMark, Any], Any]]
 
 @pytest.hookspec
 def pytest_ranks_worker(config: pytest.Config, worker: dict[str, Any]) -> None:
-    """Complete the `workerinput` of ranks, as plugins do for a worker of pytest-xdist. In the controller.
-
-    Called once, before the first world starts.
-    """
+    """Complete the `workerinput` of ranks. Called in the controller, once, before the first world starts."""
 
 
 @pytest.hookspec(firstresult=True)

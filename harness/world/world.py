@@ -31,16 +31,12 @@ CLOSE_WITHIN = 10.0
 class Share(Protocol):
     """The part of the machine that a world has, where a feature keeps account of that."""
 
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """Names of the world's GPUs; empty for one on CPUs."""
+    gpus: tuple[str, ...]
+    """Names of the world's GPUs; empty for one on CPUs."""
+    held: str
+    """Path of a file that its ranks keep locked until they end."""
 
-    @property
-    def held(self) -> str:
-        """Path of a file that ranks keep locked until they end."""
-
-    def leave_to_ranks(self) -> None:
-        """Note that all ranks are ready, and keep the file locked themselves."""
+    def leave_to_ranks(self) -> None: ...
 
     def rest(self) -> bool:
         """Note that no test uses the world now; return False if it must end."""

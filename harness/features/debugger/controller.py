@@ -90,8 +90,11 @@ class Debugging:
         if part.feature != FEATURE:
             return
         state: State = part.data
-        if state == "waits":
-            self._write(how_to_attach(rank, self._port))
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if state == "waits" and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(how_to_attach(rank, self._port))
+            terminal.flush()  # a pipe would hold it back, and the user acts on it
         self._leave_prompt()
         if state == "prompts":
             self._enter_prompt(run, rank)
@@ -138,13 +141,6 @@ class Debugging:
     def pytest_unconfigure(self) -> None:
         if self._terminal is not None:
             self._terminal.close()
-
-    def _write(self, text: str) -> None:
-        terminal: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(text)
-            terminal.flush()  # a pipe would hold it back, and the user acts on it
 
 
 class NoDebugging:

@@ -72,6 +72,6 @@ def pytest_ranks_admit(config: pytest.Config, key: WorldKey, make_room: Callable
         return None
     if Device(key.device).is_cpu and config.getini("ranks_at_once") is None:
         return None
-    from lockstep.features.leases.controller import lease_for
+    from lockstep.features.leases.leases import lease_for
 
     return lease_for(key, config, make_room)

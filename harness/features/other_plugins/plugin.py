@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
-    from lockstep.features.other_plugins import unsupported
+    from lockstep.features.other_plugins.unsupported import Unsupported
 
-    config.pluginmanager.register(unsupported)
-    if unsupported.writes_snapshots(config):
-        config.pluginmanager.register(unsupported.Snapshots())
+    config.pluginmanager.register(Unsupported())
     if _has(config, "pytest_timeout", "_get_item_settings"):
         from lockstep.features.other_plugins import timeout_internals
 

@@ -40,7 +40,7 @@ def plug_in(config: pytest.Config, rank: Rank) -> None:
     for name in filter(config.pluginmanager.hasplugin, ("rerunfailures", "pytest_rerunfailures")):
         config.pluginmanager.set_blocked(name)  # a rank that ran an item again would do so alone
         config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
-        config.pluginmanager.register(NamedErrors(), "harness-named-errors")
+        config.pluginmanager.register(NamedErrors())
     left_out = LeftOut(rank)
     left_out.guard(config, "pytest_configure")
     config.pluginmanager.register(left_out)

@@ -1,6 +1,6 @@
 """Features of other plugins that do not work on ranks, each with a sentence that says so.
 
-A plugin of the controller; must not import torch.
+Runs in the controller; must not import torch.
 """
 
 from __future__ import annotations
@@ -27,34 +27,29 @@ _REFUSED = {
 """By module and name of the function."""
 
 
-def pytest_ranks_request(item: pytest.Item) -> Refusal | None:
-    """Refuse an item that cannot run on ranks for one of its fixtures."""
-    for name in getattr(item, "fixturenames", ()):
-        function = fixture_of(item, name)
-        place = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-        why = _REFUSED.get(place, "")
-        if why and not (why is _BENCHMARK and item.config.getoption("benchmark_disable", False)):
-            return Refusal("failed", why.format(name=name))
-    return None
-
-
-def writes_snapshots(config: pytest.Config) -> bool:
-    """Return whether `--inline-snapshot` requests what ranks do not do."""
-    wanted = set((getattr(config.option, "inline_snapshot", None) or "").split(","))
-    return not wanted.isdisjoint({"create", "fix", "fix-assert", "review", "trim", "update"})
-
-
-class Snapshots:
-    """Notes at the end of a run that ranks have written no inline snapshots, if there were ranks."""
+class Unsupported:
+    """Refuses tests on ranks that use such a feature, or notes at the end of the run that they did not."""
 
     def __init__(self) -> None:
         self._has_ranks = False
 
+    def pytest_ranks_request(self, item: pytest.Item) -> Refusal | None:
+        for name in getattr(item, "fixturenames", ()):
+            function = fixture_of(item, name)
+            place = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+            why = _REFUSED.get(place, "")
+            if why and not (why is _BENCHMARK and item.config.getoption("benchmark_disable", False)):
+                return Refusal("failed", why.format(name=name))
+        return None
+
     def pytest_ranks_session(self) -> None:
         self._has_ranks = True
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._has_ranks:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
+        wanted = set((getattr(config.option, "inline_snapshot", None) or "").split(","))
+        if self._has_ranks and wanted & {"create", "fix", "fix-assert", "review", "trim", "update"}:
             terminalreporter.write_line(
                 "inline-snapshot: snapshots in tests on ranks were compared, and not written: several "
                 "processes would write the file. Write their values yourself, or create them in a test "

@@ -20,7 +20,7 @@ import pytest
 
 from lockstep.backends.device import Device
 from lockstep.exceptions import LaunchError
-from lockstep.features.leases import controller, lease_store
+from lockstep.features.leases import lease_store
 from lockstep.features.leases import leases as leases_module
 from lockstep.features.leases.lease_store import LeaseStore, Requirement, ResourceRequest, default_directory
 from lockstep.features.leases.leases import Lease, Leases
@@ -243,7 +243,7 @@ def test_gpus_are_named_as_the_environment_names_them(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.setenv("LOCKSTEP_LEASES", str(tmp_path / "leases"))
     monkeypatch.setattr(Device, "count", lambda _: 2)
-    lease = controller.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
+    lease = leases_module.lease_for(WorldKey(2, "nccl", "cuda"), pytestconfig, lambda: None)
     assert lease.gpus == names
     [entry] = (tmp_path / "leases").glob("*.lease")
     assert json.loads(entry.read_text()) == {
