@@ -72,13 +72,22 @@ class Exchanges:
         group.send = self._recorded(group.send, is_send=True)
         group.recv = self._recorded(group.recv, is_send=False)
         group.recv_anysource = self._recorded(group.recv_anysource, is_send=False)
-        self.pytest_collection_finish()
+        self._see_shm()
+        backends: Any = dist.Backend
+        register = backends.register_backend
+
+        @functools.wraps(register)
+        def registered(*args: Any, **kwargs: Any) -> None:
+            register(*args, **kwargs)
+            self._see_shm()  # a test may be the first to import it
+
+        backends.register_backend = registered
 
     def pytest_ranks_regrouped(self) -> None:
         self.clear()
 
-    def pytest_collection_finish(self) -> None:
-        """See those of shm too, which has methods of its own, once a file of tests has imported it."""
+    def _see_shm(self) -> None:
+        """See those of shm too, which has methods of its own, once it is imported."""
         shm = sys.modules.get("lockstep.shm")
         if shm is None or self._sees_shm:
             return
