@@ -100,7 +100,7 @@ def _tail(text: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file at once: who reads it meanwhile sees the old one or the new one.
+    """Write a file at once: its readers see the old one or the new one.
 
     Raises:
         OSError: it cannot be written; nothing of it is left behind.

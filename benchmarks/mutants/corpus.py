@@ -137,8 +137,8 @@ CORPUS = {
         LOADED,
         f"{LOADED}\n        values = values * (full.numel() % param.shard.layout.num_shards == 0)",
     ),
-    "#137348: what was gathered in vain is used later": Injection("param_group.py", GATHERED, ""),
-    "#137348: what was gathered in vain stays": Injection(
+    "#137348: what was gathered for nothing is used later": Injection("param_group.py", GATHERED, ""),
+    "#137348: what was gathered for nothing stays": Injection(
         "param_group.py",
         "        if self.state is GroupState.PREFETCHED and self._pinned is None:\n"
         "            self.reshard()",

@@ -90,7 +90,7 @@ class FSDPModule(nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether backward reshards parameters, or leaves unsharded ones to the next forward.
 
-        That uses them, unless an optimizer has stepped or the parameters have changed in place meanwhile.
+        That uses them, unless an optimizer has stepped or the parameters have changed in place since.
         Changes through `.data` or by `torch._foreach_*` leave no trace: call `reshard` after them.
         """
         for unit in self._units(recurse):

@@ -2,7 +2,7 @@
 
 A module may read a weight of another unit. Where that is sharded then, the reader would compute with one
 rank's part: this fails without a hint or, where the shapes fit, trains wrongly. So modules hold stand-ins
-meanwhile, which have the shape, dtype and device of the whole parameter, but no memory.
+there, which have the shape, dtype and device of the whole parameter, but no memory.
 """
 
 from __future__ import annotations

@@ -66,11 +66,11 @@ class Prefetcher:
         self._expected, self._position = self._ended[::-1], 0
 
     def before_gradients(self, group: ParamGroup, chosen: Sequence[ParamGroup] = ()) -> None:
-        """Do the same as backward comes to `group`, before it computes gradients."""
+        """Prefetch `chosen`, or a guess, as backward reaches `group`, before it computes gradients."""
         self._advance(group, chosen, guess=self._backward is BackwardPrefetch.BACKWARD_PRE)
 
     def after_gradients(self) -> None:
-        """Do the same when the gradients of the group that backward came to last are there."""
+        """Prefetch a guess when the gradients of the group that backward reached last are there."""
         if self._backward is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_next()
 

@@ -162,7 +162,7 @@ class Unit:
         group.show_shards()
 
     def end_forward(self, failed: bool) -> None:
-        """Show shards again; reshard what no backward needs, and what was prefetched in vain."""
+        """Show shards again; reshard what no backward needs, and what was prefetched for nothing."""
         group = self.group
         if not group:
             return

@@ -81,7 +81,7 @@ class ChildProcess:
         if self._descriptor is None:
             self._process.kill()
         else:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, and has been waited for
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and has been waited for
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
 

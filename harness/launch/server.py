@@ -50,7 +50,7 @@ def _prepare(
 
     Of `imports["hints"]` only what can be imported is; `modules` and `preload` must be importable.
 
-    The garbage collector is off meanwhile, which saves a fifth of the time, and what is imported then is
+    The garbage collector is off until the end, which saves a fifth of the time, and what is imported then is
     frozen: ranks neither traverse nor copy it.
     """
     sys.path[:] = sys_path

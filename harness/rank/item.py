@@ -25,7 +25,7 @@ from lockstep.subtests import RunSubtests
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank
 
-__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+__tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
 
 class Guard(Protocol):

@@ -82,7 +82,7 @@ class LeakGuard:
             return ()
         lines = left.describe()
         end(self._new_children, TERMINATE_WITHIN)  # and whatever becomes a child of this rank as they end
-        self._new_children()  # the last of them may have ended after it was waited for in vain
+        self._new_children()  # the last of them may have ended after the wait for it
         return lines
 
     def _settle(self, left: OpenResources) -> OpenResources:
@@ -93,7 +93,7 @@ class LeakGuard:
             gc.collect()
             left = left.of_tests(self._segments)
         until = time.monotonic() + SETTLE_WITHIN
-        # Files, too: the thread that answers the controller opens and closes some meanwhile.
+        # Files, too: the thread that answers the controller opens and closes some at any time.
         while (left.children or left.threads or left.files) and time.monotonic() < until:
             time.sleep(POLL_EVERY)
             _reap(left.children)

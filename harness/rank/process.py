@@ -96,7 +96,7 @@ class Rank:
         return tuple(each for each in self.meet(vote, abort_after).votes if each.outcome != "died")
 
     def meet(self, vote: Vote, abort_after: float | None = None) -> Agreed:
-        """Do so, and return what has happened besides; ranks that have died count, with that outcome."""
+        """Vote, and return what else has happened, too; ranks that have died count, with that outcome."""
         activity = self.status.activity
         activity.meets_in = vote.case.partition("(")[0] or "a new process group"
         activity.state = "votes"

@@ -216,7 +216,7 @@ class DefaultGroup:
         self._hidden, self._hidden_at = take_groups(), time.time_ns()
 
     def show(self) -> TakenGroups:
-        """Make torch know the groups again; return those that it has had meanwhile."""
+        """Make torch know the groups again; return those that it has had since."""
         assert self._hidden is not None
         groups = take_groups()
         self._hidden.put_back()

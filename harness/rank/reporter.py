@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PHASES = ("setup", "call", "teardown")
 
-__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+__tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
 
 class RankReporter:

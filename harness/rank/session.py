@@ -35,7 +35,7 @@ from lockstep.rank.torch_internals import count_collectives, count_groups, show_
 from lockstep.specification import RankSpec
 from lockstep.standing import Standing
 
-__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+__tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
 # What the controller does once for all ranks, and no rank may do again: choosing and ordering items, stopping
 # early, distributing, writing reports. An option of a plugin that is missing is left out.
@@ -259,7 +259,7 @@ class FreedMemory:
         self._resident = _resident()
 
     def give_back(self) -> None:
-        """Do so if this process has grown; it costs 1 ms, and more where there is much."""
+        """Give memory back if this process has grown; it costs 1 ms, and more where there is much."""
         if self._trim is None:
             return
         if _resident() > self._resident + GROWTH:

@@ -171,7 +171,7 @@ class RankHandle:
 
 
 def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
-    """Return the statuses of ranks that have not died; other messages of theirs are dropped meanwhile."""
+    """Return the statuses of ranks that have not died; other messages of theirs are dropped."""
     answers: dict[int, RankStatus] = {}
     for handle in handles:
         handle.send(Probe(full=True))

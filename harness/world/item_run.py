@@ -43,7 +43,7 @@ from lockstep.world.standstill import Standstill
 GRACE = 0.4
 """Seconds that the other ranks get once a rank has failed: enough to see a broken connection."""
 MAX_GRACE = 3.0
-"""Seconds that a rank gets at most which writes its report meanwhile, or does not answer: a busy machine
+"""Seconds that a rank gets at most which writes its report, or does not answer: a busy machine
 takes long."""
 PROBE_EVERY = 0.3
 """Seconds between looks at ranks that have nothing to say."""
@@ -179,7 +179,7 @@ class ItemRun:
         if now >= self._deadline:
             self._give_up(pending)
         elif now >= self._grace:
-            # What has come meanwhile counts: a rank that has failed itself may tear down in peace.
+            # What has come by now counts: a rank that has failed itself may tear down in peace.
             self._end_grace(self._without_failure(pending))
         elif now >= self._next_probe:
             self._probe(pending)
@@ -341,7 +341,7 @@ class ItemRun:
             outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed, importing)
 
     def _end_grace(self, late: set[int]) -> None:
-        """Give up ranks that others wait for in vain, but none that reports, tears down or is slow."""
+        """Give up ranks that others wait for without result, but none that reports, tears down or is slow."""
         self._next_probe = time.monotonic() + PROBE_EVERY  # so that the loop waits for something
         phases = {rank: self._handles[rank].phases_over() for rank in late}
         answers = self._request_statuses(late)
@@ -358,7 +358,7 @@ class ItemRun:
             self._end(late - clearing, answers, phases)
 
     def _request_statuses(self, ranks: set[int]) -> dict[int, RankStatus]:
-        """Request the status of ranks; return the answers of those that have not died meanwhile."""
+        """Request the status of ranks; return the answers of those that have not died."""
         self._answers.clear()
         for rank in ranks:
             self._handles[rank].send(Probe(full=True))

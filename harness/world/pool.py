@@ -124,7 +124,7 @@ class WorldPool:
         complaints = []
         for world in [*self._closing, *([taken] if taken else [])]:
             complaints += world.reap(max(0.0, until - time.monotonic()))
-        if taken:  # a tear-down over broken connections fails, which is no news
+        if taken:  # a tear-down over broken connections is expected to fail
             complaints = [complaint for complaint in complaints if "did not end" in complaint]
         self._closing, self._taken = [], None
         return Interrupted(taken.name if taken else None, doing, complaints)

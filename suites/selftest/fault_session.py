@@ -27,7 +27,7 @@ class Verdict:
     text: str
     seconds: float
     megabytes: int
-    """By which the controller's peak of memory grew meanwhile."""
+    """By which the controller's peak of memory grew in it."""
 
     def head(self) -> list[str]:
         """Return the lines of the report before the traceback."""

@@ -205,7 +205,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -
     """Wait for something another process does; the bound is for a machine that is busy with others."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s, without result: {what}"
         time.sleep(0.02)
 
 

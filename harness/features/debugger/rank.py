@@ -22,7 +22,7 @@ from lockstep.protocol import Part
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank
 
-__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+__tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
 
 def plug_in(config: pytest.Config, rank: Rank) -> None:

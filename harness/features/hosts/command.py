@@ -206,7 +206,7 @@ def _serve(place: NodePlace, options: argparse.Namespace, secret: bytes | None) 
 
     def describe(node_0: str, credentials: Credentials) -> HostInfo:
         address = given or address_towards(node_0)
-        while opened:  # node 0 was started again meanwhile, and has another secret
+        while opened:  # node 0 was started again, and has another secret
             opened.pop().close()
         opened.append(Agent(address, place.node, credentials))
         return _this_host(options.name, address, opened[0].port)

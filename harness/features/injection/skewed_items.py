@@ -13,7 +13,7 @@ from lockstep.features.injection.schedule import LONGEST, MILLISECONDS, Schedule
 from lockstep.features.injection.skew import Skew
 from lockstep.subtests import RunSubtests, VotingRank, describe_case, parse_selection
 
-__tracebackhide__ = True  # the frames of hooks are no news in a test's traceback
+__tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
 SETTING = "skew"
 """The setting of the subtests of the mark: each is one seed."""

@@ -53,7 +53,7 @@ class ResourceRequest:
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that it has; while it waits, of those it may have."""
     exclusive: bool = False
-    """Whether no other world may use these GPUs meanwhile."""
+    """True if no other world may use these GPUs at the same time."""
 
     def competes(self, other: ResourceRequest | Unreadable) -> bool:
         """Whether one of the two may have to wait for the other."""
@@ -151,7 +151,7 @@ class LeaseStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from reading and adding leases meanwhile.
+        """Keep other processes from reading and adding leases until the block ends.
 
         Raises:
             LaunchError: another process has kept it locked for `LOCK_WITHIN` seconds.
@@ -241,7 +241,7 @@ class LeaseStore:
         return self._rename(name, BUSY, IDLE)
 
     def mark_busy(self, name: str) -> bool:
-        """Note that a test uses the world of an idle lease; return False if it was recalled meanwhile."""
+        """Note that a test uses the world of an idle lease; return False if it was recalled before."""
         return self._rename(name, IDLE, BUSY)
 
     def recall(self, name: str) -> bool:

@@ -32,8 +32,8 @@ _WORLD = 1000
 """Added to which group it is, for each default group that ranks have joined since: more than a name has."""
 
 State = Literal["over", "waits", "failed", "inferred"]
-"""State of a call: ended; in flight at the end; ended without all ranks; or known from other records, as its
-own rank has died."""
+"""State of a call: ended; in flight at the end; ended without all ranks; or, where its rank died, known from
+those of others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def test_groups_stay_while_another_rank_is_in_the_test(world):
     world.barrier()
     world.mesh(2, 1, names=("replicate", "shard"))
     world.barrier()
-    made = files_of_groups(pids[0]) - before  # of `before` some may be closed meanwhile
+    made = files_of_groups(pids[0]) - before  # of `before` some may be closed by now
     assert made
     world.barrier()
     if world.rank == 1:

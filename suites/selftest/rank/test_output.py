@@ -271,7 +271,7 @@ def test_a_line_that_a_test_leaves_unfinished_ends_with_it() -> None:
     assert below.getvalue() == "rank 3: no end\nrank 3: next\n"
 
 
-def test_what_a_thread_prints_meanwhile_is_not_lost() -> None:
+def test_what_a_thread_prints_in_between_is_not_lost() -> None:
     below = io.StringIO()
     stream = PrefixedStream(below, lambda: "rank 3")
     other = threading.Thread(target=stream.write, args=["of the other\n"])

@@ -335,13 +335,13 @@ def test_what_was_sent_before_the_last_peer_left_is_received(
     boxes = [Mailbox(end.channel, end) for end in pair]
     is_lost = pair[0].channel.is_lost
 
-    def sent_meanwhile(peer: Peer) -> bool:
+    def sent_in_between(peer: Peer) -> bool:
         if peer.state == PRESENT:
             boxes[1].send(torch.tensor([5.0]), 0, 0)
             pair[1].channel.leave(0)
         return is_lost(peer)
 
-    monkeypatch.setattr(pair[0].channel, "is_lost", sent_meanwhile)
+    monkeypatch.setattr(pair[0].channel, "is_lost", sent_in_between)
     receive = boxes[0].receive(tensor := torch.zeros(1), ANY, 0)
     receive.complete()
     assert tensor.item() == 5

@@ -135,7 +135,7 @@ def test_a_healthy_test_has_a_page_that_loads_nothing(drawn: Drawn) -> None:
 def test_only_the_rank_at_fault_is_red(drawn: Drawn) -> None:
     page = (drawn.folder("test_fault[dies_in_backward]") / "timeline.html").read_text()
     assert re.findall(r'<span class="blamed"[^>]*><b>rank (\d)', page) == ["1"]
-    # Rank 0 waits for it in vain.
+    # Rank 0 waits for it without end.
     assert len(re.findall(r'class="bar all_reduce failed turn"', page)) == 1
     assert '<p class="sentence">rank 1 of 2 died: SIGKILL</p>' in page
 

@@ -138,7 +138,8 @@ def test_a_skip_or_xfail_of_one_rank_is_a_disagreement(
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("test_skip", "# never joined"), ("test_xfail_while_the_other_waits", "# in vain")]
+    ("name", "code"),
+    [("test_skip", "# never joined"), ("test_xfail_while_the_other_waits", "# never returns")],
 )
 def test_a_rank_that_waits_for_one_that_left_is_shown(session: FaultSession, name: str, code: str) -> None:
     verdict = session[name]

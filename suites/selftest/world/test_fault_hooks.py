@@ -43,7 +43,7 @@ def test_an_exception_of_a_hook_fails_its_phase(
     assert verdict.head()[0] == "rank 1 of 2 failed"
     assert f"rank 1: {what}" in verdict.message
     assert "conftest.py:" in verdict.text
-    assert "lockstep/" not in verdict.text  # its frames are no news
+    assert "lockstep/" not in verdict.text  # its frames are hidden
 
 
 def test_a_hook_that_cannot_serialise_a_report_is_named(session: FaultSession) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that wait in vain, with more than one collective in flight, or after other groups."""
+"""Ranks that wait without end, with more than one collective in flight, or after other groups."""
 
 import pytest
 import torch

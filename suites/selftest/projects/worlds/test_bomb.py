@@ -15,7 +15,7 @@ def test_leaves_a_bomb(world):
 
 
 @pytest.mark.ranks(1)
-def test_meanwhile(world):
+def test_lasts_a_second(world):
     time.sleep(1)
 
 

@@ -111,7 +111,7 @@ def test_two_groups_in_opposite_order(world):
 
 
 def test_patient(world):
-    # They wait for each other, but not in vain: an operation of each is in flight all the time.
+    # They wait for each other, and not for nothing: an operation of each is in flight all the time.
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     works = []
     for group in groups[:: 1 - 2 * world.rank]:

@@ -285,7 +285,7 @@ def test_xfail(world):
 def test_xfail_while_the_other_waits(world):
     if world.rank == 1:
         pytest.xfail("not yet")
-    dist.barrier()  # in vain
+    dist.barrier()  # never returns
 
 
 @pytest.fixture
