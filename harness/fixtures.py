@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.rank_session import session_of
 
 if TYPE_CHECKING:
-    from lockstep.rank.session import RankSession
     from lockstep.rank.world_fixture import RankWorld
     from lockstep.recorders import CollectivesLog
     from lockstep.subtests import RunSubtests
@@ -32,18 +31,6 @@ def __getattr__(name: str) -> Any:
         if isinstance(found := vars(plugin).get(name), type(world)):
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def session_of(request: pytest.FixtureRequest) -> RankSession:
-    """Return the session of the rank that sets up one of our fixtures; fail the test off ranks."""
-    session: RankSession | None = request.config.pluginmanager.get_plugin(RANK_PLUGIN)
-    if session is None:
-        pytest.fail(
-            f"the fixture `{request.fixturename}` exists only on ranks: mark the test with "
-            "pytest.mark.ranks(2)",
-            pytrace=False,
-        )
-    return session
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from lockstep import feature_hooks, hookspecs
 from lockstep.features import register_features
 from lockstep.fixtures import collectives, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
-from lockstep.marker import MarkError, read_mark
 from lockstep.options import SHORT, add_options, add_short_options
 
 __all__ = ["collectives", "run_subtests", "world"]
@@ -86,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make an item of each size of the mark; refuse a wrong mark, and `world` without one."""
+    from lockstep.marker import MarkError, read_mark
+
     mark, wrong = None, ""
     try:
         mark = read_mark(metafunc.definition)

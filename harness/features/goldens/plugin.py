@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.fixtures import session_of
+from lockstep.rank_session import session_of
 
 if TYPE_CHECKING:
     from lockstep.features.goldens.golden import Goldens

@@ -9,9 +9,9 @@ import pytest
 
 from lockstep.backends import meets
 from lockstep.features.injection.messages import FEATURE
-from lockstep.fixtures import session_of
 from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.options import Options, add_long_names
+from lockstep.rank_session import session_of
 
 if TYPE_CHECKING:
     from lockstep.features.injection.expected_faults import ExpectedFaults

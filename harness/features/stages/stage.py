@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import pytest
 
 from lockstep.bounds import MOST_PROCESSES, is_whole, shown
-from lockstep.fixtures import session_of
 from lockstep.hookspecs import ONLY_ON_RANKS
+from lockstep.rank_session import session_of
 
 __all__ = ["stage"]
 
