@@ -9,7 +9,7 @@ import contextlib
 import gc
 import itertools
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -176,7 +176,7 @@ class Controller:
             return reports
         try:
             order = self._order(item, request, nextitem)
-            outcome = self._run_order(item, request, order)
+            outcome = self._run_order(item, request, order, partial(_locate, nextitem))
             if not outcome.is_clean():
                 run, again = partial(self._run_order, item, request), self._config.hook.pytest_ranks_again
                 outcome = again(item=item, order=order, outcome=outcome, run=run) or outcome
@@ -200,7 +200,13 @@ class Controller:
         outcome = self._run_order(item, request, order)
         return order.shared_tmp_path, self._report(item, outcome)
 
-    def _run_order(self, item: pytest.Item, request: Request, order: RunItem) -> ItemOutcome:
+    def _run_order(
+        self,
+        item: pytest.Item,
+        request: Request,
+        order: RunItem,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> ItemOutcome:
         """Run an order on a world of the kind that the item requests."""
         try:
             if request.key.spread:
@@ -210,7 +216,7 @@ class Controller:
             raise WorldError(f"no world of {request.key}: {error}") from error
         self._last_items[world.name] = item
         try:
-            outcome = world.run(ItemRun(order, request.timeout, self._config.hook))
+            outcome = world.run(ItemRun(order, request.timeout, self._config.hook), meanwhile)
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
@@ -315,6 +321,13 @@ class Controller:
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None
+
+
+def _locate(item: pytest.Item | None) -> None:
+    """Let pytest find the line of an item, which it keeps; 0.1 ms that the next test need not wait for."""
+    if item is not None:
+        with contextlib.suppress(Exception):  # pytest raises it again where it asks for the line
+            _ = item.location
 
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:

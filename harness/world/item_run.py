@@ -6,7 +6,7 @@ Runs in the controller; must not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -102,11 +102,12 @@ class ItemRun:
         self.parts: dict[str, Any] = {}
         """What features note of the run, by the name of each; that of its outcome, too."""
 
-    def run(self, handles: Sequence[RankHandle]) -> ItemOutcome:
+    def run(self, handles: Sequence[RankHandle], meanwhile: Callable[[], None] | None = None) -> ItemOutcome:
         """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
 
         Args:
             handles: the ranks, in rank order.
+            meanwhile: called once the ranks have the order; must be short.
 
         Raises:
             WorldError: a rank has left its session.
@@ -119,6 +120,8 @@ class ItemRun:
         self._hook.pytest_ranks_run_begins(run=self)
         for handle in handles:
             handle.send_packed(packed)
+        if meanwhile is not None:
+            meanwhile()
         try:
             while pending := self._pending():
                 grace = self._grace if self._without_failure(pending) else float("inf")
