@@ -9,13 +9,12 @@ import contextlib
 import re
 from collections.abc import Mapping
 
-from lockstep.backends.backend import Backend
+from lockstep.backends.backend import AcceleratorBackend, Backend
 from lockstep.backends.device import CPU, accelerator
 from lockstep.backends.fake import Fake
 from lockstep.backends.gloo import Gloo
 from lockstep.backends.nccl import Nccl
 from lockstep.backends.shm import Shm
-from lockstep.backends.vendor import Vendor
 
 BACKENDS: Mapping[str, Backend] = {each.name: each for each in (Gloo(), Nccl(), Shm(), Fake())}
 """The backends that worlds can use; `backend_named` finds that of another accelerator."""
@@ -39,7 +38,7 @@ def backend_named(name: object) -> Backend:
         return BACKENDS[name]
     with contextlib.suppress(ValueError):  # the accelerator has no backend at all
         if name and (device := accelerator()) is not None and device.default_backend == name:
-            return Vendor(device.default_backend, device.type)
+            return AcceleratorBackend(device.default_backend, device.type)
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
 
 

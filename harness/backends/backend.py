@@ -92,3 +92,20 @@ class Backend:
     def wait_of(self, thread: threading.Thread) -> object | None:
         """Return what a thread waits for in a wait that wakes up by itself, as a value; else None."""
         return None
+
+
+class AcceleratorBackend(Backend):
+    """A backend that its maker has made for one type of accelerator: each rank needs one of its own."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name = name
+        self.devices = (device,)
+
+    def barrier(self, group: dist.ProcessGroup, device: Any) -> None:
+        import torch.distributed as dist
+
+        dist.barrier(group, device_ids=[device.index])
+
+    def leave(self, destroy: Callable[[], None]) -> None:
+        """Destroy the group: without that torch warns of nccl."""
+        destroy()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from lockstep.backends.vendor import Vendor
+from lockstep.backends.backend import AcceleratorBackend
 
 
-class Nccl(Vendor):
+class Nccl(AcceleratorBackend):
     broken_connection = r"NCCL.*(aborted|remote process exited|socket)"
 
     def __init__(self) -> None:
