@@ -1,1 +1,1 @@
-"""Worlds across hosts: the meeting of hosts, the agent on each, and the launcher that uses them."""
+"""Worlds across hosts: the rendezvous of hosts, the agent on each, and the launcher that uses them."""

@@ -1,6 +1,6 @@
 """Addresses of this host: the one by which others reach it.
 
-Runs in meetings and agents; standard library only.
+Runs in rendezvous and agents; standard library only.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.code import digests
+from lockstep.features.hosts.hosts_file import HOSTS
 from lockstep.features.hosts.listener import Listener
 from lockstep.features.hosts.orders import (
     KEPT,
@@ -32,7 +33,6 @@ from lockstep.features.hosts.orders import (
     Signal,
     StartRanks,
 )
-from lockstep.features.hosts.roster import HOSTS
 from lockstep.features.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, listen
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import ProcessLauncher, RankProcess

@@ -23,15 +23,16 @@ import pytest
 
 from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.addresses import address_towards, is_here, resolve
-from lockstep.features.hosts.invitation import (
-    Invitation,
+from lockstep.features.hosts.hosts_file import HOSTS, HostInfo, this_host
+from lockstep.features.hosts.join_info import (
+    JoinInfo,
     Known,
     SharedFile,
     Store,
     WithoutSecret,
-    meeting_point,
     needed_secret,
     new_secret,
+    rendezvous_point,
     take_secret,
 )
 from lockstep.features.hosts.launchers import (
@@ -41,8 +42,7 @@ from lockstep.features.hosts.launchers import (
     place_of,
     without_launcher,
 )
-from lockstep.features.hosts.meeting import Comer, Meeting, Way, versions
-from lockstep.features.hosts.roster import HOSTS, HostInfo, this_host
+from lockstep.features.hosts.rendezvous import Comer, Rendezvous, Way, versions
 from lockstep.features.hosts.wire import Credentials
 
 if TYPE_CHECKING:
@@ -141,15 +141,15 @@ def _place(options: argparse.Namespace) -> NodePlace:
     return place
 
 
-def _by_hand(options: argparse.Namespace, secret: bytes | None) -> Invitation | None:
-    """Return the invitation that the user gives; None where it is the launcher's to hand over."""
+def _by_hand(options: argparse.Namespace, secret: bytes | None) -> JoinInfo | None:
+    """Return the join info that the user gives; None where it is the launcher's to hand over."""
     if not options.meet:
         return None
-    address, port = meeting_point(options.meet)
-    return Invitation(address, port, needed_secret(secret))
+    address, port = rendezvous_point(options.meet)
+    return JoinInfo(address, port, needed_secret(secret))
 
 
-def _way(place: NodePlace, by_hand: Invitation | None, secret: bytes | None) -> Way:
+def _way(place: NodePlace, by_hand: JoinInfo | None, secret: bytes | None) -> Way:
     if by_hand is not None:
         return Known(by_hand)
     return WithoutSecret(SharedFile(place) if place.store is None else Store(place), secret)
@@ -162,25 +162,25 @@ def _lead(place: NodePlace, options: argparse.Namespace, secret: bytes | None) -
         raise LaunchError(
             f"--meet {options.meet}: {by_hand.address} is no address of this host, which is node 0"
         )
-    invitation = by_hand or Invitation(_own_address(place, options.address), 0, secret or new_secret())
+    join_info = by_hand or JoinInfo(_own_address(place, options.address), 0, secret or new_secret())
     way = _way(place, by_hand, secret)
     directory = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
-    meeting, status = None, NOT_RUN
+    rendezvous, status = None, NOT_RUN
     try:
         environ = _forget_launcher()
-        this = _this_host(options.name, invitation.address, 0)
-        meeting = Meeting(place, this, invitation, directory / "roster.json", environ)
+        this = _this_host(options.name, join_info.address, 0)
+        rendezvous = Rendezvous(place, this, join_info, directory / "hosts.json", environ)
         with _interrupted_by_sigterm():  # pytest handles it for itself
-            way.publish(meeting.invitation, time.monotonic() + options.wait)
-            hosts = meeting.await_all(options.wait, _say)
+            way.publish(rendezvous.join_info, time.monotonic() + options.wait)
+            hosts = rendezvous.await_all(options.wait, _say)
         _say(f"{len(hosts)} hosts: " + ", ".join(f"{host.name} ({host.address})" for host in hosts))
-        os.environ[HOSTS] = str(directory / "roster.json")
+        os.environ[HOSTS] = str(directory / "hosts.json")
         status = _run_pytest(options.arguments)
     except KeyboardInterrupt:
         status = INTERRUPTED
     finally:
-        if meeting is not None:
-            meeting.end(status)
+        if rendezvous is not None:
+            rendezvous.end(status)
         way.close()
         shutil.rmtree(directory, ignore_errors=True)
     return status

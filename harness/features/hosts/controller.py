@@ -16,9 +16,9 @@ import pytest
 from lockstep.backends import objects_of, takes_devices
 from lockstep.controller.requests import Refusal, Request
 from lockstep.exceptions import LaunchError
+from lockstep.features.hosts.hosts_file import HOSTS, read_hosts_file
 from lockstep.features.hosts.launchers import refuse_launcher
 from lockstep.features.hosts.placement import spread_of
-from lockstep.features.hosts.roster import HOSTS, read_roster
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram
 from lockstep.marker import MarkError, RanksMark
 from lockstep.specification import Spread, WorldKey
@@ -40,7 +40,7 @@ def check_options(config: pytest.Config) -> None:
     if shared is not None and not os.path.isdir(shared):
         raise pytest.UsageError(f"--shared-dir {shared}: no such directory; make it where all hosts see it")
     try:
-        read_roster()
+        read_hosts_file()
     except (LaunchError, OSError) as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -55,11 +55,11 @@ class HostsController:
         self._shared_dir = "" if shared_dir is None else f"{os.path.abspath(shared_dir)}/{own}"
 
     def pytest_ranks_launcher(self, launcher: ProcessLauncher, program: RankProgram) -> Launcher | None:
-        if (roster := read_roster()) is None:
+        if (hosts_file := read_hosts_file()) is None:
             return None
         from lockstep.features.hosts.remote import HostsLauncher
 
-        return HostsLauncher(launcher, str(self._config.getini("ranks_start_method")), program, roster)
+        return HostsLauncher(launcher, str(self._config.getini("ranks_start_method")), program, hosts_file)
 
     def pytest_ranks_spread(self, mark: RanksMark, key: WorldKey) -> Spread | Refusal:
         if mark.hosts is not None:
@@ -90,8 +90,8 @@ class HostsController:
 
     def pytest_ranks_command(self) -> tuple[str, ...] | None:
         """Return the command that starts pytest on the first host."""
-        roster = read_roster()
-        return None if roster is None else roster.command
+        hosts_file = read_hosts_file()
+        return None if hosts_file is None else hosts_file.command
 
     @pytest.hookimpl(trylast=True)  # when ranks have ended
     def pytest_unconfigure(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.features.hosts.roster import HostInfo, read_roster
+from lockstep.features.hosts.hosts_file import HostInfo, read_hosts_file
 from lockstep.specification import Spread
 
 
@@ -17,8 +17,8 @@ def spread_of(size: int, on: int | None, *, needs_gpus: bool, per_host: int | No
         needs_gpus: whether each rank takes a GPU.
         per_host: of `--ranks-per-host`: ranks that fit on a host without GPUs; None: as many as it has CPUs.
     """
-    roster = read_roster()
-    hosts = () if roster is None else roster.hosts
+    hosts_file = read_hosts_file()
+    hosts = () if hosts_file is None else hosts_file.hosts
     if on is not None and on > max(1, len(hosts)):
         have = "this run has 1" if len(hosts) < 2 else f"this run has {len(hosts)}"
         return f"the test needs {on} hosts, {have}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +13,10 @@ from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.options import Options, add_long_names
 
 if TYPE_CHECKING:
+    from lockstep.place import Place
+    from lockstep.protocol import RunItem
     from lockstep.rank.session import RankSession
+    from lockstep.specification import RankSpec
 
 _OPTIONS: Options = {
     "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
@@ -44,6 +49,22 @@ def pytest_configure(config: pytest.Config) -> None:
         check_options(config)
         config.pluginmanager.register(HostsController(config))
     elif session.rank.spec.place is not None:
-        from lockstep.features.hosts.rank import RankOnHost
-
         config.pluginmanager.register(RankOnHost(session.rank.spec, session.rank.spec.place))
+
+
+class RankOnHost:
+    """Gives a rank the paths of its host."""
+
+    def __init__(self, spec: RankSpec, place: Place) -> None:
+        self._spec = spec
+        self._place = place
+
+    def pytest_ranks_received(self, order: RunItem) -> RunItem:
+        place = self._place
+        if place.moved:
+            following = order.next_item and (order.next_item[0], place.path(order.next_item[1]))
+            order = replace(order, path=place.path(order.path), next_item=following)
+        if place.number and len(place.hosts) == 1 and order.preparation is None:
+            shared = f"{self._spec.directory}/shared/{Path(order.shared_tmp_path).name}"
+            order = replace(order, shared_tmp_path=shared)  # this host alone needs to see it
+        return order

@@ -19,6 +19,7 @@ from typing import Any
 from lockstep.exceptions import LaunchError, MessageRefused
 from lockstep.features.hosts.agent import reserve_port
 from lockstep.features.hosts.code import CodeComparison, Digests
+from lockstep.features.hosts.hosts_file import HOSTS, HostInfo, HostsFile, read_hosts_file
 from lockstep.features.hosts.orders import (
     KEPT,
     Digest,
@@ -32,7 +33,6 @@ from lockstep.features.hosts.orders import (
     Signal,
     StartRanks,
 )
-from lockstep.features.hosts.roster import HOSTS, HostInfo, Roster, read_roster
 from lockstep.features.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, connect
 from lockstep.launch.processes import ProcessLauncher, RankProcess, RankProgram, StartedRank
 from lockstep.place import Place
@@ -221,12 +221,12 @@ class HostsLauncher:
     """
 
     def __init__(
-        self, local: ProcessLauncher, start_method: str, program: RankProgram, roster: Roster
+        self, local: ProcessLauncher, start_method: str, program: RankProgram, hosts_file: HostsFile
     ) -> None:
         self.directory = local.directory
         self._local = local
         self._prestart = Prestart(start_method, program)
-        self._roster = roster
+        self._hosts_file = hosts_file
         self._hosts: dict[int, Host] = {}
         self._tried: dict[int, float] = {}
         self._token = secrets.token_hex(4)
@@ -237,7 +237,7 @@ class HostsLauncher:
 
     def prestart(self) -> None:
         """Start the servers of all hosts, and return at once."""
-        for number in range(1, len(self._roster.hosts)):
+        for number in range(1, len(self._hosts_file.hosts)):
             with contextlib.suppress(LaunchError):  # reported where a test needs the host
                 self.host(number)
         self._local.prestart()
@@ -255,13 +255,14 @@ class HostsLauncher:
         if host is not None and not host.is_gone:
             return host
         now = time.monotonic()
-        info = self._roster.hosts[number]
-        self._roster = read_roster() or self._roster
-        if self._roster.hosts[number] == info and now < self._tried.get(number, 0.0) + TRY_AGAIN_AFTER:
+        info = self._hosts_file.hosts[number]
+        self._hosts_file = read_hosts_file() or self._hosts_file
+        if self._hosts_file.hosts[number] == info and now < self._tried.get(number, 0.0) + TRY_AGAIN_AFTER:
             raise LaunchError(f"host {info.name} is gone")
         self._tried[number] = now
         self._comparison, self._compared = None, set()  # it may have other code than before
-        self._hosts[number] = host = Host(number, self._roster.hosts[number], self._roster.credentials)
+        run = self._hosts_file
+        self._hosts[number] = host = Host(number, run.hosts[number], run.credentials)
         host.send(self._prestart)
         return host
 
@@ -295,7 +296,8 @@ class HostsLauncher:
             if here:
                 for spec, process in zip(here, self._local.start(here, deadline), strict=True):
                     several = spec.place is not None and len(spec.place.hosts) > 1
-                    started[spec.rank] = replace(process, host=self._roster.hosts[0].name if several else "")
+                    name = self._hosts_file.hosts[0].name if several else ""
+                    started[spec.rank] = replace(process, host=name)
             while asked:
                 host, ranks = asked.pop(0)
                 pids = host.answer(max(0.0, deadline - time.monotonic()) + ANSWER_WITHIN)
@@ -325,11 +327,11 @@ class HostsLauncher:
         """Return the specifications with the place of each rank, and the ports of the world."""
         spread = specs[0].key.spread
         if not spread:
-            here, size = (self._roster.hosts[0].name,), len(specs)
+            here, size = (self._hosts_file.hosts[0].name,), len(specs)
             alone = Place(0, here, 0, 0, size, "127.0.0.1", "127.0.0.1")
             return [replace(spec, place=replace(alone, local_rank=spec.rank)) for spec in specs]
         prepared = {number: host.ask(PrepareWorld(world, len(specs))) for number, host in hosts.items()}
-        infos, first = self._roster.hosts, spread[0][0]
+        infos, first = self._hosts_file.hosts, spread[0][0]
         if first == 0:
             ports = reserve_port(infos[0].address), reserve_port(infos[0].address)
             self._ports[specs[0].directory] = ports
@@ -358,7 +360,7 @@ class HostsLauncher:
 
     def _changes(self, own: dict[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return the variables that have changed since the run began, and those that are gone."""
-        before = self._roster.environ
+        before = self._hosts_file.environ
         changed = {name: value for name, value in own.items() if before.get(name) != value}
         return changed, tuple(before.keys() - own.keys())
 
@@ -371,7 +373,7 @@ class HostsLauncher:
         if (path, key.spread) in self._compared:
             return
         self._comparison = self._comparison or CodeComparison(root, self.digests)
-        others = {number: self._roster.hosts[number].name for number, _ in key.spread if number}
+        others = {number: self._hosts_file.hosts[number].name for number, _ in key.spread if number}
         if difference := self._comparison.find_difference(path, others):
             raise LaunchError(difference)
         self._compared.add((path, key.spread))
@@ -382,7 +384,7 @@ class HostsLauncher:
         Raises:
             LaunchError: the host is gone.
         """
-        infos = self._roster.hosts
+        infos = self._hosts_file.hosts
         moved = ((infos[0].cwd, infos[number].cwd), (infos[0].prefix, infos[number].prefix))
         answer: Digests = self.host(number).ask(Digest(tuple(paths), moved))
         return answer

@@ -53,11 +53,11 @@ class Credentials:
 class Purpose:
     """The use of a connection.
 
-    "meeting" brings a host to node 0. From a controller to an agent, "control" carries orders and an answer
-    to each; "wire" becomes the wire of a rank; "end" gets the exit code of its process once it has ended.
+    "rendezvous" brings a host to node 0. From a controller to an agent, "control" carries orders and an
+    answer to each; "wire" becomes the wire of a rank; "end" gets the exit code of its process.
     """
 
-    kind: Literal["meeting", "control", "wire", "end"]
+    kind: Literal["rendezvous", "control", "wire", "end"]
     world: str = ""
     """Name of the world, that no other controller uses."""
     rank: int = 0
@@ -73,7 +73,7 @@ class Call:
     callee: int
     """Number of the node that listens."""
     address: str
-    """Of the listener, as it was announced: in the invitation, by `--meet`, or in the roster."""
+    """Of the listener, as it was announced: in the join info, by `--meet`, or in the file of hosts."""
     port: int
 
     def pack(self) -> bytes:

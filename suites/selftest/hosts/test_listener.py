@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.features.hosts import wire
-from lockstep.features.hosts.invitation import Invitation, Known
+from lockstep.features.hosts.hosts_file import HostInfo
+from lockstep.features.hosts.join_info import JoinInfo, Known
 from lockstep.features.hosts.launchers import NodePlace
 from lockstep.features.hosts.listener import MOST_UNPROVEN, PAUSE, Listener
-from lockstep.features.hosts.meeting import Comer, Meeting
-from lockstep.features.hosts.roster import HostInfo
+from lockstep.features.hosts.rendezvous import Comer, Rendezvous
 from lockstep.features.hosts.wire import RUN, Call, Credentials, Purpose, connect, listen
 from suites.selftest.project import wait_for
 
@@ -76,45 +76,45 @@ def test_a_meeting_goes_on_after_its_process_had_no_descriptor_left(tmp_path: Pa
     process = multiprocessing.get_context("spawn").Process(target=_meet, args=(theirs, tmp_path))
     process.start()
     theirs.close()
-    invitation: Invitation = ours.recv()
+    join_info: JoinInfo = ours.recv()
     with contextlib.ExitStack() as stack:
         for _ in range(FEW):
-            stack.enter_context(socket.create_connection((HERE, invitation.port), timeout=60))
+            stack.enter_context(socket.create_connection((HERE, join_info.port), timeout=60))
         ours.send("they are there")
         assert ours.recv() > 2 * PAUSE  # for three attempts to accept one
         for _ in range(FEW):
-            stack.enter_context(socket.create_connection((HERE, invitation.port), timeout=60))
+            stack.enter_context(socket.create_connection((HERE, join_info.port), timeout=60))
         host = HostInfo("b", HERE)
-        comer = Comer(NodePlace(1, 2), Known(invitation), lambda *_: host, print, is_by_hand=False)
+        comer = Comer(NodePlace(1, 2), Known(join_info), lambda *_: host, print, is_by_hand=False)
         stack.enter_context(comer.come(60).connection)
         assert ours.recv() == ["a", "b"]
         process.join(60)
 
 
 def _meet(test: Connection, path: Path) -> None:
-    """Lead a meeting in a process that has no descriptor for a while, and few after that."""
+    """Lead a rendezvous in a process that has no descriptor for a while, and few after that."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, FEW))
     place, this = NodePlace(0, 2), HostInfo("a", HERE)
-    meeting = Meeting(place, this, Invitation(HERE, 0, CREDENTIALS.secret), path / "roster.json", {})
-    times, accept = [], meeting._listener._accept
+    rendezvous = Rendezvous(place, this, JoinInfo(HERE, 0, CREDENTIALS.secret), path / "hosts.json", {})
+    times, accept = [], rendezvous._listener._accept
 
     def timed() -> bool:
         times.append(time.monotonic())
         return accept()
 
-    meeting._listener._accept = timed  # type: ignore[method-assign]
+    rendezvous._listener._accept = timed  # type: ignore[method-assign]
     taken: list[int] = []
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.dup(0))
-    test.send(meeting.invitation)
+    test.send(rendezvous.join_info)
     test.recv()
     wait_for(lambda: len(times) > 2, "it has tried three times", 60)
     test.send(times[2] - times[0])
     for each in taken[:8]:  # fewer than may be without a proof: the oldest give way, for want of more
         os.close(each)
-    wait_for(lambda: len(meeting._hosts) == 2, "host b has come", 60)
+    wait_for(lambda: len(rendezvous._hosts) == 2, "host b has come", 60)
     for each in taken[8:]:
         os.close(each)
-    test.send([host.name for host in meeting.await_all(60, print)])
-    meeting.end(0)
+    test.send([host.name for host in rendezvous.await_all(60, print)])
+    rendezvous.end(0)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from lockstep.features.hosts.hosts_file import HOSTS, HostInfo, HostsFile, write_hosts_file
 from lockstep.features.hosts.placement import spread_of
-from lockstep.features.hosts.roster import HOSTS, HostInfo, Roster, write_roster
 from lockstep.features.hosts.wire import Credentials
 from lockstep.place import Place
 
 FIRST = HostInfo("a", "127.0.0.1", cpus=4, gpus=("0", "1"))
-ROSTER = Roster(Credentials(b"secret", b"run"), (FIRST, replace(FIRST, name="b")), {})
+HOSTS_FILE = HostsFile(Credentials(b"secret", b"run"), (FIRST, replace(FIRST, name="b")), {})
 
 
 def spread(size: int, on: int | None = None, *, gpus: bool = False, per_host: int | None = None) -> Any:
@@ -23,9 +23,9 @@ def spread(size: int, on: int | None = None, *, gpus: bool = False, per_host: in
 
 @pytest.fixture
 def _two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_roster(tmp_path / "roster.json", ROSTER)
-    assert (tmp_path / "roster.json").stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv(HOSTS, str(tmp_path / "roster.json"))
+    write_hosts_file(tmp_path / "hosts.json", HOSTS_FILE)
+    assert (tmp_path / "hosts.json").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv(HOSTS, str(tmp_path / "hosts.json"))
 
 
 @pytest.mark.usefixtures("_two_hosts")
@@ -57,8 +57,8 @@ def test_a_run_on_one_host_has_no_second(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_first_host_on_which_all_fit_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = (replace(FIRST, gpus=()), replace(FIRST, cpus=8, gpus=()))
-    write_roster(tmp_path / "roster.json", replace(ROSTER, hosts=hosts))
-    monkeypatch.setenv(HOSTS, str(tmp_path / "roster.json"))
+    write_hosts_file(tmp_path / "hosts.json", replace(HOSTS_FILE, hosts=hosts))
+    monkeypatch.setenv(HOSTS, str(tmp_path / "hosts.json"))
     assert spread(6) == ((1, 6),)
 
 

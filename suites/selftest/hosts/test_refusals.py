@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.exceptions import LaunchError
-from lockstep.features.hosts.invitation import SECRET_VARIABLE, Invitation, unpack
+from lockstep.features.hosts.join_info import SECRET_VARIABLE, JoinInfo, unpack
 from lockstep.features.hosts.launchers import place_of
 from suites.selftest.project import Project
 
@@ -98,11 +98,11 @@ def test_a_number_of_a_launcher_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '["x", 1, "00"]', '["10.0.0.1", 1, "no digits"]', "{"])
-def test_something_else_than_an_invitation_is_refused(text: str) -> None:
+def test_something_else_than_join_info_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="what the launcher hands over is no invitation"):
         unpack(text)
-    invitation = Invitation("10.0.0.1", 1, b"secret")
-    assert unpack(invitation.pack()) == invitation
+    join_info = JoinInfo("10.0.0.1", 1, b"secret")
+    assert unpack(join_info.pack()) == join_info
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.exceptions import LaunchError
-from lockstep.features.hosts.invitation import SECRET_VARIABLE, Invitation, SharedFile, WithoutSecret
+from lockstep.features.hosts.join_info import SECRET_VARIABLE, JoinInfo, SharedFile, WithoutSecret
 from lockstep.features.hosts.launchers import NodePlace
 from suites.selftest.hosts.bed import SECRET, Bed, behind_dashes, command
 
@@ -58,16 +58,16 @@ def test_tests_and_their_programs_do_not_see_it(bed: Bed, launcher: str) -> None
 def test_a_secret_that_the_user_gives_is_not_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it does not help to read the invitation, or to leave another one."""
+    """So it does not help to read the join info, or to leave another one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     place = NodePlace(0, 2, "srun", job="7.0")
     given = WithoutSecret(SharedFile(place), SECRET.encode())
-    given.publish(Invitation("10.0.0.1", 4000, SECRET.encode()), 0)
+    given.publish(JoinInfo("10.0.0.1", 4000, SECRET.encode()), 0)
     (path,) = tmp_path.rglob("hosts-srun-7.0")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text()) == ["10.0.0.1", 4000, ""]
     assert given.find(0).secret == SECRET.encode()
     with pytest.raises(LaunchError, match=f"this host was not: set {SECRET_VARIABLE}, or give --secret-file"):
         WithoutSecret(SharedFile(place), None).find(0)
-    path.write_text(Invitation("10.0.0.9", 4000, b"the secret of a stranger").pack())
+    path.write_text(JoinInfo("10.0.0.9", 4000, b"the secret of a stranger").pack())
     assert given.find(0).secret == SECRET.encode()

@@ -17,12 +17,12 @@ import pytest
 
 from lockstep.exceptions import LaunchError, MessageRefused
 from lockstep.features.hosts.agent import Agent
-from lockstep.features.hosts.invitation import Invitation, Known
+from lockstep.features.hosts.hosts_file import HostInfo
+from lockstep.features.hosts.join_info import JoinInfo, Known
 from lockstep.features.hosts.launchers import NodePlace
 from lockstep.features.hosts.listener import Listener
-from lockstep.features.hosts.meeting import Comer, Meeting
 from lockstep.features.hosts.remote import Host
-from lockstep.features.hosts.roster import HostInfo
+from lockstep.features.hosts.rendezvous import Comer, Rendezvous
 from lockstep.features.hosts.wire import RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
 from suites.selftest.hosts.bed import Bed
 from suites.selftest.project import wait_for
@@ -93,7 +93,7 @@ def test_a_listener_whose_run_is_not_known_names_it(ends: Ends) -> None:
     [
         (replace(RIGHT, secret=b"another secret"), {}),
         (replace(RIGHT, run=b"x" * RUN), {}),
-        (RIGHT, {"purpose": Purpose("meeting")}),
+        (RIGHT, {"purpose": Purpose("rendezvous")}),
         (RIGHT, {"callee": 2}),
     ],
     ids=["secret", "run", "purpose", "node"],
@@ -201,19 +201,19 @@ def between() -> Iterator[Callable[..., Between]]:
         each.close()
 
 
-INVITATION = Invitation(HERE, 0, RIGHT.secret)
+JOIN_INFO = JoinInfo(HERE, 0, RIGHT.secret)
 
 
 def test_the_proof_of_a_controller_cannot_be_taken_to_the_meeting(
     tmp_path: Path, between: Callable[..., Between]
 ) -> None:
-    """An agent has ended, and a stranger has its port: the meeting must not answer for it."""
-    meeting = Meeting(NodePlace(0, 2), HostInfo("a", HERE), INVITATION, tmp_path / "roster.json", {})
-    stranger = between(meeting.invitation.port)
-    credentials = Credentials(RIGHT.secret, meeting._credentials.run)
+    """An agent has ended, and a stranger has its port: the rendezvous must not answer for it."""
+    rendezvous = Rendezvous(NodePlace(0, 2), HostInfo("a", HERE), JOIN_INFO, tmp_path / "hosts.json", {})
+    stranger = between(rendezvous.join_info.port)
+    credentials = Credentials(RIGHT.secret, rendezvous._credentials.run)
     with pytest.raises(LaunchError, match="host b is gone"):
         Host(1, HostInfo("b", HERE, stranger.port), credentials)
-    meeting.end(0)
+    rendezvous.end(0)
 
 
 def test_the_proof_of_a_host_cannot_be_taken_to_an_agent(between: Callable[..., Between]) -> None:
@@ -222,7 +222,7 @@ def test_the_proof_of_a_host_cannot_be_taken_to_an_agent(between: Callable[..., 
     stop, stopped = socket.socketpair()
     serving = threading.Thread(target=agent.serve, args=(stopped.fileno(),))
     serving.start()
-    way = Known(replace(INVITATION, port=between(agent.port).port))
+    way = Known(replace(JOIN_INFO, port=between(agent.port).port))
     comer = Comer(NodePlace(1, 3), way, lambda *_: HostInfo("b", HERE), print, is_by_hand=True)
     with pytest.raises(LaunchError, match="has another secret"):
         comer.come(0)

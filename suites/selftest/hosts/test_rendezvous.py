@@ -21,11 +21,11 @@ from lockstep.features.hosts.launchers import (
     refuse_launcher,
     without_launcher,
 )
-from lockstep.features.hosts.meeting import versions
+from lockstep.features.hosts.rendezvous import versions
 from suites.selftest.hosts.bed import Bed, behind_dashes, command
 from suites.selftest.project import wait_for
 
-PROJECT = "hosts_meeting"
+PROJECT = "hosts_rendezvous"
 SERVES = "hosts: b, node 1 of 2, serves ranks to a\nhosts: b: pytest has ended on a with status "
 
 
@@ -177,7 +177,7 @@ def test_two_hosts_with_one_number_are_named(bed: Bed) -> None:
 
 def test_another_version_of_lockstep_is_refused_on_both(bed: Bed, tmp_path: Path) -> None:
     """A host that has another torch, say: by a module that changes what a host says of itself."""
-    code = "from lockstep.features.hosts import meeting\nmeeting._version = lambda name: f'{name} 0.0'\n"
+    code = "from lockstep.features.hosts import rendezvous\nrendezvous._version = '{} 0.0'.format\n"
     (bed.directory(1) / "sitecustomize.py").write_text(code)
     other = bed.by_hand(1, PYTHONPATH=str(bed.directory(1)))
     ended = bed.end(bed.by_hand(0, "-q"), other)
@@ -301,14 +301,14 @@ def test_torchrun_with_several_processes_a_host_is_refused_with_the_line_to_type
     assert "torchrun has started 2 processes on a host, and one is enough" in hosts.stderr
 
 
-def test_the_invitation_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.features.hosts.invitation import Invitation, SharedFile
+def test_the_join_info_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.features.hosts.join_info import JoinInfo, SharedFile
 
     monkeypatch.setenv("HOME", str(tmp_path))
     way = SharedFile(NodePlace(0, 2, "srun", job="7.0"))
-    way.publish(Invitation("10.0.0.1", 4000, b"secret"), until=0)
+    way.publish(JoinInfo("10.0.0.1", 4000, b"secret"), until=0)
     (path,) = tmp_path.rglob("hosts-srun-7.0")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert SharedFile(NodePlace(1, 2, "srun", job="7.0")).find(0) == Invitation("10.0.0.1", 4000, b"secret")
+    assert SharedFile(NodePlace(1, 2, "srun", job="7.0")).find(0) == JoinInfo("10.0.0.1", 4000, b"secret")
     way.close()
     assert not path.exists()

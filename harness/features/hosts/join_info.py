@@ -1,7 +1,7 @@
-"""The invitation: where node 0 waits, and the secret, as the launcher hands it to the other hosts.
+"""The join info: where node 0 waits, and the secret, as the launcher hands it to the other hosts.
 
 By torchrun's store, by a file that all hosts see, or by hand. Standard library only: torch, which the store
-takes, is imported in a process of its own (`python -m lockstep.features.hosts.invitation`).
+takes, is imported in a process of its own (`python -m lockstep.features.hosts.join_info`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lockstep.features.hosts.launchers import NodePlace
 SECRET_VARIABLE = "LOCKSTEP_HOSTS_SECRET"
 SHORTEST_SECRET = 16
 LOOK_EVERY = 0.2
-"""Seconds between looks at a file that is not there yet, or has an invitation that is no longer good."""
+"""Seconds between looks at a file that is not there yet, or has join info that is no longer good."""
 END_WITHIN = 10.0
 """Seconds that the process which reads torchrun's store has to end, or to answer after its deadline."""
 IMPORT_WITHIN = 60.0
 """Seconds that it has to import torch, before any deadline counts."""
-_KEY = "lockstep/hosts/invitation"
+_KEY = "lockstep/hosts/join_info"
 _MAKE_ONE = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > secret), copied to the others, "
     "and --secret-file secret on each"
@@ -42,8 +42,8 @@ _MAKE_ONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
-    """All that a host needs to come to the meeting."""
+class JoinInfo:
+    """All that a host needs to come to the rendezvous."""
 
     address: str
     port: int
@@ -54,22 +54,22 @@ class Invitation:
         return json.dumps([self.address, self.port, self.secret.hex()])
 
 
-def unpack(text: str) -> Invitation:
-    """Read what `Invitation.pack` has written.
+def unpack(text: str) -> JoinInfo:
+    """Read what `JoinInfo.pack` has written.
 
     Raises:
         LaunchError: something else has.
     """
     try:
         address, port, secret = json.loads(text)
-        return Invitation(str(ipaddress.IPv4Address(address)), int(port), bytes.fromhex(secret))
+        return JoinInfo(str(ipaddress.IPv4Address(address)), int(port), bytes.fromhex(secret))
     except (ValueError, TypeError) as error:
         raise LaunchError(
             f"what the launcher hands over is no invitation ({error}): give --meet and --secret-file"
         ) from None
 
 
-def meeting_point(meet: str) -> tuple[str, int]:
+def rendezvous_point(meet: str) -> tuple[str, int]:
     """Return the address and the port of `--meet`.
 
     Raises:
@@ -157,7 +157,7 @@ class Store:
         command = [
             sys.executable,
             "-m",
-            "lockstep.features.hosts.invitation",
+            "lockstep.features.hosts.join_info",
             host,
             str(port),
             str(int(is_master)),
@@ -173,16 +173,16 @@ class Store:
             start_new_session=True,  # a Ctrl-C is not for it: it ends with its input
         )
 
-    def publish(self, invitation: Invitation, until: float) -> None:
-        """Leave the invitation for the others.
+    def publish(self, join_info: JoinInfo, until: float) -> None:
+        """Leave the join info for the others.
 
         Raises:
             LaunchError: the store could not be reached until that moment (monotonic).
         """
-        self._ask("set", until, invitation.pack())
+        self._ask("set", until, join_info.pack())
 
-    def find(self, until: float) -> Invitation:
-        """Return the invitation, as soon as there is one.
+    def find(self, until: float) -> JoinInfo:
+        """Return the join info, as soon as there is one.
 
         Raises:
             LaunchError: there was none until that moment (monotonic).
@@ -237,8 +237,8 @@ class SharedFile:
         self._launcher = place.launcher
         self._is_ours = False
 
-    def publish(self, invitation: Invitation, until: float) -> None:
-        """Leave the invitation for the others, at once.
+    def publish(self, join_info: JoinInfo, until: float) -> None:
+        """Leave the join info for the others, at once.
 
         Raises:
             LaunchError: the home directory takes no file.
@@ -247,7 +247,7 @@ class SharedFile:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(invitation.pack())
+                file.write(join_info.pack())
             partial.rename(self._path)
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -255,8 +255,8 @@ class SharedFile:
             raise LaunchError(f"{why}; give --meet and --secret-file on each host") from None
         self._is_ours = True
 
-    def find(self, until: float) -> Invitation:
-        """Return the invitation, as soon as there is one.
+    def find(self, until: float) -> JoinInfo:
+        """Return the join info, as soon as there is one.
 
         Raises:
             LaunchError: there was none until that moment (monotonic).
@@ -279,14 +279,14 @@ class SharedFile:
 class Known:
     """No way: the user has given it to both hosts."""
 
-    def __init__(self, invitation: Invitation) -> None:
-        self._invitation = invitation
+    def __init__(self, join_info: JoinInfo) -> None:
+        self._join_info = join_info
 
-    def publish(self, invitation: Invitation, until: float) -> None:
+    def publish(self, join_info: JoinInfo, until: float) -> None:
         """Do nothing: all know it."""
 
-    def find(self, until: float) -> Invitation:
-        return self._invitation
+    def find(self, until: float) -> JoinInfo:
+        return self._join_info
 
     def close(self) -> None:
         """Do nothing."""
@@ -300,23 +300,23 @@ class WithoutSecret:
         self._secret = secret
         self.close = way.close
 
-    def publish(self, invitation: Invitation, until: float) -> None:
-        """Leave the invitation for the others."""
-        self._way.publish(invitation if self._secret is None else replace(invitation, secret=b""), until)
+    def publish(self, join_info: JoinInfo, until: float) -> None:
+        """Leave the join info for the others."""
+        self._way.publish(join_info if self._secret is None else replace(join_info, secret=b""), until)
 
-    def find(self, until: float) -> Invitation:
-        """Return the invitation; a secret that comes with it does not count where the user has given one.
+    def find(self, until: float) -> JoinInfo:
+        """Return the join info; a secret that comes with it does not count where the user has given one.
 
         Raises:
             LaunchError: there was none until that moment (monotonic), or neither has a secret.
         """
-        invitation = self._way.find(until)
-        if not (secret := self._secret or invitation.secret):
+        join_info = self._way.find(until)
+        if not (secret := self._secret or join_info.secret):
             raise LaunchError(
                 f"node 0 was given a secret, and this host was not: set {SECRET_VARIABLE}, or give "
                 "--secret-file, on all hosts"
             )
-        return replace(invitation, secret=secret)
+        return replace(join_info, secret=secret)
 
 
 def _serve_store(host: str, port: int, is_master: bool) -> None:

@@ -1,4 +1,4 @@
-"""The meeting of hosts: node 0 takes the others in, as long as it runs pytest; they wait for its end.
+"""The rendezvous of hosts: node 0 takes the others in, as long as it runs pytest; they wait for its end.
 
 What crosses these connections is JSON, and short: which host, where its agent listens; at the end a status.
 Runs on every host, on node 0 in threads of pytest's process; must not import torch.
@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.addresses import words
-from lockstep.features.hosts.invitation import Invitation
+from lockstep.features.hosts.hosts_file import HostInfo, HostsFile, write_hosts_file
+from lockstep.features.hosts.join_info import JoinInfo
 from lockstep.features.hosts.launchers import NodePlace
 from lockstep.features.hosts.listener import Listener
-from lockstep.features.hosts.roster import HostInfo, Roster, write_roster
 from lockstep.features.hosts.wire import (
     GONE_AFTER,
     RUN,
@@ -40,7 +40,7 @@ from lockstep.features.hosts.wire import (
 SAY_AFTER = 5.0
 """Seconds of waiting after which a host says whom it waits for."""
 TRY_EVERY = 0.3
-"""Seconds between attempts to come to a meeting that is not open yet."""
+"""Seconds between attempts to come to a rendezvous that is not open yet."""
 NAMED = 16
 """Hosts that are missing which a message names."""
 HELLO_WITHIN = 5.0
@@ -48,10 +48,10 @@ HELLO_WITHIN = 5.0
 
 
 class Way(Protocol):
-    """A way for the invitation from node 0 to the others."""
+    """A way for the join info from node 0 to the others."""
 
-    def publish(self, invitation: Invitation, until: float) -> None: ...
-    def find(self, until: float) -> Invitation: ...
+    def publish(self, join_info: JoinInfo, until: float) -> None: ...
+    def find(self, until: float) -> JoinInfo: ...
     def close(self) -> None: ...
 
 
@@ -78,25 +78,25 @@ def _version(distribution: str) -> str:
 # Node 0
 
 
-class Meeting:
-    """Takes in the other hosts, and writes the roster when all are there, and when one has come back.
+class Rendezvous:
+    """Takes in the other hosts, and writes the file of hosts when all are there, and when one has come back.
 
     Args:
         place: of node 0.
         this: this host, with the address to wait at.
-        invitation: where to wait, port 0 for a free one, and the secret.
-        path: of the roster.
-        environ: of the roster.
+        join_info: where to wait, port 0 for a free one, and the secret.
+        path: of the file of hosts.
+        environ: of the file of hosts.
 
     Raises:
         LaunchError: this host cannot listen there.
     """
 
     def __init__(
-        self, place: NodePlace, this: HostInfo, invitation: Invitation, path: Path, environ: dict[str, str]
+        self, place: NodePlace, this: HostInfo, join_info: JoinInfo, path: Path, environ: dict[str, str]
     ) -> None:
         self._place = place
-        self._credentials = Credentials(invitation.secret, os.urandom(RUN))
+        self._credentials = Credentials(join_info.secret, os.urandom(RUN))
         self._path = path
         self._environ = environ
         self._hosts: dict[int, HostInfo] = {0: this}
@@ -104,20 +104,20 @@ class Meeting:
         self._changed = threading.Condition()
         self._refused = ""
         try:
-            listening = listen(invitation.address, invitation.port)
+            listening = listen(join_info.address, join_info.port)
         except OSError as error:
-            where = f"{invitation.address}:{invitation.port}"
+            where = f"{join_info.address}:{join_info.port}"
             raise LaunchError(f"node 0 cannot wait for the others at {where}: {words(error)}") from None
-        self._listener = Listener(listening, 0, self._credentials, ("meeting",), self._admit)
-        self.invitation = replace(invitation, port=self._listener.port)
+        self._listener = Listener(listening, 0, self._credentials, ("rendezvous",), self._admit)
+        self.join_info = replace(join_info, port=self._listener.port)
         reading, self._stop = os.pipe()
         self._serving = threading.Thread(
-            target=self._serve, args=(reading,), name="hosts-meeting", daemon=True
+            target=self._serve, args=(reading,), name="hosts-rendezvous", daemon=True
         )
         self._serving.start()
 
     def await_all(self, seconds: float, say: Callable[[str], object]) -> tuple[HostInfo, ...]:
-        """Wait until all hosts have come; write the roster, and return it.
+        """Wait until all hosts have come; write the file of hosts, and return it.
 
         Raises:
             LaunchError: one has not come in time, or must not come.
@@ -158,11 +158,11 @@ class Meeting:
         return f"node {', '.join(absent)} of {self._place.nodes}" if absent else ""
 
     def _where(self) -> str:
-        return f"node 0, {self._hosts[0].name}, waits at {self.invitation.address}:{self.invitation.port}"
+        return f"node 0, {self._hosts[0].name}, waits at {self.join_info.address}:{self.join_info.port}"
 
     def _write(self) -> tuple[HostInfo, ...]:
         hosts = tuple(self._hosts[node] for node in range(self._place.nodes))
-        write_roster(self._path, Roster(self._credentials, hosts, self._environ, _command()))
+        write_hosts_file(self._path, HostsFile(self._credentials, hosts, self._environ, _command()))
         return hosts
 
     def _serve(self, stop: int) -> None:
@@ -216,7 +216,7 @@ class Meeting:
         return {"name": host.name, "first": self._hosts[0].name}
 
     def _refuse(self, why: str) -> dict[str, Any]:
-        """Return the refusal of a host; before pytest has begun, the meeting fails for it."""
+        """Return the refusal of a host; before pytest has begun, the rendezvous fails for it."""
         if not self._is_decided():
             self._refused = why
         return {"refused": why}
@@ -248,7 +248,7 @@ def _has_ended(connection: SignedConnection) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A host's place in the meeting."""
+    """A host's place in the rendezvous."""
 
     name: str
     """Of this host, as reports have it."""
@@ -269,7 +269,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Comer:
-    """A host on its way to the meeting.
+    """A host on its way to the rendezvous.
 
     Args:
         describe: returns the host, with an agent at the interface that leads to the address of node 0.
@@ -282,7 +282,7 @@ class Comer:
     is_by_hand: bool
 
     def come(self, seconds: float) -> Membership:
-        """Join the meeting, which may open later.
+        """Join the rendezvous, which may open later.
 
         Raises:
             LaunchError: it did not open in time, or has no place for this host.
@@ -291,10 +291,10 @@ class Comer:
         has_said = False
         while True:
             last_try, is_taken = time.monotonic() > start + seconds, False
-            invitation = self.way.find(start + seconds)
-            where = f"{invitation.address}:{invitation.port}"
+            join_info = self.way.find(start + seconds)
+            where = f"{join_info.address}:{join_info.port}"
             try:
-                return self._introduce(invitation)
+                return self._introduce(join_info)
             except OSError as error:
                 why = f"node 0 cannot be reached at {where}: {words(error)}"
             except EOFError:
@@ -303,7 +303,7 @@ class Comer:
                 is_taken = True
                 why, last_try = str(error), time.monotonic() > start + 2 * GONE_AFTER
             except LaunchError as error:
-                # An invitation of an earlier run may still be in its place.
+                # That of an earlier run may still be in its place.
                 why, last_try = str(error), last_try or self.is_by_hand or isinstance(error, _Refused)
             if last_try:
                 raise LaunchError(why)
@@ -312,10 +312,10 @@ class Comer:
                 self.say(f"{why}; trying for {seconds:g} s")
             time.sleep(TRY_EVERY)
 
-    def _introduce(self, invitation: Invitation) -> Membership:
-        call = Call(Purpose("meeting"), self.place.node, 0, invitation.address, invitation.port)
-        connection = connect(call, Credentials(invitation.secret))
-        host = self.describe(invitation.address, Credentials(invitation.secret, connection.run))
+    def _introduce(self, join_info: JoinInfo) -> Membership:
+        call = Call(Purpose("rendezvous"), self.place.node, 0, join_info.address, join_info.port)
+        connection = connect(call, Credentials(join_info.secret))
+        host = self.describe(join_info.address, Credentials(join_info.secret, connection.run))
         hello = {"nodes": self.place.nodes, "host": asdict(host)}
         connection.send_bytes(json.dumps(hello).encode())
         if not connection.poll(HELLO_WITHIN):

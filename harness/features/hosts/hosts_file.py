@@ -1,4 +1,4 @@
-"""The roster: the hosts of a run, in a file that controllers read and the meeting writes.
+"""The file of hosts: the hosts of a run, in a file that controllers read and the rendezvous writes.
 
 Runs in controllers; must not import torch.
 """
@@ -17,7 +17,7 @@ from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.wire import Credentials
 
 HOSTS = "LOCKSTEP_HOSTS"
-"""The environment variable that names the file of the roster."""
+"""The environment variable that names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class HostsFile:
     """The hosts of a run, by number, and what their connections begin with."""
 
     credentials: Credentials
@@ -75,14 +75,14 @@ class Roster:
     """The words before those of pytest in the command that runs a test again on these hosts."""
 
 
-def write_roster(path: Path, roster: Roster) -> None:
+def write_hosts_file(path: Path, hosts_file: HostsFile) -> None:
     """Write the file, for its owner alone, in one step."""
     content = {
-        "secret": roster.credentials.secret.hex(),
-        "run": roster.credentials.run.hex(),
-        "hosts": [asdict(host) for host in roster.hosts],
-        "environ": roster.environ,
-        "command": roster.command,
+        "secret": hosts_file.credentials.secret.hex(),
+        "run": hosts_file.credentials.run.hex(),
+        "hosts": [asdict(host) for host in hosts_file.hosts],
+        "environ": hosts_file.environ,
+        "command": hosts_file.command,
     }
     partial = path.with_suffix(".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -91,12 +91,12 @@ def write_roster(path: Path, roster: Roster) -> None:
     partial.rename(path)
 
 
-def read_roster() -> Roster | None:
+def read_hosts_file() -> HostsFile | None:
     """Return the hosts of this run; None where it has but one.
 
     Raises:
         OSError: the file is gone.
-        LaunchError: it holds no roster.
+        LaunchError: it is no such file.
     """
     if not (path := os.environ.get(HOSTS)):
         return None
@@ -106,18 +106,18 @@ def read_roster() -> Roster | None:
         return _parse(Path(path).read_text(encoding="utf-8", errors="surrogateescape"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise LaunchError(
-            f"{path}, which the variable {HOSTS} names, is no roster of hosts ({error}): unset {HOSTS}; "
+            f"{path}, which the variable {HOSTS} names, is no file of hosts ({error}): unset {HOSTS}; "
             f"`python -m lockstep hosts` sets it where it starts pytest"
         ) from None
 
 
-def _parse(text: str) -> Roster:
+def _parse(text: str) -> HostsFile:
     content = json.loads(text)
     hosts = tuple(HostInfo(**host | {"gpus": tuple(host["gpus"])}) for host in content["hosts"])
     credentials = Credentials(bytes.fromhex(content["secret"]), bytes.fromhex(content["run"]))
-    roster = Roster(credentials, hosts, content["environ"], tuple(content["command"]))
+    hosts_file = HostsFile(credentials, hosts, content["environ"], tuple(content["command"]))
     sample = HostInfo("", "")
-    pairs: list[tuple[Any, Any]] = [(roster, Roster(credentials, (), {}))]
+    pairs: list[tuple[Any, Any]] = [(hosts_file, HostsFile(credentials, (), {}))]
     pairs += [(host, sample) for host in hosts]
     for one, right in pairs:
         for each in fields(right):
@@ -126,4 +126,4 @@ def _parse(text: str) -> Roster:
                 raise TypeError(f"{each.name} is {value!r}, no {kind.__name__}")
     if not hosts:
         raise ValueError("it names no host")
-    return roster
+    return hosts_file
