@@ -86,7 +86,7 @@ def convert_decorators(
     is_deepspeed = kind is not None and kind.is_deepspeed
     for decorator in decorators:
         try:
-            new = _Convert(source, result, is_deepspeed).convert(decorator)
+            new = _Convert(source, result, is_deepspeed, decorator).convert()
         except NotConverted as reason:
             result.reasons.append(str(reason))
             new = decorator
@@ -104,140 +104,137 @@ class _Convert:
     source: Source
     result: Decorated
     is_deepspeed: bool
+    decorator: cst.Decorator
 
-    def convert(self, decorator: cst.Decorator) -> cst.Decorator | None:
+    @property
+    def args(self) -> list[cst.Arg]:
+        node = self.decorator.decorator
+        return list(node.args) if isinstance(node, cst.Call) else []
+
+    def convert(self) -> cst.Decorator | None:
         """Return the decorator that takes this one's place; None if it has none.
 
         Raises:
             NotConverted: it is not known what the decorator does to the test.
         """
-        node = decorator.decorator
-        call = node if isinstance(node, cst.Call) else None
-        func = call.func if call is not None else node
+        node = self.decorator.decorator
+        func = node.func if isinstance(node, cst.Call) else node
         name = get_full_name_for_node(func) or ""
         origin = self.source.origin(func)
         testing = self.source.testing_name(func)
         if name.startswith("pytest."):
-            return self._pytest(decorator, name, call)
+            return self._pytest(name)
         if origin.startswith("unittest.") and not origin.startswith("unittest.mock"):
-            return self._unittest(decorator, origin.rpartition(".")[2], call)
+            return self._unittest(origin.rpartition(".")[2])
         if testing and (handler := getattr(self, f"_{testing}", None)):
-            handler_of: Callable[[cst.Decorator, cst.Call | None], cst.Decorator | None] = handler
-            return handler_of(decorator, call)
-        if testing in _CONDITIONS and (call is None or not call.args):
+            convert: Callable[[], cst.Decorator | None] = handler
+            return convert()
+        if testing in _CONDITIONS and not self.args:
             condition, reason = _CONDITIONS[testing]
-            return self._skipif(decorator, condition, f'"{reason}"')
+            return self._skipif(condition, f'"{reason}"')
         if name in _KEPT or name.endswith((".setter", ".deleter")) or testing in _PASSES_THROUGH:
-            return decorator
+            return self.decorator
         raise NotConverted(f"the decorator {name}")
 
-    def _mark(self, decorator: cst.Decorator, code: str) -> cst.Decorator:
+    def _mark(self, code: str) -> cst.Decorator:
         self.result.imports.add("pytest")
-        return decorator.with_changes(decorator=cst.parse_expression(f"pytest.mark.{code}"))
+        return self.decorator.with_changes(decorator=cst.parse_expression(f"pytest.mark.{code}"))
 
-    def _skipif(self, decorator: cst.Decorator, condition: str, reason: str) -> cst.Decorator:
+    def _mark_with(self, mark: str, args: list[cst.Arg]) -> cst.Decorator:
+        """Return a mark with these arguments, laid out as the decorator's are."""
+        self.result.imports.add("pytest")
+        func = cst.parse_expression(f"pytest.mark.{mark}")
+        return self.decorator.with_deep_changes(self.decorator.decorator, func=func, args=args)
+
+    def _skipif(self, condition: str, reason: str) -> cst.Decorator:
         if condition.startswith(("torch.", "not torch.")):
             self.result.imports.add("torch")
-        return self._mark(decorator, f"skipif({condition}, reason={reason})")
+        return self._mark(f"skipif({condition}, reason={reason})")
 
-    def _pytest(self, decorator: cst.Decorator, name: str, call: cst.Call | None) -> cst.Decorator | None:
+    def _pytest(self, name: str) -> cst.Decorator | None:
         if name == "pytest.mark.world_size" and self.is_deepspeed:
-            match call:
-                case cst.Call(args=[cst.Arg(value=cst.Integer(value=value), star="")]):
+            match self.args:
+                case [cst.Arg(value=cst.Integer(value=value), star="")]:
                     self.result.size = value
                     return None
             raise NotConverted("a world size that is computed")
-        return decorator
+        return self.decorator
 
-    def _unittest(self, decorator: cst.Decorator, name: str, call: cst.Call | None) -> cst.Decorator:
-        match name, call:
+    def _unittest(self, name: str) -> cst.Decorator:
+        match name, self.decorator.decorator:
             case "skip", cst.Call():
-                return self._skip(decorator, call, "skip")
-            case "skip", None:
-                return self._mark(decorator, "skip")
+                return self._skip("skip")
+            case "skip", _:
+                return self._mark("skip")
             case "skipIf" | "skipUnless", cst.Call():
-                return self._skip(decorator, call, name)
-            case "expectedFailure", None:
-                return self._mark(decorator, "xfail(strict=True)")
+                return self._skip(name)
+            case "expectedFailure", cst.Name() | cst.Attribute():
+                return self._mark("xfail(strict=True)")
         raise NotConverted(f"the decorator {name}")
 
-    def _skip(self, decorator: cst.Decorator, call: cst.Call | None, name: str) -> cst.Decorator:
+    def _skip(self, name: str) -> cst.Decorator:
         """Convert a skip, or one with a condition; keep how its arguments are laid out."""
-        args = list(call.args) if call is not None else []
+        args = self.args
         names = ["reason"] if name == "skip" else ["condition", "reason"]
         given = [arg.keyword.value if arg.keyword else names[at] for at, arg in enumerate(args[: len(names)])]
-        if call is None or len(args) != len(names) or given != names or any(arg.star for arg in args):
+        if len(args) != len(names) or given != names or any(arg.star for arg in args):
             raise NotConverted(f"{name} with arguments of another form")
         args[-1] = args[-1].with_changes(keyword=cst.Name("reason"), equal=EQUAL)
         if name != "skip":
             args[0] = args[0].with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)
         if name == "skipUnless":
             args[0] = args[0].with_changes(value=cst.UnaryOperation(cst.Not(), _closed(args[0].value)))
-        self.result.imports.add("pytest")
-        mark = cst.parse_expression(f"pytest.mark.{'skip' if name == 'skip' else 'skipif'}")
-        return decorator.with_changes(decorator=call.with_changes(func=mark, args=args))
+        return self._mark_with("skip" if name == "skip" else "skipif", args)
 
     # One method for each decorator of torch.testing._internal that takes arguments; named as it is.
 
-    def _skip_if_lt_x_gpu(self, decorator: cst.Decorator, call: cst.Call | None) -> cst.Decorator:
-        match (
-            [(arg.keyword and arg.keyword.value, self.source.code(arg.value)) for arg in call.args]
-            if call
-            else []
-        ):
+    def _skip_if_lt_x_gpu(self) -> cst.Decorator:
+        match [(arg.keyword and arg.keyword.value, self.source.code(arg.value)) for arg in self.args]:
             case [(None, count)]:
-                return self._skipif(
-                    decorator, f"{_DEVICES} < {count}", f'"needs {_text(count)} accelerators"'
-                )
+                return self._skipif(f"{_DEVICES} < {count}", f'"needs {_text(count)} accelerators"')
             case [(None, count), ("allow_cpu", "True")]:
                 return self._skipif(
-                    decorator, f"0 < {_DEVICES} < {count}", f'"needs {_text(count)} accelerators, or none"'
+                    f"0 < {_DEVICES} < {count}", f'"needs {_text(count)} accelerators, or none"'
                 )
         raise NotConverted("skip_if_lt_x_gpu with arguments by name")
 
-    def _require_n_gpus_for_nccl_backend(
-        self, decorator: cst.Decorator, call: cst.Call | None
-    ) -> cst.Decorator:
-        return self._gpus_for_nccl(decorator, call, reverse=False)
+    def _require_n_gpus_for_nccl_backend(self) -> cst.Decorator:
+        return self._gpus_for_nccl(reverse=False)
 
-    def _nccl_skip_if_lt_x_gpu(self, decorator: cst.Decorator, call: cst.Call | None) -> cst.Decorator:
-        return self._gpus_for_nccl(decorator, call, reverse=True)
+    def _nccl_skip_if_lt_x_gpu(self) -> cst.Decorator:
+        return self._gpus_for_nccl(reverse=True)
 
-    def _gpus_for_nccl(
-        self, decorator: cst.Decorator, call: cst.Call | None, *, reverse: bool
-    ) -> cst.Decorator:
-        if call is None or len(call.args) != 2 or any(arg.keyword or arg.star for arg in call.args):
+    def _gpus_for_nccl(self, *, reverse: bool) -> cst.Decorator:
+        if len(self.args) != 2 or any(arg.keyword or arg.star for arg in self.args):
             raise NotConverted("the number of GPUs for nccl, by name")
-        codes = [self.source.code(arg.value) for arg in call.args]
+        codes = [self.source.code(arg.value) for arg in self.args]
         count, backend = reversed(codes) if reverse else codes
         condition = f'{backend} == "nccl" and torch.cuda.device_count() < {count}'
         self.result.imports.add("torch")
-        return self._skipif(decorator, condition, f'"needs {_text(count)} GPUs"')
+        return self._skipif(condition, f'"needs {_text(count)} GPUs"')
 
-    def _requires_world_size(self, decorator: cst.Decorator, call: cst.Call | None) -> cst.Decorator:
-        count = self._only_argument(call, "requires_world_size")
+    def _requires_world_size(self) -> cst.Decorator:
+        count = self._only_argument("requires_world_size")
         self.result.size = count
-        return self._skipif(decorator, f"torch.cuda.device_count() < {count}", f'"needs {_text(count)} GPUs"')
+        return self._skipif(f"torch.cuda.device_count() < {count}", f'"needs {_text(count)} GPUs"')
 
-    def _skip_but_pass_in_sandcastle_if(
-        self, decorator: cst.Decorator, call: cst.Call | None
-    ) -> cst.Decorator:
-        return self._skip(decorator, call, "skipIf")
+    def _skip_but_pass_in_sandcastle_if(self) -> cst.Decorator:
+        return self._skip("skipIf")
 
-    def _skip_but_pass_in_sandcastle(self, decorator: cst.Decorator, call: cst.Call | None) -> cst.Decorator:
-        return self._skip(decorator, call, "skip")
+    def _skip_but_pass_in_sandcastle(self) -> cst.Decorator:
+        return self._skip("skip")
 
-    def _requires_nccl_version(self, decorator: cst.Decorator, call: cst.Call | None) -> cst.Decorator:
-        if call is None or len(call.args) != 2 or any(arg.keyword or arg.star for arg in call.args):
+    def _requires_nccl_version(self) -> cst.Decorator:
+        if len(self.args) != 2 or any(arg.keyword or arg.star for arg in self.args):
             raise NotConverted("requires_nccl_version with arguments by name")
-        version, reason = (self.source.code(arg.value) for arg in call.args)
+        version, reason = (self.source.code(arg.value) for arg in self.args)
         # torch asks for the version only where there is CUDA.
         condition = f"torch.cuda.is_available() and torch.cuda.nccl.version() < {version}"
-        return self._skipif(decorator, condition, reason)
+        return self._skipif(condition, reason)
 
-    def _with_comms(self, decorator: cst.Decorator, call: cst.Call | None) -> None:
+    def _with_comms(self) -> None:
         self.result.joined = True
-        for arg in call.args if call is not None else ():
+        for arg in self.args:
             match arg:
                 case cst.Arg(keyword=cst.Name("backend"), value=cst.SimpleString() as value) if (
                     value.evaluated_value in ("gloo", "nccl")
@@ -248,16 +245,16 @@ class _Convert:
                 case _:
                     raise NotConverted("with_comms with a backend that a world may not have")
 
-    def _with_temp_dir(self, decorator: cst.Decorator, call: cst.Call | None) -> None:
+    def _with_temp_dir(self) -> None:
         if not self.result.joined:
             raise NotConverted("with_temp_dir where no group is up: each rank had a directory of its own")
 
-    def _instantiate_parametrized_tests(self, decorator: cst.Decorator, call: cst.Call | None) -> None:
+    def _instantiate_parametrized_tests(self) -> None:
         return None
 
-    def _parametrize(self, decorator: cst.Decorator, call: cst.Call | None) -> cst.Decorator:
-        args = list(call.args) if call is not None else []
-        if call is None or len(args) not in (2, 3) or any(arg.star for arg in args):
+    def _parametrize(self) -> cst.Decorator:
+        args = self.args
+        if len(args) not in (2, 3) or any(arg.star for arg in args):
             raise NotConverted("parametrize with arguments of another form")
         if [arg.keyword.value for arg in args if arg.keyword] not in ([], ["name_fn"]):
             raise NotConverted("parametrize with arguments by name")
@@ -269,9 +266,7 @@ class _Convert:
                 self.result.reasons.append("name_fn, dropped: it takes several values, pytest's ids take one")
                 args = [args[0], args[1].with_changes(comma=args[2].comma)]
         args[1] = args[1].with_changes(value=self._values(args[1].value, args[0].value))
-        self.result.imports.add("pytest")
-        new = call.with_changes(func=cst.parse_expression("pytest.mark.parametrize"), args=args)
-        return decorator.with_changes(decorator=new)
+        return self._mark_with("parametrize", args)
 
     def _values(self, node: cst.BaseExpression, names: cst.BaseExpression) -> cst.BaseExpression:
         """Return the values of a parametrization, each `subtest` as a `pytest.param`."""
@@ -302,9 +297,9 @@ class _Convert:
         args += [cst.Arg(value, keyword=cst.Name("id"), equal=EQUAL) for value in keywords.values()]
         return cst.Call(cst.parse_expression("pytest.param"), args)
 
-    def _only_argument(self, call: cst.Call | None, name: str) -> str:
-        match call:
-            case cst.Call(args=[cst.Arg(value=value, keyword=None, star="")]):
+    def _only_argument(self, name: str) -> str:
+        match self.args:
+            case [cst.Arg(value=value, keyword=None, star="")]:
                 return self.source.code(value)
         raise NotConverted(f"{name} with other arguments than one")
 

@@ -17,8 +17,10 @@ __tracebackhide__ = True  # under pytest a failure points to the call
 _NUMBERS = {getattr(dist.ReduceOp.RedOpType, name): number for number, name in enumerate(REDUCTIONS)}
 
 
-def check_tensors(op: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Raise ValueError unless all are plain CPU tensors of one dtype."""
+def check_tensors(
+    op: str, tensors: Iterable[Tensor], dtype: torch.dtype, filled: Iterable[Tensor] = ()
+) -> None:
+    """Raise ValueError unless all are plain CPU tensors of one dtype, and those to fill do not overlap."""
     for tensor in tensors:
         if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype is dtype):
             if not tensor.is_cpu:
@@ -33,11 +35,7 @@ def check_tensors(op: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> Non
             raise ValueError(
                 f"{op}: a tensor is a conjugated or negated view; call .resolve_conj().resolve_neg() on it"
             )
-
-
-def check_filled(op: str, outputs: Iterable[Tensor]) -> None:
-    """Raise ValueError if an element of an output shares its memory with another one."""
-    for output in outputs:
+    for output in filled:
         if not output.is_contiguous() and 0 in output.stride() and output.numel() > 1:
             sizes = zip(output.shape, output.stride(), strict=True)
             if any(size > 1 and not stride for size, stride in sizes):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.shm import coalesced
 from lockstep.shm.arguments import (
-    check_filled,
     check_length,
     check_numel,
     check_splits,
@@ -219,8 +218,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         tensor = tensors[0]
-        check_tensors("all_reduce", tensors, tensor.dtype)
-        check_filled("all_reduce", tensors)
+        check_tensors("all_reduce", tensors, tensor.dtype, filled=tensors)
         reduction = reduction_of("all_reduce", opts, tensor.dtype)
         if reduction == PREMUL_SUM:
             tensor.copy_(premultiplied(opts, reduction, tensor))
@@ -230,16 +228,14 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tensors = list(tensors)
         if len({tensor.dtype for tensor in tensors}) != 1:
             return self._each(self.allreduce, [([tensor],) for tensor in tensors], opts)
-        check_tensors("all_reduce", tensors, tensors[0].dtype)
-        check_filled("all_reduce", tensors)
+        check_tensors("all_reduce", tensors, tensors[0].dtype, filled=tensors)
         reduction = reduction_of("all_reduce", opts, tensors[0].dtype)
         for tensor in tensors if reduction == PREMUL_SUM else ():
             tensor.copy_(premultiplied(opts, reduction, tensor))
         return self._work(coalesced.all_reduce(self._collectives, tensors, reduction), opts, tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        check_tensors("all_gather_single", (output, input), input.dtype)
-        check_filled("all_gather_single", (output,))
+        check_tensors("all_gather_single", (output, input), input.dtype, filled=(output,))
         check_numel("all_gather_single", output, input, self.size())
         return self._work(self._collectives.all_gather_single(output, input), opts, [output])
 
@@ -249,8 +245,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs, inputs = list(outputs), list(inputs)
         if len({tensor.dtype for tensor in inputs}) != 1:
             return self._each(self.all_gather_single, list(zip(outputs, inputs, strict=True)), opts)
-        check_tensors("all_gather_single", [*outputs, *inputs], inputs[0].dtype)
-        check_filled("all_gather_single", outputs)
+        check_tensors("all_gather_single", [*outputs, *inputs], inputs[0].dtype, filled=outputs)
         for output, input in zip(outputs, inputs, strict=True):
             check_numel("all_gather_single", output, input, self.size())
         return self._work(coalesced.all_gather(self._collectives, outputs, inputs), opts, outputs)
@@ -259,8 +254,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         filled = list(outputs[0])
-        check_tensors("all_gather", (*filled, inputs[0]), inputs[0].dtype)
-        check_filled("all_gather", filled)
+        check_tensors("all_gather", (*filled, inputs[0]), inputs[0].dtype, filled=filled)
         check_length("all_gather", filled, self.size())
         check_numel("all_gather", filled[self.rank()], inputs[0], 1)
         return self._work(self._collectives.all_gather(filled, inputs[0]), opts, filled)
@@ -274,8 +268,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        check_tensors("reduce_scatter_single", (output, input), input.dtype)
-        check_filled("reduce_scatter_single", (output,))
+        check_tensors("reduce_scatter_single", (output, input), input.dtype, filled=(output,))
         check_numel("reduce_scatter_single", input, output, self.size())
         reduction = reduction_of("reduce_scatter_single", opts, input.dtype)
         input = premultiplied(opts, reduction, input)
@@ -287,8 +280,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs, inputs = list(outputs), list(inputs)
         if len({tensor.dtype for tensor in inputs}) != 1:
             return self._each(self.reduce_scatter_single, list(zip(outputs, inputs, strict=True)), opts)
-        check_tensors("reduce_scatter_single", [*outputs, *inputs], inputs[0].dtype)
-        check_filled("reduce_scatter_single", outputs)
+        check_tensors("reduce_scatter_single", [*outputs, *inputs], inputs[0].dtype, filled=outputs)
         for output, input in zip(outputs, inputs, strict=True):
             check_numel("reduce_scatter_single", input, output, self.size())
         reduction = reduction_of("reduce_scatter_single", opts, inputs[0].dtype)
@@ -300,8 +292,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
         output, pieces = outputs[0], list(inputs[0])
-        check_tensors("reduce_scatter", (output, *pieces), output.dtype)
-        check_filled("reduce_scatter", (output,))
+        check_tensors("reduce_scatter", (output, *pieces), output.dtype, filled=(output,))
         check_length("reduce_scatter", pieces, self.size())
         check_numel("reduce_scatter", pieces[self.rank()], output, 1)
         reduction = reduction_of("reduce_scatter", opts, output.dtype)
@@ -310,8 +301,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         tensor, root = tensors[0], opts.rootRank if opts is not None else 0
-        check_tensors("broadcast", (tensor,), tensor.dtype)
-        check_filled("broadcast", (tensor,) if root != self.rank() else ())
+        check_tensors("broadcast", (tensor,), tensor.dtype, filled=(tensor,) if root != self.rank() else ())
         return self._work(self._collectives.broadcast(tensor, root), opts, [tensor])
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
@@ -326,8 +316,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         filled, input = list(outputs[0]) if outputs else [], inputs[0]
-        check_tensors("gather", (*filled, input), input.dtype)
-        check_filled("gather", filled)
+        check_tensors("gather", (*filled, input), input.dtype, filled=filled)
         if opts.rootRank == self.rank():
             check_length("gather", filled, self.size())
             for output in filled:
@@ -336,8 +325,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         output, pieces = outputs[0], list(inputs[0]) if inputs else []
-        check_tensors("scatter", (output, *pieces), output.dtype)
-        check_filled("scatter", (output,))
+        check_tensors("scatter", (output, *pieces), output.dtype, filled=(output,))
         if opts.rootRank == self.rank():
             check_length("scatter", pieces, self.size())
             for piece in pieces:
@@ -352,8 +340,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         sends: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        check_tensors("all_to_all_single", (output, input), input.dtype)
-        check_filled("all_to_all_single", (output,))
+        check_tensors("all_to_all_single", (output, input), input.dtype, filled=(output,))
         check_splits(output, receives, self.size())
         check_splits(input, sends, self.size())
         operation = self._collectives.all_to_all_single(output, input, receives, sends)
@@ -361,8 +348,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         outputs, inputs = list(outputs), list(inputs)
-        check_tensors("all_to_all", [*outputs, *inputs], inputs[0].dtype)
-        check_filled("all_to_all", outputs)
+        check_tensors("all_to_all", [*outputs, *inputs], inputs[0].dtype, filled=outputs)
         check_length("all_to_all", outputs, self.size())
         check_length("all_to_all", inputs, self.size())
         return self._work(self._collectives.all_to_all(outputs, inputs), opts, outputs)
@@ -399,8 +385,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._work(self._mailbox.send(tensors[0], peer, tag), None, list(tensors))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        check_tensors("recv", tensors, tensors[0].dtype)
-        check_filled("recv", tensors)
+        check_tensors("recv", tensors, tensors[0].dtype, filled=tensors)
         return self._work(self._mailbox.receive(tensors[0], peer, tag), None, list(tensors))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:

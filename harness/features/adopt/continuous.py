@@ -36,8 +36,7 @@ class Continuous:
     family = "torch"
 
     def matches(self, cls: type) -> bool:
-        base = torch_internals.base("MultiProcContinuousTest")
-        return base is not None and issubclass(cls, base)
+        return torch_internals.is_a(cls, "MultiProcContinuousTest")
 
     def demand(self, item: pytest.Item) -> Demand:
         cls = item.cls  # type: ignore[attr-defined]
@@ -48,8 +47,7 @@ class Continuous:
                 raise LeftAlone(f"{owner.__name__} has a launcher of its own: it overrides {name}")
         if not hasattr(cls, "_ensure_processes_spawned"):
             raise LeftAlone("torch before 2.12 starts its processes as soon as the class is set up")
-        comms = torch_internals.base("C10dTorchCommsTestBase")
-        if comms is not None and issubclass(cls, comms):
+        if torch_internals.is_a(cls, "C10dTorchCommsTestBase"):
             raise LeftAlone("it needs torchcomms, whose groups are not torch's")
         return Demand(_size_of(cls), torch_internals.timeout_of(item.name))
 
@@ -60,7 +58,6 @@ class Continuous:
     def running(self, item: pytest.Item, place: RankOfItem) -> Iterator[None]:
         """Put the worker's part in place of what waits for workers."""
         case: Any = item.instance  # type: ignore[attr-defined]
-        kept = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
         waits = item.obj  # type: ignore[attr-defined]
 
         @functools.wraps(waits)
@@ -69,13 +66,15 @@ class Continuous:
             Worker(case, place).run()
 
         item.obj = work  # type: ignore[attr-defined]
-        with mock.patch.object(type(case), "_spawn_processes", functools.partial(_start_nothing, type(case))):
+        start_nothing = functools.partial(_start_nothing, type(case))
+        with (
+            torch_internals.variables_restored(_TORCHS_VARIABLES),
+            mock.patch.object(type(case), "_spawn_processes", start_nothing),
+        ):
             try:
                 yield
             finally:
                 item.obj = waits  # type: ignore[attr-defined]
-                for name, value in kept.items():
-                    os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def _size_of(cls: Any) -> int:

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 
 from lockstep.features.adopt import pytest_internals
-from lockstep.features.adopt.kinds import Demand, LeftAlone, RankOfItem
+from lockstep.features.adopt.kinds import RANKS_VARIABLES, Demand, LeftAlone, RankOfItem
 from lockstep.features.adopt.modules import restored
 from lockstep.hookspecs import RANK_PLUGIN
 
@@ -34,8 +34,6 @@ _OF_FILES = "_launch_with_file_store"
 """The method that makes a file for a rendezvous, launches each world size, and sleeps after each."""
 _PARAMETERS = ("local_rank", "num_procs", "master_port", "init_method", "skip_msg")
 """Parameters of `_dist_run`, in any version."""
-_VARIABLES_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a rank has, and a process of DeepSpeed's has not before `_dist_run` sets them."""
 
 
 class DistributedTest:
@@ -198,7 +196,7 @@ def _launch(place: RankOfItem, launched: dict[int, bool], test: Any, num_procs: 
         "skip_msg": skips,
     }
     with mock.patch.dict(os.environ):  # a process takes its environment with it
-        for name in _VARIABLES_OF_RANKS:
+        for name in RANKS_VARIABLES:
             os.environ.pop(name, None)
         names = inspect.signature(test._dist_run).parameters
         result = test._dist_run(**{name: offered[name] for name in names})

@@ -9,6 +9,9 @@ from typing import NoReturn, Protocol
 
 import pytest
 
+RANKS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets, as ranks have them, and a process of another launcher has not at first."""
+
 
 class LeftAlone(Exception):
     """The reason for which a class or a test is left to its own launcher."""

@@ -20,16 +20,20 @@ from unittest import mock
 import pytest
 
 from lockstep.features.adopt import torch_internals
-from lockstep.features.adopt.kinds import Demand, LeftAlone, NothingToRun, NotOnRanks, RankOfItem, is_skipped
+from lockstep.features.adopt.kinds import (
+    RANKS_VARIABLES,
+    Demand,
+    LeftAlone,
+    NothingToRun,
+    NotOnRanks,
+    RankOfItem,
+    is_skipped,
+)
 
 __tracebackhide__ = True
 
 # Methods of torch's launcher. A class with one of its own does with processes what only it knows.
 _LAUNCHER = ("_spawn_processes", "_start_processes", "_join_processes", "_check_return_codes", "join_or_run")
-_RANKS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets, as ranks have them, and a child of torch's launcher has not."""
-_TORCHS_VARIABLES = (*_RANKS_VARIABLES, "TORCH_NCCL_DESYNC_DEBUG")
-"""The same, and what torch's base classes set in every `setUp`: a test that leaves them is not reported."""
 
 _NOT_USERS = frozenset({"torch", "unittest", "builtins"})
 """Packages of base classes that a test does not change."""
@@ -41,8 +45,7 @@ class MultiThreaded:
     family = "torch"
 
     def matches(self, cls: type) -> bool:
-        base = torch_internals.base("MultiThreadedTestCase")
-        return base is not None and issubclass(cls, base)
+        return torch_internals.is_a(cls, "MultiThreadedTestCase")
 
     def demand(self, item: pytest.Item) -> Demand:
         raise LeftAlone("its ranks are threads of one process")
@@ -60,8 +63,7 @@ class MultiProcess:
     family = "torch"
 
     def matches(self, cls: type) -> bool:
-        base = torch_internals.base("MultiProcessTestCase")
-        return base is not None and issubclass(cls, base)
+        return torch_internals.is_a(cls, "MultiProcessTestCase")
 
     def demand(self, item: pytest.Item) -> Demand:
         cls = item.cls  # type: ignore[attr-defined]
@@ -119,17 +121,15 @@ class MultiProcess:
 @contextlib.contextmanager
 def _as_in_a_child() -> Iterator[None]:
     """Start processes, and see the environment, as torch's children do; restore what its base classes set."""
-    variables = {name: os.environ.get(name) for name in _TORCHS_VARIABLES}
-    for name in _RANKS_VARIABLES:
-        os.environ.pop(name, None)
     method = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(method, force=True)
-        for name, value in variables.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    with torch_internals.variables_restored((*RANKS_VARIABLES, "TORCH_NCCL_DESYNC_DEBUG")):
+        for name in RANKS_VARIABLES:
+            os.environ.pop(name, None)
+        multiprocessing.set_start_method("spawn", force=True)
+        try:
+            yield
+        finally:
+            multiprocessing.set_start_method(method, force=True)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ up, never imported.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,23 @@ def base(name: str) -> type | None:
     """Return a base class of torch's by name, None if nothing in this process has imported it."""
     found: type | None = getattr(sys.modules.get(COMMON), name, None)
     return found
+
+
+def is_a(cls: type, name: str) -> bool:
+    """Return whether a class derives from a base class of torch's."""
+    found = base(name)
+    return found is not None and issubclass(cls, found)
+
+
+@contextlib.contextmanager
+def variables_restored(names: Iterable[str]) -> Iterator[None]:
+    """Restore variables of the environment at the end: what torch sets is not reported as left behind."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def skip_message(code: object) -> str | None:

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import unittest
 from collections.abc import Callable, Iterable, Sequence
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -131,26 +132,17 @@ class DrawRecorder(DataObserver):
         self.conclusion: tuple[Any, ...] | None = None
         data.observer = self
 
-    def draw_integer(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
-        self._record("integer", value, constraints, was_forced)
-
-    def draw_float(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
-        self._record("float", value, constraints, was_forced)
-
-    def draw_string(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
-        self._record("string", value, constraints, was_forced)
-
-    def draw_bytes(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
-        self._record("bytes", value, constraints, was_forced)
-
-    def draw_boolean(self, value: Any, *, constraints: Any, was_forced: bool) -> None:
-        self._record("boolean", value, constraints, was_forced)
-
-    def _record(self, kind: str, value: Any, constraints: Any, was_forced: bool) -> None:
+    def _record(self, kind: str, value: Any, *, constraints: Any, was_forced: bool) -> None:
         if self._check is not None:
             self._check()
         self._running.draw(choices_to_bytes((value,)))
         self.events.append((kind, value, constraints, was_forced, len(self._data.draw_times)))
+
+    draw_integer = partialmethod(_record, "integer")
+    draw_float = partialmethod(_record, "float")
+    draw_string = partialmethod(_record, "string")
+    draw_bytes = partialmethod(_record, "bytes")
+    draw_boolean = partialmethod(_record, "boolean")
 
     def kill_branch(self) -> None:
         self.events.append((_KILL, None, {}, False, 0))
