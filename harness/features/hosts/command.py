@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,7 +32,6 @@ from lockstep.features.hosts.join_info import (
     Store,
     WithoutSecret,
     needed_secret,
-    new_secret,
     rendezvous_point,
     take_secret,
 )
@@ -162,7 +162,7 @@ def _lead(place: NodePlace, options: argparse.Namespace, secret: bytes | None) -
         raise LaunchError(
             f"--meet {options.meet}: {by_hand.address} is no address of this host, which is node 0"
         )
-    join_info = by_hand or JoinInfo(_own_address(place, options.address), 0, secret or new_secret())
+    join_info = by_hand or JoinInfo(_own_address(place, options.address), 0, secret or token_hex(32).encode())
     way = _way(place, by_hand, secret)
     directory = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
     rendezvous, status = None, NOT_RUN

@@ -116,10 +116,6 @@ def needed_secret(secret: bytes | None) -> bytes:
     return secret
 
 
-def new_secret() -> bytes:
-    return secrets.token_hex(32).encode()
-
-
 def _read_private(path: Path) -> str:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # the open of a FIFO waits for a process that writes

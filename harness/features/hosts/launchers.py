@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -119,12 +119,8 @@ def place_of(environ: Mapping[str, str]) -> NodePlace | None:
     place = NodePlace(node, nodes, launcher.name, _local_size(environ, launcher), f"{job}.{step}".rstrip("."))
     if launcher is not _TORCHRUN or place.local_size > 1:  # which is refused
         return place
-    return NodePlace(
-        place.node,
-        place.nodes,
-        place.launcher,
-        place.local_size,
-        place.job,
+    return replace(
+        place,
         store=(environ.get("MASTER_ADDR", ""), _number(environ, "MASTER_PORT")),
         has_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.features.hosts.hosts_file import HostInfo, read_hosts_file
+from lockstep.features.hosts.hosts_file import read_hosts_file
 from lockstep.specification import Spread
 
 
@@ -24,11 +24,7 @@ def spread_of(size: int, on: int | None, *, needs_gpus: bool, per_host: int | No
         return f"the test needs {on} hosts, {have}"
     if needs_gpus:
         return _spread(size, on, [len(host.gpus) for host in hosts], can_share=False)
-    return _spread(size, on, [_capacity(host, per_host) for host in hosts], can_share=True)
-
-
-def _capacity(host: HostInfo, per_host: int | None) -> int:
-    return per_host or len(host.gpus) or host.cpus
+    return _spread(size, on, [per_host or len(host.gpus) or host.cpus for host in hosts], can_share=True)
 
 
 def _spread(size: int, on: int | None, capacities: Sequence[int], can_share: bool) -> Spread | str:
