@@ -317,8 +317,8 @@ class ParamGroup:
             local, axis = self._part
         else:
             local = flat
-            if (flat.dtype, flat.device) != (dtypes.compute, shard.device):
-                local = collectives.as_sent(flat, dtypes.compute, shard.device, axis)
+            if (flat.dtype, flat.device) != (dtypes.compute, full.buffer.device):
+                local = collectives.as_sent(flat, dtypes.compute, full.buffer.device, axis)
             self._sent = local if local.data_ptr() != flat.data_ptr() else None
         if shard.layout.in_order:
             self._arrive = collectives.start_gather(full.buffer, local, axis)
