@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.backends import meets
 from lockstep.controller.requests import REQUEST, Refusal, Request
 from lockstep.features.debugger import FEATURE, Chosen, State
 from lockstep.features.debugger.pytest_internals import uncaptured_streams
@@ -78,7 +79,7 @@ class Debugging:
             has = "no test runs on ranks"
             if keys:
                 has = f"the largest world has the ranks 0 to {max(key.size for key in keys) - 1}"
-            if any(key.backend == "fake" for key in keys):
+            if not all(meets(key.backend) for key in keys):
                 has += f". A fake world is one process: {option} 0 debugs it, whichever rank it stands for"
             raise pytest.UsageError(f"{option} {self._rank}: there is no such rank: {has}")
         return result

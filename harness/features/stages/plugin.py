@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lockstep.backends import meets
 from lockstep.controller.pytest_internals import fixture_of
 from lockstep.features.stages.stage import KIND, find_stage
 from lockstep.hookspecs import CONTROLLER_PLUGIN
@@ -26,7 +27,7 @@ def pytest_ranks_request(item: pytest.Item, mark: RanksMark, request: Request) -
     names = _stages_of(item)
     if not names:
         return None
-    if request.key.backend == "fake":
+    if not meets(request.key.backend):
         from lockstep.controller.requests import Refusal
 
         why = f"the test has a stage (`{names[0]}`), and a fake world is one process that receives nothing"

@@ -58,7 +58,8 @@ _OPTION = re.compile(r"^ +(--[a-z-]+)", re.MULTILINE)
 
 def _options_of(command: str) -> list[str]:
     commands = ArgumentParser().add_subparsers()
-    import_module(f"lockstep.{command}.command").add_to(commands)
+    room = "features.hosts" if command == "hosts" else command
+    import_module(f"lockstep.{room}.command").add_to(commands)
     return _OPTION.findall(commands.choices[command].format_help())
 
 

@@ -27,7 +27,7 @@ WARM = (
     "pytest",
     "lockstep.plugin",
     "lockstep.commands",
-    *(f"lockstep.{name}.command" for name in ("conformance", "hosts", "port")),
+    *(f"lockstep.{name}.command" for name in ("conformance", "features.hosts", "port")),
     *(f"lockstep.{name}" for name in ("controller.plugin", "conformance.plugin", "reporting.summary")),
     "libcst",
 )
