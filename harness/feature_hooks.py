@@ -208,7 +208,7 @@ def pytest_ranks_agreed(run: ItemRun, votes: Sequence[Vote], parts: dict[str, An
 
 @pytest.hookspec
 def pytest_ranks_run_ended(run: ItemRun) -> None:
-    """Forget a run whose ranks were probed, as it has ended or was broken off. Called in the controller."""
+    """Forget a run, which has ended or was broken off. Called in the controller."""
 
 
 @pytest.hookspec

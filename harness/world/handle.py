@@ -13,7 +13,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +170,32 @@ class RankHandle:
         return Died(self.started.exitcode, self.log(), 0.0)
 
 
-def request_statuses(handles: Collection[RankHandle]) -> dict[int, RankStatus]:
-    """Return the statuses of ranks that have not died; other messages of theirs are dropped."""
+def request_statuses(
+    handles: Collection[RankHandle], handle_message: Callable[[int, FromRank | Died], None] | None = None
+) -> dict[int, RankStatus]:
+    """Return the whole statuses of ranks that have not died.
+
+    Args:
+        handle_message: called with whatever they send until then; without it other messages are dropped.
+    """
     answers: dict[int, RankStatus] = {}
     for handle in handles:
         handle.send(Probe(full=True))
     until = time.monotonic() + ANSWER_WITHIN
+    # An answer without a record may be that to an earlier probe, and says less.
     while (
-        silent := [each for each in handles if each.rank not in answers and each.died is None]
+        waiting := [
+            each
+            for each in handles
+            if each.died is None and (each.rank not in answers or answers[each.rank].record is None)
+        ]
     ) and time.monotonic() < until:
-        for rank, message in receive(silent, until - time.monotonic()):
+        for rank, message in receive(waiting, until - time.monotonic()):
             if isinstance(message, RankStatus):
                 answers[rank] = message
+            if handle_message is not None:
+                handle_message(rank, message)
+    silent = [handle for handle in waiting if handle.rank not in answers]
     return answers | {handle.rank: handle.describe_silent() for handle in silent}
 
 

@@ -1,9 +1,52 @@
-"""Diagnoses of ranks of an item that wait for each other. Runs in the controller; must not import torch."""
+"""Probes of the ranks of an item, and the diagnoses of ranks that wait for each other.
+
+Runs in the controller; must not import torch.
+"""
 
 from __future__ import annotations
 
-from lockstep.protocol import RankStatus
+import time
+from collections.abc import Sequence
+
+from lockstep.protocol import Probe, Progress, RankStatus
 from lockstep.world.diagnosis import Diagnosis, find_mismatch
+from lockstep.world.handle import RankHandle
+
+PROBE_EVERY = 0.3
+"""Seconds between looks at ranks that have nothing to say."""
+
+
+class Probes:
+    """Probes of ranks.
+
+    Attributes:
+        answers: The answers since the last probe.
+        unanswered: Ranks that have been sent a probe and have not answered it.
+        due: The moment of the next probe, monotonic.
+    """
+
+    def __init__(self, handles: Sequence[RankHandle]) -> None:
+        self.answers: dict[int, RankStatus] = {}
+        self.unanswered: set[int] = set()
+        self.postpone()
+        self._handles = handles
+
+    def postpone(self) -> None:
+        self.due = time.monotonic() + PROBE_EVERY
+
+    def take(self, rank: int, answer: RankStatus | Progress) -> None:
+        self.unanswered.discard(rank)
+        if isinstance(answer, RankStatus):
+            self.answers[rank] = answer
+
+    def send(self, names_place: bool) -> None:
+        """Send the next probe to each rank that has answered the last one."""
+        self.answers.clear()
+        self.postpone()
+        for handle in self._handles:
+            if handle.rank not in self.unanswered:  # a write to a full wire would wait until the rank reads
+                self.unanswered.add(handle.rank)
+                handle.send(Probe(names_place=names_place))
 
 
 class Standstill:

@@ -27,7 +27,7 @@ from lockstep.protocol import (
     Reported,
     RunItem,
 )
-from lockstep.world import item_run
+from lockstep.world import clock, standstill
 from lockstep.world.handle import RankHandle
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import ItemOutcome, Stuck
@@ -101,7 +101,7 @@ class FreedRank(SilentRank):
 
 
 def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) -> None:
-    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
+    monkeypatch.setattr(standstill, "PROBE_EVERY", 0.01)
     rank = FreedRank()
     outcome = _run(rank, 10)
     assert rank.sent.count(AbortGroup("a=1")) == 1
@@ -109,7 +109,7 @@ def test_an_answer_from_before_an_abort_does_not_end_the_test(monkeypatch: Any) 
 
 
 def test_a_rank_that_does_not_answer_gets_two_probes_only(monkeypatch: Any) -> None:
-    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.01)
+    monkeypatch.setattr(standstill, "PROBE_EVERY", 0.01)
     ours, _theirs = multiprocessing.Pipe()
     rank = SilentRank(ours)
     _run(rank, 0.5)
@@ -126,7 +126,7 @@ def test_waiting_for_the_tear_down_of_a_failed_rank_is_not_busy() -> None:
 
 
 def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any) -> None:
-    monkeypatch.setattr(item_run, "COLLECT_WITHIN", 0.5)
+    monkeypatch.setattr(clock, "COLLECT_WITHIN", 0.5)
     ours, theirs = multiprocessing.Pipe()
     theirs.send((Collecting("test_endless.py"),))
     (rank,) = _run(SilentRank(ours), 0.1).ranks
@@ -202,7 +202,7 @@ class AnsweringRank(LateRank):
 
 def test_a_rank_that_has_not_begun_does_not_count_as_one_that_has_ended(monkeypatch: Any) -> None:
     """It may be busy with the end of the test before, or with the import of the file."""
-    monkeypatch.setattr(item_run, "PROBE_EVERY", 0.05)
+    monkeypatch.setattr(standstill, "PROBE_EVERY", 0.05)
     begun = Issued(DEFAULT_GROUP, (), 1, "all_gather", ("float",), ((3,),), in_flight=True)
     waits, idle = RankStatus("", "", state="runs", issued=(begun,)), RankStatus("", "", state="idle")
     ranks = [AnsweringRank(*multiprocessing.Pipe()) for _ in range(2)]
