@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from lockstep.controller.requests import Refusal, Request
     from lockstep.hookspecs import Ending
-    from lockstep.launch.processes import Launcher, Loan, ProcessLauncher, RankProgram
+    from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram
     from lockstep.marker import RanksMark
     from lockstep.options import Options
     from lockstep.protocol import Part, Progress, RankStatus, RunItem, Vote
@@ -45,11 +45,6 @@ def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[
         preload: modules that `ranks_preload` names, which must be importable.
         hints: modules of which those are imported that can be.
     """
-
-
-@pytest.hookspec(firstresult=True)
-def pytest_ranks_loan(config: pytest.Config) -> Loan | None:
-    """Return streams that one rank of each world takes over. In the controller, before the first world."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -107,7 +102,7 @@ def pytest_ranks_timeout(item: pytest.Item, mark: RanksMark, key: WorldKey) -> f
 
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_launcher(launcher: ProcessLauncher, program: RankProgram) -> Launcher | None:
-    """Return another launcher of ranks than that of this machine. Called in the controller, once."""
+    """Prepare the launcher of this machine, or return another one. Called in the controller, once."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -211,19 +206,17 @@ def pytest_ranks_run_ended(run: ItemRun) -> None:
     """Forget a run, which has ended or was broken off. Called in the controller."""
 
 
-@pytest.hookspec
-def pytest_ranks_begin(order: RunItem) -> None:
-    """Prepare the process for an item, before its file is imported. Called in each rank."""
-
-
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_idle() -> bool | None:
     """Return whether the rank ends now. Called again and again in each rank that waits for an order."""
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_ranks_received(order: RunItem) -> RunItem | None:
-    """Return an order as this rank is to follow it. Called in each rank, before its item is collected."""
+def pytest_ranks_begin(order: RunItem) -> RunItem | None:
+    """Prepare the process for an item, before its file is imported; return an order to follow instead.
+
+    Called in each rank.
+    """
 
 
 @pytest.hookspec(firstresult=True)

@@ -92,15 +92,6 @@ REBUILT = "rebuilt"
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
-    """State of a rank's process groups."""
-
-    is_aborted: bool
-    collectives: int
-    groups: int
-
-
-@dataclass(frozen=True, slots=True)
 class Agreed:
     """The votes of all ranks, in rank order.
 

@@ -121,8 +121,7 @@ class Controller:
             method = str(self._config.getini("ranks_start_method"))
             modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
             program = RankProgram(RANK, modules, tuple(preload), tuple(hints))
-            loan = self._config.hook.pytest_ranks_loan(config=self._config)
-            own = ProcessLauncher(method, program, loan)
+            own = ProcessLauncher(method, program)
             self._launcher = self._config.hook.pytest_ranks_launcher(launcher=own, program=program) or own
             self._termination.handle()
         return self._launcher

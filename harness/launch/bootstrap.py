@@ -23,7 +23,7 @@ class Rank(Protocol):
     """The part of a rank that starting it needs."""
 
     def join(self) -> None: ...
-    def send(self, message: StartFailed) -> None: ...
+    def fail_to_start(self, why: str) -> None: ...
     def run(self, *, names_lines: bool) -> None: ...
 
 
@@ -65,7 +65,7 @@ def start_rank(make: str, spec: RankSpec, wire: Connection, loan: SentLoan | Non
     try:
         rank.join()
     except Exception as error:  # torch raises its own kinds; their messages are what counts
-        rank.send(StartFailed(f"it could not join its process group: {explain(error)}"))
+        rank.fail_to_start(f"it could not join its process group: {explain(error)}")
         os._exit(1)
     if loan is not None:
         loan.take()

@@ -242,14 +242,16 @@ class ProcessLauncher:
 
     Args:
         start_method: "forkserver" (forks of a server that has imported torch) or "spawn" (new interpreters).
-        loan: what one rank of each world takes over before it runs.
+
+    Attributes:
+        loan: What one rank of each world takes over before it runs.
     """
 
-    def __init__(self, start_method: str, program: RankProgram, loan: Loan | None = None) -> None:
+    def __init__(self, start_method: str, program: RankProgram) -> None:
         self._context: BaseContext = multiprocessing.get_context(start_method)
         self._forks = start_method == "forkserver"
         self._program = program
-        self._loan = loan
+        self.loan: Loan | None = None
         self._checked = False
         self.directory = private_directory()
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
@@ -317,7 +319,7 @@ class ProcessLauncher:
         return started
 
     def _start_one(self, spec: RankSpec, wire: Connection | None) -> RankProcess:
-        loan = self._loan if self._loan is not None and self._loan.rank == spec.rank else None
+        loan = self.loan if self.loan is not None and self.loan.rank == spec.rank else None
         ours, theirs = (wire, wire) if wire is not None else self._context.Pipe()
         process = self._context.Process(  # type: ignore[attr-defined]
             target=start_rank,

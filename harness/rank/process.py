@@ -22,8 +22,6 @@ from lockstep.protocol import (
     Agreed,
     Close,
     Finished,
-    FromRank,
-    GroupState,
     Interrupt,
     Part,
     Probe,
@@ -35,7 +33,7 @@ from lockstep.rank.process_group import DefaultGroup
 from lockstep.rank.rendezvous import Rendezvous
 from lockstep.rank.state import RankState, seed_everything
 from lockstep.rank.status import Activity, StatusReader
-from lockstep.rank.torch_internals import count_collectives, count_groups, open_lasting_pipe
+from lockstep.rank.torch_internals import open_lasting_pipe
 from lockstep.rank.wire import Wire
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.specification import RankSpec
@@ -75,14 +73,6 @@ class Rank:
         self.wire.leave_to_rank()
         self.group.detach()
 
-    def post(self, message: FromRank) -> None:
-        """Send a message with the next one that cannot wait."""
-        self.wire.post(message)
-
-    def send(self, message: FromRank) -> None:
-        """Send a message, after those that were posted."""
-        self.wire.send(message)
-
     def agree(self, vote: Vote, abort_after: float | None = None) -> tuple[Vote, ...]:
         """Send this rank's vote on a case of a test; return the votes of all ranks, in rank order.
 
@@ -100,7 +90,7 @@ class Rank:
         activity = self.status.activity
         activity.meets_in = vote.case.partition("(")[0] or "a new process group"
         activity.state = "votes"
-        self.send(vote)
+        self.wire.send(vote)
         answer = None
         if abort_after is not None and (answer := self.wire.next_answer(abort_after)) is None:
             self.abort()
@@ -121,11 +111,7 @@ class Rank:
         """Send the end of the item."""
         activity = self.status.activity
         activity.state, activity.case, activity.count = "idle", "", ""
-        self.send(message)
-
-    def groups(self) -> GroupState:
-        """Return the state of the process groups."""
-        return GroupState(self.group.is_aborted, count_collectives(), count_groups())
+        self.wire.send(message)
 
     def begin_case(self, name: str, count: str = "") -> None:
         """Enter a case of the test, and seed every generator with the seed of the world.
@@ -203,7 +189,7 @@ class Rank:
         activity = self.status.activity
         match message:
             case Probe():
-                self.send(self.status.answer(message))
+                self.wire.send(self.status.answer(message))
             case AbortGroup(case):
                 with activity.aborting:
                     if case == activity.abortable:

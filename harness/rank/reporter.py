@@ -77,10 +77,12 @@ class RankReporter:
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport
             ends_part = report.failed if is_of_subtest else report.when != "teardown"
-            self._rank.send(Reported(sanitise(data), self._rank.status.collectives() if ends_part else None))
+            self._rank.wire.send(
+                Reported(sanitise(data), self._rank.status.collectives() if ends_part else None)
+            )
         else:  # posted reports are lost if the process dies: no loss, unless there is something to show
             has_output = any(title.endswith(report.when) for title, _ in report.sections)
-            send = self._rank.send if has_output and report.when != "teardown" else self._rank.post
+            send = self._rank.wire.send if has_output and report.when != "teardown" else self._rank.wire.post
             send(Reported(sanitise(data)))
 
     def _serialise(self, report: pytest.TestReport) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class RankReporter:
         if when == "runtest":  # those of start and collection are the controller's too
             category = warning_message.category
             text, filename = truncate(str(warning_message.message), MAX_MESSAGE), warning_message.filename
-            self._rank.post(
+            self._rank.wire.post(
                 Warned(category.__module__, category.__qualname__, text, filename, warning_message.lineno)
             )
 

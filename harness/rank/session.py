@@ -88,9 +88,9 @@ class RankSession:
         self._crash_reports.enable()
         self.rank.join()
 
-    def send(self, message: StartFailed) -> None:
+    def fail_to_start(self, why: str) -> None:
         """Send the controller why the session did not start."""
-        self.rank.send(message)
+        self.rank.wire.send(StartFailed(why))
 
     def run(self, *, names_lines: bool) -> None:
         """Run items until the controller closes the session, and end the process.
@@ -110,10 +110,10 @@ class RankSession:
             status = pytest.main(list(given.args), plugins=[self])
         except BaseException as error:
             if not self.started:  # sys.exit in a conftest: the process would end without a message
-                self.send(StartFailed(f"it raised before it ran a test\n{describe_raised(error)}"))
+                self.fail_to_start(f"it raised before it ran a test\n{describe_raised(error)}")
             raise
         if not self.started:
-            self.send(StartFailed(f"pytest ended with status {int(status)} before it ran a test"))
+            self.fail_to_start(f"pytest ended with status {int(status)} before it ran a test")
         self.rank.group.leave()
         for stream in (sys.stdout, sys.stderr):
             with suppress(ValueError):  # a test has closed it
@@ -161,7 +161,7 @@ class RankSession:
         self.started = True
         self._state.start()
         self._standing.await_item()
-        self.rank.send(Ready())
+        self.rank.wire.send(Ready())
         hook = session.config.hook.pytest_ranks_idle
         is_over = hook if hook.get_hookimpls() else None
         while True:
@@ -174,9 +174,8 @@ class RankSession:
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
-        order = self._config.hook.pytest_ranks_received(order=order) or order
         self._state.end_groups()
-        self._config.hook.pytest_ranks_begin(order=order)
+        order = self._config.hook.pytest_ranks_begin(order=order) or order
         self.rank.group.begin_item()
         item, next_item = self._collect(session, order)
         if item is None:
@@ -210,11 +209,11 @@ class RankSession:
         new = next((path for _, path in wanted if path not in self._collection.errors), None)
         before = RankState.capture() if new else None
         if new:
-            self.rank.send(Collecting(new))
+            self.rank.wire.send(Collecting(new))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
         if before is not None:
             self._state.adopt(before)
-            self.rank.send(ItemStarted())
+            self.rank.wire.send(ItemStarted())
         return found if order.next_item else [*found, None]
 
     def _differing_rootdir(self) -> str:

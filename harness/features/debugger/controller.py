@@ -23,6 +23,7 @@ from lockstep.features.debugger import FEATURE, Chosen, State
 from lockstep.features.debugger.pytest_internals import uncaptured_streams
 from lockstep.features.debugger.terminal import Terminal
 from lockstep.hookspecs import CONTROLLER_PLUGIN
+from lockstep.launch.processes import ProcessLauncher
 from lockstep.protocol import Part
 from lockstep.specification import WorldKey
 from lockstep.world.item_run import ItemRun
@@ -49,8 +50,9 @@ class Debugging:
         """The handler of Ctrl-C that the prompt of a debugger has replaced."""
         self._has_quit = False
 
-    def pytest_ranks_loan(self) -> Terminal | None:
-        return self._terminal
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ranks_launcher(self, launcher: ProcessLauncher) -> None:
+        launcher.loan = self._terminal
 
     def pytest_ranks_session(self, parts: dict[str, Any]) -> None:
         if self._given is not None:

@@ -107,7 +107,7 @@ class RankDebugger:
 
     def _enter(self, state: State) -> None:
         self._state = state
-        self._rank.send(Part(FEATURE, state))
+        self._rank.wire.send(Part(FEATURE, state))
 
 
 class IdeDebugger:
@@ -127,7 +127,7 @@ class IdeDebugger:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._rank.send(Part(FEATURE, "runs" if self._has_attached else "waits"))
+        self._rank.wire.send(Part(FEATURE, "runs" if self._has_attached else "waits"))
         if not self._has_attached:
             self._debugpy.wait_for_client()
             self._has_attached = True

@@ -59,7 +59,8 @@ class RankOnHost:
         self._spec = spec
         self._place = place
 
-    def pytest_ranks_received(self, order: RunItem) -> RunItem:
+    @pytest.hookimpl(trylast=True)
+    def pytest_ranks_begin(self, order: RunItem) -> RunItem:
         place = self._place
         if place.moved:
             following = order.next_item and (order.next_item[0], place.path(order.next_item[1]))

@@ -70,7 +70,7 @@ class Expectation:
 
     def __enter__(self) -> Self:
         self._stack.enter_context(_patient_waits(self._rank, self._lost_peers))
-        self._rank.send(Part(FEATURE, Expects(self._text, self._within)))
+        self._rank.wire.send(Part(FEATURE, Expects(self._text, self._within)))
         return self
 
     def __exit__(
@@ -83,7 +83,7 @@ class Expectation:
         how = _how(error)
         if error is not None:
             self._rank.abort()  # frees the ranks that wait for this one
-            self._rank.post(Part(FEATURE, LeavesByError()))
+            self._rank.wire.post(Part(FEATURE, LeavesByError()))
         case = f"faults.expect({self._text!r})"
         reason = "; ".join(self._faults.misses()) if error is None else _brief(error)
         answer = self._rank.meet(Vote(case, how, reason, EndOfBlock(at), inside=True))

@@ -177,7 +177,7 @@ class Faults:
         before = self._armed
         if self._has_struck:
             self._has_struck = False
-            self._rank.post(Part(FEATURE, NewExample()))
+            self._rank.wire.post(Part(FEATURE, NewExample()))
         try:
             self._require_all_ranks()
             yield
@@ -238,7 +238,7 @@ class Faults:
         title, line = call.title(fault.nth), caller()
         place = call.phase() + ("" if line == NO_CODE else f" at {line}")
         text = f"rank {self._world.rank} {fault.what()} {title}{place}"
-        self._rank.send(Part(FEATURE, FaultHit(text, time.time())))
+        self._rank.wire.send(Part(FEATURE, FaultHit(text, time.time())))
         match fault.kind:
             case "delay":
                 time.sleep(fault.seconds)

@@ -56,7 +56,9 @@ class SentLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:  # not in a process that a test has forked
-            self._rank.send(Part(FEATURE, Shown(self._rank.world.rank, self.format(record), self._to_file)))
+            self._rank.wire.send(
+                Part(FEATURE, Shown(self._rank.world.rank, self.format(record), self._to_file))
+            )
 
     def reset(self) -> None:
         """Do nothing; pytest calls it before each test."""
@@ -75,7 +77,7 @@ class SentLines:
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         if shown := "\n".join(filter(None, lines)):
-            self._rank.send(Part(FEATURE, Shown(self._rank.world.rank, shown)))
+            self._rank.wire.send(Part(FEATURE, Shown(self._rank.world.rank, shown)))
         return len(text)
 
     def flush(self) -> None:

@@ -110,7 +110,7 @@ class SentWarnings:
     def pytest_ranks_item(self, item: pytest.Item) -> None:
         item.config.pluginmanager.unregister(self)
         while self._warnings:
-            self._rank.post(self._warnings.pop(0))
+            self._rank.wire.post(self._warnings.pop(0))
 
 
 class NamedErrors:

@@ -18,6 +18,7 @@ from lockstep.features.properties.desync import EndedByOthers, OutOfStep
 from lockstep.features.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
 from lockstep.features.properties.messages import ExampleResult, RunningExampleFile, Search
 from lockstep.protocol import TRIAL, VICTIM_OF_A_TRIAL, Vote
+from lockstep.rank.torch_internals import count_collectives, count_groups
 
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank
@@ -154,8 +155,9 @@ class Examples:
     def _repair(self, case: str) -> None:
         """Meet the other ranks in a new process group, unless the failure has left this one intact."""
         __tracebackhide__ = True
-        states = self.exchange(f"the end of {case}", self._rank.groups())
-        if any(state.is_aborted for state in states) or len(set(states)) > 1:
+        own = self._rank.group.is_aborted, count_collectives(), count_groups()
+        states = self.exchange(f"the end of {case}", own)
+        if any(is_aborted for is_aborted, _, _ in states) or len(set(states)) > 1:
             # Out of sight of Hypothesis's explain phase, which lists lines that only failing examples run.
             tracer = sys.gettrace()
             sys.settrace(None)

@@ -22,7 +22,7 @@ def pytest_ranks_part(part):
 @pytest.fixture
 def asked(request, world):
     session = request.config.pluginmanager.get_plugin(RANK_PLUGIN)
-    session.rank.send(Part("mine", f"of {world.rank}"))
+    session.rank.wire.send(Part("mine", f"of {world.rank}"))
     return received.get()
 """
 
