@@ -13,7 +13,7 @@ from lockstep.features.progress import display
 from lockstep.features.progress.display import ProgressDisplay, fit, way_of, width
 from lockstep.features.progress.glance import Glance
 from suites.selftest.project import Project
-from suites.selftest.screen import Screen, run_in_terminal
+from suites.selftest.progress.screen import Screen, run_in_terminal
 
 
 @pytest.fixture(scope="module")

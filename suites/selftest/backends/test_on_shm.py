@@ -13,7 +13,7 @@ from suites.selftest.project import Run, copy_project, line_of, run_pytest
 
 SELFTEST = Path(__file__).parents[1]
 PROJECT = "shm_in_gloo"
-FILES = ("assertions", "rank/test_groups.py", "rank/test_world_fixture.py")
+FILES = ("assertions", "recorders", "rank/test_groups.py", "rank/test_world_fixture.py")
 
 
 def test_self_tests_on_ranks_pass_on_shm() -> None:
