@@ -12,8 +12,8 @@ import pytest
 from lockstep.features.progress import display
 from lockstep.features.progress.display import ProgressDisplay, fit, way_of, width
 from lockstep.features.progress.glance import Glance
-from suites.selftest.project import Project
 from suites.selftest.progress.screen import Screen, run_in_terminal
+from suites.selftest.project import Project
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Output of ranks: shown of dead and hung ones too, truncated where it is long, kept in full on request."""
+"""Output of ranks: shown of dead and hung ones too, and kept in full on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines
 from lockstep.rank.output import PrefixedStream
 from suites.selftest.project import Project, Run, copy_project, run_pytest
 
@@ -160,23 +159,6 @@ def test_the_folder_of_a_test_has_a_portable_name(faults: Run) -> None:
     assert kept(faults, "test_parameters[a_.._b__c]-085a0b8d", "rank-0.stdout") == ["a/../b::c"]
 
 
-def test_folders_follow_node_ids_and_stay_in_the_directory() -> None:
-    folder = OutputDirectory("/kept").of_test
-    assert (
-        str(folder("suites/test_a.py::TestB::test_c[2-ranks]"))
-        == "/kept/suites/test_a.py/TestB/test_c[2-ranks]"
-    )
-    assert len(folder(f"test_a.py::test_b[{'x' * 300}]").name) < 140
-    outside = folder("../other/test_a.py::test_b")
-    assert outside.parts[:2] == ("/", "kept")
-    assert ".." not in outside.parts
-    assert (
-        folder("test_a.py::test_b[a:b]")
-        != folder("test_a.py::test_b[a_b]")
-        != folder("test_a.py::test_b[a?b]")
-    )
-
-
 # Other ways to capture
 
 
@@ -208,36 +190,6 @@ def test_an_output_folder_that_cannot_be_filled_is_refused(
     pytester.makepyfile(test_faults="def test_x(): pass")
     with pytest.raises(pytest.UsageError, match=f"^{re.escape(message)}"):
         pytester.parseconfigure(*args)
-
-
-# Truncation
-
-
-@pytest.mark.parametrize("length", [0, 99, 100, 101, 1000, 10**6])
-def test_a_truncated_text_has_a_limit_and_says_what_is_missing(length: int) -> None:
-    text = "x" * length
-    short = truncate(text, 100, "look elsewhere")
-    assert len(short) <= 100
-    assert truncate(short, 100) == short
-    if length > 100:
-        head, note, tail = short.splitlines()
-        assert note == f"[... {length - len(head) - len(tail):,} characters left out; look elsewhere ...]"
-    else:
-        assert short == text
-
-
-def test_lines_are_truncated_to_the_first_and_the_last_ones() -> None:
-    lines = [f"{n:09}" for n in range(1000)]
-    assert truncate_lines(lines, 9000) == lines
-    assert truncate_lines(lines, 90) == [*lines[:5], "[... 990 lines left out ...]", *lines[-5:]]
-
-
-def test_a_file_is_truncated_from_where_reading_begins(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"before" + b"\xff" + b"a\n" * 500)
-    assert read_truncated(path, start=len(b"before\xff") + 990, most=100) == "a\n" * 5
-    assert read_truncated(path, most=100).splitlines()[0] == "before\N{REPLACEMENT CHARACTER}a"
-    assert read_truncated(tmp_path / "nothing") == ""
 
 
 @pytest.mark.parametrize("option", ["-s", "--capture=tee-sys", "-pno:capture"])

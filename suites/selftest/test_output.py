@@ -1,0 +1,53 @@
+"""Texts and files that are truncated, and the folders in which the output of ranks is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines
+
+
+@pytest.mark.parametrize("length", [0, 99, 100, 101, 1000, 10**6])
+def test_a_truncated_text_has_a_limit_and_says_what_is_missing(length: int) -> None:
+    text = "x" * length
+    short = truncate(text, 100, "look elsewhere")
+    assert len(short) <= 100
+    assert truncate(short, 100) == short
+    if length > 100:
+        head, note, tail = short.splitlines()
+        assert note == f"[... {length - len(head) - len(tail):,} characters left out; look elsewhere ...]"
+    else:
+        assert short == text
+
+
+def test_lines_are_truncated_to_the_first_and_the_last_ones() -> None:
+    lines = [f"{n:09}" for n in range(1000)]
+    assert truncate_lines(lines, 9000) == lines
+    assert truncate_lines(lines, 90) == [*lines[:5], "[... 990 lines left out ...]", *lines[-5:]]
+
+
+def test_a_file_is_truncated_from_where_reading_begins(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before" + b"\xff" + b"a\n" * 500)
+    assert read_truncated(path, start=len(b"before\xff") + 990, most=100) == "a\n" * 5
+    assert read_truncated(path, most=100).splitlines()[0] == "before\N{REPLACEMENT CHARACTER}a"
+    assert read_truncated(tmp_path / "nothing") == ""
+
+
+def test_folders_follow_node_ids_and_stay_in_the_directory() -> None:
+    folder = OutputDirectory("/kept").of_test
+    assert (
+        str(folder("suites/test_a.py::TestB::test_c[2-ranks]"))
+        == "/kept/suites/test_a.py/TestB/test_c[2-ranks]"
+    )
+    assert len(folder(f"test_a.py::test_b[{'x' * 300}]").name) < 140
+    outside = folder("../other/test_a.py::test_b")
+    assert outside.parts[:2] == ("/", "kept")
+    assert ".." not in outside.parts
+    assert (
+        folder("test_a.py::test_b[a:b]")
+        != folder("test_a.py::test_b[a_b]")
+        != folder("test_a.py::test_b[a?b]")
+    )
