@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from suites.selftest.fault_session import FaultSession, run_faults
-from suites.selftest.project import Project
+from suites.selftest.project import Project, Run, copy_project, run_pytest
 from suites.selftest.second_tries import pytest_runtest_setup  # noqa: F401
 
 # Variables that would make a session under test behave differently here than elsewhere.
@@ -66,6 +66,16 @@ def shared_project() -> Iterator[Project]:
     """One project for several tests, which look at one session from different sides."""
     with make_project() as project:
         yield project
+
+
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of the requesting module's PROJECT, with its OPTIONS, variables ENVIRON and lines INI."""
+    module = request.module
+    path = copy_project(module.PROJECT, tmp_path_factory.mktemp(module.PROJECT))
+    if hasattr(module, "INI"):
+        (path / "pytest.ini").write_text(f"[pytest]\n{module.INI}\n")
+    return run_pytest(path, *getattr(module, "OPTIONS", ()), **getattr(module, "ENVIRON", {}))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

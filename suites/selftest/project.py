@@ -72,6 +72,12 @@ class Run:
         skips = [f"skipped: {child.get('message')}" for child in children if child.tag == "skipped"]
         return ", ".join(skips or [child.tag for child in children]) or "passed"
 
+    def failure(self, name: str, kind: str = "failure") -> str:
+        """Return the text of the first failure, or of an error, of a test."""
+        texts = [each.text or "" for case in self.cases[name] for each in case.findall(kind)]
+        assert texts, self.output
+        return texts[0]
+
     def count(self) -> str:
         """Return the last line of the output, without the time it took."""
         return re.sub(r" in [\d.]+s.*|=", "", self.lines[-1]).strip()

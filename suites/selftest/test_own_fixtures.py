@@ -8,11 +8,8 @@ import pytest
 
 from suites.selftest.project import Run, copy_project, run_pytest
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = copy_project("own_fixtures", tmp_path_factory.mktemp("own"))
-    return run_pytest(path, "test_own.py")
+PROJECT = "own_fixtures"
+OPTIONS = ("test_own.py",)
 
 
 @pytest.mark.parametrize(

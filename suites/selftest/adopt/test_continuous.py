@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from suites.selftest.adopt.verdicts import verdicts_of
+from suites.selftest.adopt.verdicts import of_class, verdicts_of
 from suites.selftest.project import Project
 
+PROJECT = "adopt/continuous"
 NO_CUDA = "skipped: CUDA is not available."
-
-
-@pytest.fixture(scope="module")
-def verdicts(shared_project: Project) -> dict[str, str]:
-    """The verdicts of one session over all classes."""
-    shared_project.copy("adopt/continuous", "ranks_adopt = torch")
-    return verdicts_of(shared_project)
-
-
-def of_class(verdicts: dict[str, str], name: str) -> dict[str, str]:
-    return {key.split(".")[1]: said for key, said in verdicts.items() if key.split(".")[0] == name}
 
 
 FORMS = "Passing Another Parametrized OfDevicesCPU DTensor SizeProperty"

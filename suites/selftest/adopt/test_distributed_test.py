@@ -8,20 +8,11 @@ from types import ModuleType
 import pytest
 
 from lockstep.features.adopt.modules import restored
-from suites.selftest.adopt.verdicts import verdicts_of
+from suites.selftest.adopt.verdicts import of_class
 from suites.selftest.project import Project
 
-
-@pytest.fixture(scope="module")
-def verdicts(shared_project: Project) -> dict[str, str]:
-    """The verdicts of one session over all classes."""
-    ini = "ranks_adopt = deepspeed\nmarkers = world_size(n): launch a test with n processes"
-    shared_project.copy("adopt/distributed_test", ini)
-    return verdicts_of(shared_project)
-
-
-def of_class(verdicts: dict[str, str], name: str) -> dict[str, str]:
-    return {key.split(".")[1]: said for key, said in verdicts.items() if key.split(".")[0] == name}
+PROJECT = "adopt/distributed_test"
+INI = "ranks_adopt = deepspeed\nmarkers = world_size(n): launch a test with n processes"
 
 
 @pytest.mark.parametrize("name", ["Passing", "Reusing", "NotInitialised", "NoEnvironment"])

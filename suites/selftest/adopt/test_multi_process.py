@@ -13,6 +13,7 @@ import pytest
 from suites.selftest.adopt.verdicts import verdicts_of
 from suites.selftest.project import Project
 
+PROJECT = "adopt/multi_process"
 NO_CUDA = "skipped: CUDA is not available."
 ASSERTION = "failure: rank 1: AssertionError: Scalars are not equal!"
 
@@ -78,13 +79,6 @@ TORCH = {
     "TestEnding.test_6_gone": "passed",
 }
 """Torch starts no process, or looks at the exit code of rank 0 alone and takes 0 for the end of the test."""
-
-
-@pytest.fixture(scope="module")
-def verdicts(shared_project: Project) -> dict[str, str]:
-    """The verdicts of one session over all classes."""
-    shared_project.copy("adopt/multi_process", "ranks_adopt = torch")
-    return verdicts_of(shared_project)
 
 
 @pytest.mark.parametrize("name", OURS)

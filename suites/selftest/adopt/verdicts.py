@@ -22,3 +22,8 @@ def verdicts_of(project: Project, *args: str, environ: Mapping[str, str] | None 
         words = [f"{child.tag}: {child.get('message', '').partition(chr(10))[0]}" for child in said]
         found[name if name not in found else f"{name} (again)"] = "; ".join(words) or "passed"
     return found
+
+
+def of_class(verdicts: dict[str, str], name: str) -> dict[str, str]:
+    """Return the verdicts on the tests of a class, by their names in it."""
+    return {key.split(".")[1]: said for key, said in verdicts.items() if key.split(".")[0] == name}

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from suites.selftest.project import Run, copy_project, line_of, run_pytest
 
 SELFTEST = Path(__file__).parents[1]
 PROJECT = "shm_in_gloo"
+OPTIONS = ("test_gloo.py",)
 FILES = ("assertions", "recorders", "rank/test_groups.py", "rank/test_world_fixture.py")
 
 
@@ -33,11 +32,6 @@ def test_self_tests_on_ranks_pass_on_shm() -> None:
     assert int(counts[1]) > 50
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_pytest(copy_project(PROJECT, tmp_path_factory.mktemp(PROJECT)), "test_gloo.py")
-
-
 def test_a_log_says_that_shm_was_imported_too_late(run: Run) -> None:
     assert run.outcome("test_imports_in_its_body") == "passed"
 
@@ -47,10 +41,9 @@ def test_a_log_in_a_world_of_gloo_has_the_collectives_of_shm(run: Run) -> None:
 
 
 def test_an_unmatched_send_on_shm_fails_in_a_world_of_gloo(run: Run) -> None:
-    (failure,) = (child for child in run.case("test_unmatched") if child.tag == "failure")
     place = f"test_gloo.py:{line_of('isend', run.path / 'test_gloo.py')}"
     sentence = f"left isend to rank 1 (float32 [2]) at {place} in flight: it was not received"
-    assert sentence in (failure.text or "")
+    assert sentence in run.failure("test_unmatched")
 
 
 def test_the_server_imports_shm_for_a_file_that_names_it(tmp_path: Path) -> None:

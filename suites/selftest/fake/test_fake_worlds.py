@@ -5,20 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import pytest
-
 from suites.selftest.project import Run, copy_project, run_pytest
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = copy_project("fake", tmp_path_factory.mktemp("fake"))
-    return run_pytest(path, "test_worlds.py", "-rP", f"--rank-output-dir={path}/output")
-
-
-def failure(run: Run, name: str) -> str:
-    (child,) = (child for child in run.case(name) if child.tag in ("failure", "error"))
-    return child.text or ""
+PROJECT = "fake"
+OPTIONS = ("test_worlds.py", "-rP", "--rank-output-dir=output")
 
 
 def test_each_rank_is_an_item_of_its_own(run: Run) -> None:
@@ -32,7 +22,7 @@ def test_each_rank_is_an_item_of_its_own(run: Run) -> None:
 
 def test_a_failure_names_the_rank_and_how_to_run_it_again(run: Run) -> None:
     assert run.outcome("test_fails_on_one[rank-0-of-1024]") == "passed"
-    text = failure(run, "test_fails_on_one[rank-511-of-1024]")
+    text = run.failure("test_fails_on_one[rank-511-of-1024]")
     assert text.splitlines()[0] == "rank 511 of 1024 (fake) failed"
     line = next(line for line in text.splitlines() if line.startswith("pytest "))
     assert line.startswith("pytest 'test_worlds.py::test_fails_on_one[rank-511-of-1024]'")
@@ -41,13 +31,13 @@ def test_a_failure_names_the_rank_and_how_to_run_it_again(run: Run) -> None:
 
 
 def test_a_value_of_a_peer_is_refused_with_the_reason(run: Run) -> None:
-    text = failure(run, "test_reads")
+    text = run.failure("test_reads")
     assert "FakeValueError: this value comes from all_reduce at test_worlds.py:" in text
     assert "the test runs as rank 511 of 1024 in a fake world, where no other rank exists" in text
 
 
 def test_a_death_is_that_of_the_rank_it_stood_for(run: Run) -> None:
-    assert failure(run, "test_dies").splitlines()[0].startswith("rank 511 of 1024 (fake) exited with code 3")
+    assert run.failure("test_dies").splitlines()[0].startswith("rank 511 of 1024 (fake) exited with code 3")
 
 
 def test_cases_run_after_a_failed_one_as_the_same_rank(run: Run) -> None:
@@ -71,7 +61,7 @@ def test_a_class_of_unittest_stands_for_one_rank(run: Run) -> None:
 def test_a_mark_of_one_parameter_is_refused(run: Run) -> None:
     refused = [name for name in run.cases if name.startswith("test_marked_late")]
     assert len(refused) == 4
-    assert all("its items are made before that is known" in failure(run, name) for name in refused)
+    assert all("its items are made before that is known" in run.failure(name, "error") for name in refused)
 
 
 def test_the_option_runs_what_needs_no_values(tmp_path: Path) -> None:

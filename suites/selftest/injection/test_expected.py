@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import Run
 
+PROJECT = "injected"
+OPTIONS = ("test_expected.py",)
+INI = "filterwarnings = ignore::FutureWarning"
 ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of tests that expect faults."""
-    path = copy_project("injected", tmp_path_factory.mktemp("expected"))
-    (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
-    return run_pytest(path, "-p", "no:cacheprovider", "test_expected.py")
-
-
-def failure(run: Run, name: str) -> str:
-    found = run.case(name).find("failure")
-    assert found is not None, run.output
-    return str(found.text)
 
 
 RIGHT = [
@@ -31,31 +20,31 @@ RIGHT = [
 
 @ON_EACH
 @pytest.mark.parametrize("name", RIGHT)
-def test_survivors_go_on_after_an_expected_fault(expected: Run, name: str, backend: str) -> None:
-    assert expected.outcome(f"{name}[{backend}]") == "passed", expected.output
+def test_survivors_go_on_after_an_expected_fault(run: Run, name: str, backend: str) -> None:
+    assert run.outcome(f"{name}[{backend}]") == "passed", run.output
 
 
 @pytest.mark.parametrize(
     "name", ["test_collectives_without_end", "test_ddp_without_end", "test_group_that_never_ends"]
 )
-def test_survivors_give_up_what_never_ends(expected: Run, name: str) -> None:
-    assert expected.outcome(name) == "passed", expected.output
+def test_survivors_give_up_what_never_ends(run: Run, name: str) -> None:
+    assert run.outcome(name) == "passed", run.output
 
 
-def test_survivors_go_on_in_unittest(expected: Run) -> None:
-    assert expected.outcome("test_in_unittest") == "passed", expected.output
+def test_survivors_go_on_in_unittest(run: Run) -> None:
+    assert run.outcome("test_in_unittest") == "passed", run.output
 
 
 @ON_EACH
-def test_another_fault_than_expected_fails_with_both_texts(expected: Run, backend: str) -> None:
-    text = failure(expected, f"test_other_words[{backend}]")
+def test_another_fault_than_expected_fails_with_both_texts(run: Run, backend: str) -> None:
+    text = run.failure(f"test_other_words[{backend}]")
     assert text.startswith("rank 1 of 2 died: SIGKILL")
     assert 'expected by the test, and not seen: "rank 0 of 2 died: SIGKILL"' in text
 
 
 @ON_EACH
-def test_an_expected_fault_that_does_not_happen_fails(expected: Run, backend: str) -> None:
-    text = failure(expected, f"test_nothing[{backend}]")
+def test_an_expected_fault_that_does_not_happen_fails(run: Run, backend: str) -> None:
+    text = run.failure(f"test_nothing[{backend}]")
     assert "faults.expect('rank 1 of 2 died: SIGKILL'): nothing happened to any rank" in text
 
 
@@ -68,26 +57,26 @@ FAILED = {
 
 @ON_EACH
 @pytest.mark.parametrize("name", FAILED)
-def test_failures_of_survivors_are_none_of_the_fault(expected: Run, name: str, backend: str) -> None:
-    text = failure(expected, f"{name}[{backend}]")
+def test_failures_of_survivors_are_none_of_the_fault(run: Run, name: str, backend: str) -> None:
+    text = run.failure(f"{name}[{backend}]")
     assert FAILED[name] in text
     assert text.startswith("rank 0 of 2 failed\nrank 1: died: SIGKILL, as the test expects")
 
 
 @ON_EACH
-def test_cases_go_on_after_one_that_fails_in_a_rebuilt_world(expected: Run, backend: str) -> None:
+def test_cases_go_on_after_one_that_fails_in_a_rebuilt_world(run: Run, backend: str) -> None:
     test = f"test_expected.py::TestWrong::test_a_case_after_it[{backend}]"
     for case in ("value=5, again=1", "value=5, again=2"):
-        assert f"SUBFAILED[{case}] {test}" in expected.output
-    assert f"SUBFAILED[value=0, again=1] {test}" not in expected.output
+        assert f"SUBFAILED[{case}] {test}" in run.output
+    assert f"SUBFAILED[value=0, again=1] {test}" not in run.output
 
 
 @ON_EACH
-def test_all_ranks_have_to_rebuild(expected: Run, backend: str) -> None:
-    text = failure(expected, f"test_only_one_rebuilds[{backend}]")
+def test_all_ranks_have_to_rebuild(run: Run, backend: str) -> None:
+    text = run.failure(f"test_only_one_rebuilds[{backend}]")
     assert "all ranks that are left must call it; rank 1 has ended the test, or died" in text
 
 
 @ON_EACH
-def test_the_death_of_all_ranks_is_a_failure(expected: Run, backend: str) -> None:
-    assert failure(expected, f"test_all_die[{backend}]").startswith("all 2 ranks died: SIGKILL")
+def test_the_death_of_all_ranks_is_a_failure(run: Run, backend: str) -> None:
+    assert run.failure(f"test_all_die[{backend}]").startswith("all 2 ranks died: SIGKILL")

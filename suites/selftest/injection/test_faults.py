@@ -13,24 +13,13 @@ import torch.distributed as dist
 from lockstep.features.injection.faults import Fault
 from lockstep.features.injection.injector import Faults
 from lockstep.features.injection.work import Watched
-from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
+from suites.selftest.project import PROJECTS, Run, line_of
 
+PROJECT = "injected"
+OPTIONS = ("test_injected.py",)
+INI = "filterwarnings = ignore::FutureWarning"
 FILE = PROJECTS / "injected" / "test_injected.py"
 ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
-
-
-@pytest.fixture(scope="module")
-def injected(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of tests that inject faults."""
-    path = copy_project("injected", tmp_path_factory.mktemp("injected"))
-    (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
-    return run_pytest(path, "-p", "no:cacheprovider", "test_injected.py")
-
-
-def failure(run: Run, name: str, kind: str = "failure") -> str:
-    found = run.case(name).find(kind)
-    assert found is not None, run.output
-    return str(found.text)
 
 
 RIGHT = [
@@ -42,14 +31,14 @@ RIGHT = [
 
 @ON_EACH
 @pytest.mark.parametrize("name", RIGHT)
-def test_faults_strike_where_they_match(injected: Run, name: str, backend: str) -> None:
-    assert injected.outcome(f"{name}[{backend}]") == "passed", injected.output
+def test_faults_strike_where_they_match(run: Run, name: str, backend: str) -> None:
+    assert run.outcome(f"{name}[{backend}]") == "passed", run.output
 
 
 @ON_EACH
 @pytest.mark.parametrize("kind", ["fail", "late", "corrupt", "drop"])
-def test_faults_strike_in_the_reducer_of_ddp(injected: Run, kind: str, backend: str) -> None:
-    assert injected.outcome(f"test_ddp[{kind}-{backend}]") == "passed", injected.output
+def test_faults_strike_in_the_reducer_of_ddp(run: Run, kind: str, backend: str) -> None:
+    assert run.outcome(f"test_ddp[{kind}-{backend}]") == "passed", run.output
 
 
 VERDICTS = {
@@ -70,15 +59,15 @@ VERDICTS = {
 
 @ON_EACH
 @pytest.mark.parametrize("name", VERDICTS)
-def test_a_report_says_what_was_injected(injected: Run, name: str, backend: str) -> None:
+def test_a_report_says_what_was_injected(run: Run, name: str, backend: str) -> None:
     verdict, cause = VERDICTS[name]
-    text = failure(injected, f"{name}[{backend}]")
+    text = run.failure(f"{name}[{backend}]")
     assert text.startswith(verdict)
     assert cause in text
 
 
-def test_a_hang_names_the_injection(injected: Run) -> None:
-    text = failure(injected, "test_hang")
+def test_a_hang_names_the_injection(run: Run) -> None:
+    text = run.failure("test_hang")
     place = f"test_injected.py:{line_of('work = dist.all_reduce(tensor, async_op=is_async)', FILE)} in total"
     assert f"which rank 1 never reached: it is in an injected hang at {place}" in text
     assert "in injected_hang" in text
@@ -96,19 +85,19 @@ NEVER = {
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_a_fault_that_never_struck_fails_its_test(injected: Run, name: str) -> None:
-    assert NEVER[name] in failure(injected, name)
+def test_a_fault_that_never_struck_fails_its_test(run: Run, name: str) -> None:
+    assert NEVER[name] in run.failure(name)
 
 
-def test_a_failure_in_unittest_stays_what_it_is(injected: Run) -> None:
-    text = failure(injected, "test_failed_in_unittest")
+def test_a_failure_in_unittest_stays_what_it_is(run: Run) -> None:
+    text = run.failure("test_failed_in_unittest")
     assert "its own failure" in text
     assert "never struck" not in text
 
 
 @pytest.mark.parametrize("name", ["test_skewed_in_unittest", "test_skewed_without_ranks"])
-def test_a_mark_that_would_do_nothing_is_refused(injected: Run, name: str) -> None:
-    assert "skew: the " in failure(injected, name, "error")
+def test_a_mark_that_would_do_nothing_is_refused(run: Run, name: str) -> None:
+    assert "skew: the " in run.failure(name, "error")
 
 
 WRONG = (
@@ -134,8 +123,8 @@ WRONG = (
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_fault_is_refused(injected: Run, name: str) -> None:
-    assert injected.outcome(f"test_wrong[{name}]") == "passed", injected.output
+def test_a_wrong_fault_is_refused(run: Run, name: str) -> None:
+    assert run.outcome(f"test_wrong[{name}]") == "passed", run.output
 
 
 MOMENT = "rank, nth, group, dtype, where, before, after"
@@ -188,18 +177,18 @@ def test_a_call_that_makes_no_fault_names_the_method(
         misuse(Faults(Mock(), Mock(), Mock()))
 
 
-def test_a_fake_world_is_refused(injected: Run) -> None:
-    text = failure(injected, "test_fake", "error")
+def test_a_fake_world_is_refused(run: Run) -> None:
+    text = run.failure("test_fake", "error")
     assert "the fixture `faults` has nothing to disturb in a fake world" in text
 
 
 @pytest.mark.parametrize("name", ["test_fake_rebuild", "test_rebuild_without_a_group"])
-def test_a_world_without_a_group_is_not_rebuilt(injected: Run, name: str) -> None:
-    assert injected.outcome(name) == "passed", injected.output
+def test_a_world_without_a_group_is_not_rebuilt(run: Run, name: str) -> None:
+    assert run.outcome(name) == "passed", run.output
 
 
-def test_a_report_names_the_module_or_backward(injected: Run) -> None:
-    text = failure(injected, "test_in_a_module")
+def test_a_report_names_the_module_or_backward(run: Run) -> None:
+    text = run.failure("test_in_a_module")
     what = "injected by the test: rank 1 waits 1 ms before all_reduce"
     assert f"{what} #1 (float32[1, 2], 2 ranks) in forward of 1.0 at test_injected.py:" in text
     assert f"{what} #2 (float32[1, 2], 2 ranks) in backward at test_injected.py:" in text

@@ -8,29 +8,18 @@ import pytest
 from hypothesis import Phase, find, settings
 
 from lockstep import Fault, schedules
-from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
+from suites.selftest.project import PROJECTS, Run, line_of
 
+PROJECT = "schedules"
+OPTIONS = ("test_schedules.py",)
+INI = ""
 FILE = PROJECTS / "schedules" / "test_schedules.py"
 # No clock: a busy machine may take long for a draw.
 QUICK = settings(database=None, derandomize=True, deadline=None, phases=[Phase.generate, Phase.shrink])
 
 
-@pytest.fixture(scope="module")
-def properties(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of properties over schedules."""
-    path = copy_project("schedules", tmp_path_factory.mktemp("schedules"))
-    (path / "pytest.ini").write_text("[pytest]\n")
-    return run_pytest(path, "-p", "no:cacheprovider", "test_schedules.py")
-
-
-def failure(run: Run, name: str) -> str:
-    found = run.case(name).find("failure")
-    assert found is not None, run.output
-    return str(found.text)
-
-
-def test_a_bug_of_order_shrinks_to_one_delay(properties: Run) -> None:
-    text = failure(properties, "test_saved_counts")
+def test_a_bug_of_order_shrinks_to_one_delay(run: Run) -> None:
+    text = run.failure("test_saved_counts")
     assert 'schedule=(faults.delay(rank=1, before="any", nth=4, seconds=0.002),),' in text
     place = f"test_schedules.py:{line_of('self.counts[place] +=', FILE) - 1}"
     struck = f"rank 1 waits 2 ms before all_reduce #4 (float32[1], 2 ranks) at {place}"
@@ -39,13 +28,13 @@ def test_a_bug_of_order_shrinks_to_one_delay(properties: Run) -> None:
     ]
 
 
-def test_a_fault_ends_with_its_example(properties: Run) -> None:
-    assert properties.outcome("test_no_leak") == "passed", properties.output
-    assert properties.outcome("test_after_it") == "passed", properties.output
+def test_a_fault_ends_with_its_example(run: Run) -> None:
+    assert run.outcome("test_no_leak") == "passed", run.output
+    assert run.outcome("test_after_it") == "passed", run.output
 
 
-def test_a_fault_that_never_struck_fails_its_example(properties: Run) -> None:
-    text = failure(properties, "test_never")
+def test_a_fault_that_never_struck_fails_its_example(run: Run) -> None:
+    text = run.failure("test_never")
     assert 'faults.fail(before="barrier", nth=1) never struck: no collective has matched' in text
     assert "number=5," in text
     assert "injected by the test" not in text  # those that have struck are of other examples
@@ -59,15 +48,15 @@ def test_a_fault_that_never_struck_fails_its_example(properties: Run) -> None:
         ("drop", 'drop(rank=0, op="any", nth=1)', "leaves out"),
     ],
 )
-def test_other_kinds_shrink_to_one_fault(properties: Run, kind: str, call: str, line: str) -> None:
-    text = failure(properties, f"test_sums[{kind}]")
+def test_other_kinds_shrink_to_one_fault(run: Run, kind: str, call: str, line: str) -> None:
+    text = run.failure(f"test_sums[{kind}]")
     assert f"Draw 1: (faults.{call},)" in text
     place = f"test_schedules.py:{line_of('dist.all_reduce(value)', FILE)}"
     assert f"injected by the test: rank 0 {line} all_reduce #1 (float32[1], 2 ranks) at {place}" in text
 
 
-def test_a_death_that_is_expected_ends_the_search(properties: Run) -> None:
-    text = failure(properties, "test_death")
+def test_a_death_that_is_expected_ends_the_search(run: Run) -> None:
+    text = run.failure("test_death")
     assert "rank 1 died, as the test expects, and the next example needs all ranks" in text
 
 

@@ -31,16 +31,10 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_file(tmp_path_factory, "test_mark.py")
 
 
-def failure(run: Run, name: str) -> str:
-    found = run.case(name).find("failure")
-    assert found is not None, run.output
-    return str(found.text)
-
-
 @ON_EACH
 def test_a_race_names_the_collective_and_both_lines(option: Run, backend: str) -> None:
     used = line_of("tensor.sum()", FILE)
-    text = failure(option, f"test_output_read_early[{backend}]")
+    text = option.failure(f"test_output_read_early[{backend}]")
     assert f"all_reduce #1 (float32[3], 2 ranks), begun at test_skew.py:{used - 1}, was not waited" in text
     assert f"read its output at test_skew.py:{used}" in text
     assert "--skew 7:2" in text
@@ -57,7 +51,7 @@ EARLY = {
 @ON_EACH
 @pytest.mark.parametrize("name", EARLY)
 def test_what_is_touched_early_fails(option: Run, name: str, backend: str) -> None:
-    assert EARLY[name] in failure(option, f"{name}[{backend}]")
+    assert EARLY[name] in option.failure(f"{name}[{backend}]")
 
 
 GOOD = (
@@ -103,7 +97,7 @@ def test_a_marked_test_may_have_subtests(mark: Run) -> None:
 
 def test_a_wrong_mark_says_what_to_write(mark: Run, option: Run) -> None:
     for run in (mark, option):
-        assert "skew(seeds=0): a number from 1 to 10000, or a list of" in failure(run, "test_wrong_mark")
+        assert "skew(seeds=0): a number from 1 to 10000, or a list of" in run.failure("test_wrong_mark")
 
 
 @pytest.mark.parametrize("text", ["x", "1:", "-1", "1:0", "1:x", "1:nan", "9" * 40, "9" * 5000])

@@ -51,7 +51,7 @@ def test_deselected_items_do_not_run(arguments: Run) -> None:
 
 def test_state_left_behind_is_an_error_where_warnings_are(arguments: Run) -> None:
     assert arguments.outcome("test_leaves_something_behind") == "error"
-    error = arguments.case("test_leaves_something_behind").findtext("error", "")
+    error = arguments.failure("test_leaves_something_behind", "error")
     assert "RankStateWarning: the test left behind environ: LEFT" in error
     assert "RankLeakWarning: the test left behind process" in error
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import Run
 
+PROJECT = "own_groups"
 MISSING = tuple(f"test_missing[{method}]" for method in ("None", "file", "tcp"))
 BAD = (*MISSING, "test_hang", "test_mismatch", "test_death", "test_failure", "test_ended_early")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = copy_project("own_groups", tmp_path_factory.mktemp("own_groups"))
-    return run_pytest(path, "-p", "no:cacheprovider")
 
 
 def test_groups_of_tests_work_and_end_with_them(run: Run) -> None:
@@ -52,5 +47,4 @@ def test_what_they_leave_is_no_warning(run: Run) -> None:
     ],
 )
 def test_faults_are_reported_as_in_other_worlds(run: Run, name: str, verdict: str) -> None:
-    (failure,) = (child for child in run.case(name) if child.tag == "failure")
-    assert (failure.text or "").startswith(verdict)
+    assert run.failure(name).startswith(verdict)

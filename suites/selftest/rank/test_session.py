@@ -6,16 +6,14 @@ import re
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import Run
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One session over six directories that are named on the command line."""
-    path = copy_project("session", tmp_path_factory.mktemp("session"))
-    directories = ("alone", "one", "two", "ordinary", "tear_downs", "scopes")
-    options = ("--doctest-modules", "--ignore-glob=*/conftest.py")  # several modules of one name
-    return run_pytest(path, *directories, *options, LOCKSTEP_LEASES="/nowhere/to/be/found")
+PROJECT = "session"
+OPTIONS = (
+    *("alone", "one", "two", "ordinary", "tear_downs", "scopes"),
+    *("--doctest-modules", "--ignore-glob=*/conftest.py"),  # several modules of one name
+)
+ENVIRON = {"LOCKSTEP_LEASES": "/nowhere/to/be/found"}
 
 
 def notes(run: Run, name: str) -> list[str]:

@@ -8,60 +8,56 @@ import shlex
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import Run, run_pytest
 
+PROJECT = "failures"
+OPTIONS = ("-v", "--tb=short", "--durations=3", "--durations-min=0", "--world-seed=7")
 FAILED = ["test_exits", "test_fails", "test_is_interrupted"]
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = copy_project("failures", tmp_path_factory.mktemp("failures"))
-    return run_pytest(path, "-v", "--tb=short", "--durations=3", "--durations-min=0", "--world-seed=7")
-
-
-def test_every_item_has_one_line_in_verbose_output(failures: Run) -> None:
-    lines = re.findall(r"^test_\w+\.py::(\w+) ([A-Z]+)", failures.output, re.MULTILINE)
-    assert [name for name, _ in lines] == list(failures.cases)
+def test_every_item_has_one_line_in_verbose_output(run: Run) -> None:
+    lines = re.findall(r"^test_\w+\.py::(\w+) ([A-Z]+)", run.output, re.MULTILINE)
+    assert [name for name, _ in lines] == list(run.cases)
     assert sorted(name for name, word in lines if word == "FAILED") == FAILED
 
 
-def test_exit_and_interrupt_in_a_rank_fail_their_test_only(failures: Run) -> None:
-    assert failures.count() == "3 failed, 4 passed"
-    assert "FAILED test_failures.py::test_exits - rank 1: _pytest.outcomes.Exit: enough" in failures.output
-    assert "FAILED test_failures.py::test_is_interrupted - rank 0: KeyboardInterrupt" in failures.output
-    assert "rank 0: lost its connection to rank 1 at" in failures.case("test_exits").findtext("failure", "")
+def test_exit_and_interrupt_in_a_rank_fail_their_test_only(run: Run) -> None:
+    assert run.count() == "3 failed, 4 passed"
+    assert "FAILED test_failures.py::test_exits - rank 1: _pytest.outcomes.Exit: enough" in run.output
+    assert "FAILED test_failures.py::test_is_interrupted - rank 0: KeyboardInterrupt" in run.output
+    assert "rank 0: lost its connection to rank 1 at" in run.failure("test_exits")
 
 
-def test_the_xml_report_has_one_case_an_item_and_names_the_rank(failures: Run) -> None:
-    assert len(list(failures.suite.iter("testcase"))) == len(failures.cases) == 7
-    case = failures.case("test_fails")
+def test_the_xml_report_has_one_case_an_item_and_names_the_rank(run: Run) -> None:
+    assert len(list(run.suite.iter("testcase"))) == len(run.cases) == 7
+    case = run.case("test_fails")
     assert case.attrib["classname"] == "test_failures"
     assert case.findall("failure")[0].get("message", "").startswith("rank 1: assert 1 == 0")
     assert float(case.attrib["time"]) > 0
 
 
-def test_a_short_traceback_is_short(failures: Run) -> None:
-    text = failures.case("test_fails").findtext("failure", "")
+def test_a_short_traceback_is_short(run: Run) -> None:
+    text = run.failure("test_fails")
     assert re.search(r"^test_failures.py:\d+: in test_fails$", text, re.MULTILINE)
     assert "def test_fails" not in text
 
 
-def test_durations_are_listed(failures: Run) -> None:
-    assert len(re.findall(r"^\d+\.\d+s (?:setup|call|teardown) +test_", failures.output, re.MULTILINE)) == 3
+def test_durations_are_listed(run: Run) -> None:
+    assert len(re.findall(r"^\d+\.\d+s (?:setup|call|teardown) +test_", run.output, re.MULTILINE)) == 3
 
 
-def test_the_seed_is_in_the_report_and_in_the_re_run_line(failures: Run) -> None:
-    assert "re-run (seed 7)" in failures.output
-    assert "\npytest test_failures.py::test_fails --world-seed 7\n" in failures.output
+def test_the_seed_is_in_the_report_and_in_the_re_run_line(run: Run) -> None:
+    assert "re-run (seed 7)" in run.output
+    assert "\npytest test_failures.py::test_fails --world-seed 7\n" in run.output
 
 
 @pytest.fixture(scope="module")
-def again(failures: Run) -> Run:
+def again(run: Run) -> Run:
     """The line that runs a failure again, with other ways to show it."""
-    program, *args = shlex.split(re.findall(r"^pytest .*::test_fails.*$", failures.output, re.MULTILINE)[0])
+    program, *args = shlex.split(re.findall(r"^pytest .*::test_fails.*$", run.output, re.MULTILINE)[0])
     assert program == "pytest"
     shown = ("--tb=native", "--debug", "--capture=tee-sys")
-    return run_pytest(failures.path, *args, "-p", "no:cacheprovider", *shown)
+    return run_pytest(run.path, *args, "-p", "no:cacheprovider", *shown)
 
 
 def test_the_re_run_line_runs_the_failure_again(again: Run) -> None:
@@ -80,11 +76,11 @@ def test_ranks_print_live_on_request(again: Run) -> None:
     assert re.findall(r"said by (\d)\n", report) == ["1"]
 
 
-def test_last_failed_runs_only_what_failed(failures: Run) -> None:
-    cache = failures.path / ".pytest_cache/v/cache/lastfailed"
+def test_last_failed_runs_only_what_failed(run: Run) -> None:
+    cache = run.path / ".pytest_cache/v/cache/lastfailed"
     ids = [f"test_failures.py::{name}" for name in FAILED]
     assert sorted(json.loads(cache.read_text())) == ids
-    again = run_pytest(failures.path, "--lf", "-q", "--tb=line", "-s")
+    again = run_pytest(run.path, "--lf", "-q", "--tb=line", "-s")
     assert again.count() == "3 failed"
     assert sorted(json.loads(cache.read_text())) == ids
     assert re.search(r"^/.*/test_failures.py:\d+: rank 1: assert 1 == 0$", again.output, re.MULTILINE)

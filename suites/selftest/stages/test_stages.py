@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import lockstep
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import Run, run_pytest
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
 
+PROJECT = "stages"
+OPTIONS = ("--rank-output-dir=output",)
+ENVIRON = {"COLUMNS": "200"}
 SAVED = """
 import lockstep
 
@@ -23,12 +26,6 @@ import lockstep
 def saved(world):
     (world.shared_tmp_path / str(world.rank)).touch()
 """
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = copy_project("stages", tmp_path_factory.mktemp("stages"))
-    return run_pytest(path, f"--rank-output-dir={path}/output", "-p", "no:cacheprovider", COLUMNS="200")
 
 
 def text_of(run: Run, name: str) -> str:
