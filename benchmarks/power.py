@@ -122,8 +122,12 @@ class Copy:
         return {
             str(path.relative_to(self.folder)): [
                 path,
-                suites / "conftest.py",
-                *path.parent.glob("conftest.py"),
+                *(
+                    each
+                    for folder in path.parents
+                    if folder.is_relative_to(suites)
+                    for each in folder.glob("conftest.py")
+                ),
             ]
             for path in files
         }

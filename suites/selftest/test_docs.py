@@ -34,8 +34,8 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 OF_A_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
-# `room/test_file.py::TestClass::test_name`, where the class may be missing.
-NAMED_TEST = re.compile(r"`(\w+/test_\w+\.py)::([\w:]+)`")
+# `suite/test_file.py::TestClass::test_name`, in a folder of the suite or without a class, too.
+NAMED_TEST = re.compile(r"`(\w+(?:/\w+)*/test_\w+\.py)::([\w:]+)`")
 
 
 def names_of_tests(path):

@@ -1,0 +1,1 @@
+"""Claims about state dicts, and training that resumes from them."""
