@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.marker import RanksMark
     from lockstep.options import Options
     from lockstep.protocol import Part, Progress, RankStatus, RunItem, Vote
+    from lockstep.rank.item import Guard
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
     from lockstep.specification import Spread, WorldKey
@@ -209,6 +210,15 @@ def pytest_ranks_run_ended(run: ItemRun) -> None:
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_idle() -> bool | None:
     """Return whether the rank ends now. Called again and again in each rank that waits for an order."""
+
+
+@pytest.hookspec
+def pytest_ranks_guard(policy: str) -> Guard | None:
+    """Return a part of the process that tests must leave as they found it. Called in each rank, once.
+
+    Args:
+        policy: of the ini option `ranks_leaks`.
+    """
 
 
 @pytest.hookspec(firstresult=True)

@@ -29,11 +29,6 @@ SHORT: Options = {
         "metavar": "TYPE",
         "help": "device of the ranks: cpu, cuda or another accelerator (default: cpu, cuda under nccl)",
     },
-    "causes": {
-        "choices": ("auto", "all", "no"),
-        "default": "auto",
-        "help": "group failures by cause: where several have one (%(default)s), all always, or not",
-    },
 }
 """Options whose names many projects have, and keep: ours are `--ranks-backend`, `--ranks-device`, ... too."""
 

@@ -7,7 +7,6 @@ PYTEST_DONT_REWRITE: in a rank the server has imported it before pytest could re
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 
 import pytest
@@ -65,15 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from lockstep.controller.plugin import Controller
     from lockstep.controller.requests import check_options
-    from lockstep.reporting.annotations import Annotations, wanted
-    from lockstep.reporting.summary import Summary
+    from lockstep.reporting import summary
 
     check_options(config)  # also under `pytest -n`, where each worker would only crash on a wrong one
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
-        config.pluginmanager.register(Summary(config), "harness-summary")
-    if not is_worker and wanted(config, os.environ):
-        config.pluginmanager.register(Annotations(config, os.environ), "harness-annotations")
+        config.pluginmanager.register(summary, "harness-summary")
     if getattr(config.option, "xmlpath", None):
         from lockstep.reporting.xml_cases import XmlCases
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.conformance.registry import DEFAULT, suites_are_installed
 from lockstep.conformance.table import Case, Claim, Outcome, Table
-from lockstep.reporting.causes import Ran, cause_of, narrow
+from lockstep.features.causes.causes import Ran, cause_of, narrow
 
 
 @dataclass(frozen=True)

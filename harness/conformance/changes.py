@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.conformance.table import Claim, Outcome, Table
-from lockstep.reporting.causes import brief
+from lockstep.features.causes.causes import brief
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from lockstep.exceptions import RankStateWarning
-from lockstep.rank.leaks import LeakGuard
 from lockstep.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
 from lockstep.rank.state import CrashReports, RankState
 from lockstep.rank.torch_internals import DTensorResults
@@ -73,7 +72,8 @@ class ItemGuards:
         config.pluginmanager.register(self._streams)
         config.pluginmanager.register(self._rank.forks)
         self._policy = config.getini("ranks_leaks")
-        self._guards: tuple[Guard, ...] = (self.state, LeakGuard(self._policy))
+        guards = config.hook.pytest_ranks_guard(policy=self._policy)
+        self._guards: tuple[Guard, ...] = (self.state, *guards)
 
     # Around an item
 

@@ -16,13 +16,6 @@ from lockstep.reporting.pytest_internals import ReprFileLocation, places
 
 MAX_MESSAGE = 4000
 """Characters. GitHub shows the beginning of a longer one."""
-SAME_WORK = "pytest_github_actions_annotate_failures"
-"""A plugin that writes annotations too; where it is loaded, this one writes none."""
-
-
-def wanted(config: pytest.Config, environ: Mapping[str, str]) -> bool:
-    """Whether this process runs in GitHub Actions and is the one to write annotations."""
-    return environ.get("GITHUB_ACTIONS") == "true" and not config.pluginmanager.hasplugin(SAME_WORK)
 
 
 class Annotations:

@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lockstep.exceptions import RankLeakWarning
+from lockstep.features.leaks.multiprocessing_internals import (
+    is_resource_sharer,
+    reap_popens,
+    service_processes,
+)
 from lockstep.process_tree import POLL_EVERY, adopt_orphans, children_of, end, is_running, with_descendants
-from lockstep.rank.multiprocessing_internals import is_resource_sharer, reap_popens, service_processes
 from lockstep.tracebacks import is_installed
 
 Policy = Literal["warn", "error", "off"]

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.rank import leaks
-from lockstep.rank.leaks import LeakGuard, OpenResources
+from lockstep.features.leaks import guard as leaks
+from lockstep.features.leaks.guard import LeakGuard, OpenResources
 from suites.selftest.project import PROJECTS, copy_project, line_of, wait_for
 
 SAMPLES = PROJECTS / "leaking"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lockstep.reporting.causes import Ran, cause_of, narrow
+from lockstep.features.causes.causes import Ran, cause_of, narrow
 from suites.selftest.project import PROJECTS, Project, line_of
 
 FILE = PROJECTS / "many_failures" / "test_many.py"

@@ -1,0 +1,1 @@
+"""Failures as annotations of a GitHub Actions run."""

@@ -1,0 +1,1 @@
+"""Open resources that tests leave in their ranks."""
