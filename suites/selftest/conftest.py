@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from suites.selftest.fault_session import FaultSession, run_faults
-from suites.selftest.project import Project, Run, copy_project, run_pytest
+from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 from suites.selftest.second_tries import pytest_runtest_setup  # noqa: F401
 
 # Variables that would make a session under test behave differently here than elsewhere.
@@ -70,12 +70,16 @@ def shared_project() -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of the requesting module's PROJECT, with its OPTIONS, variables ENVIRON and lines INI."""
+    """One run of the requesting module's PROJECT, with its OPTIONS, variables ENVIRON and lines INI.
+
+    No installed plugin is loaded, unless ENVIRON names it.
+    """
     module = request.module
     path = copy_project(module.PROJECT, tmp_path_factory.mktemp(module.PROJECT))
     if hasattr(module, "INI"):
         (path / "pytest.ini").write_text(f"[pytest]\n{module.INI}\n")
-    return run_pytest(path, *getattr(module, "OPTIONS", ()), **getattr(module, "ENVIRON", {}))
+    environ = WITHOUT_PLUGINS | getattr(module, "ENVIRON", {})
+    return run_pytest(path, *getattr(module, "OPTIONS", ()), **environ)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

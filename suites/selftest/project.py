@@ -19,6 +19,9 @@ from xml.etree import ElementTree
 
 PROJECTS = Path(__file__).parent / "projects"
 
+WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "lockstep.plugin"}
+"""Variables for sessions that need no installed plugin: each new rank would import all of them."""
+
 HEADER = "import pytest\npytestmark = pytest.mark.ranks(2)\n"
 
 

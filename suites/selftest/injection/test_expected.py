@@ -24,6 +24,12 @@ def test_survivors_go_on_after_an_expected_fault(run: Run, name: str, backend: s
     assert run.outcome(f"{name}[{backend}]") == "passed", run.output
 
 
+@ON_EACH
+def test_a_fault_on_all_ranks_that_is_expected_costs_the_next_test_nothing(run: Run, backend: str) -> None:
+    assert run.outcome(f"test_all_fail[{backend}-fails]") == "passed", run.output
+    assert run.outcome(f"test_all_fail[{backend}-next]") == "passed", run.output
+
+
 @pytest.mark.parametrize(
     "name", ["test_collectives_without_end", "test_ddp_without_end", "test_group_that_never_ends"]
 )

@@ -13,6 +13,7 @@ from suites.selftest.project import PROJECTS, Run, line_of
 PROJECT = "schedules"
 OPTIONS = ("test_schedules.py",)
 INI = ""
+ENVIRON = {"PYTEST_PLUGINS": "lockstep.plugin,_hypothesis_pytestplugin"}
 FILE = PROJECTS / "schedules" / "test_schedules.py"
 # No clock: a busy machine may take long for a draw.
 QUICK = settings(database=None, derandomize=True, deadline=None, phases=[Phase.generate, Phase.shrink])

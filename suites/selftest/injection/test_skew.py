@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lockstep.features.injection.schedule import Schedule
-from suites.selftest.project import PROJECTS, Run, copy_project, line_of, run_pytest
+from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "skew" / "test_skew.py"
 ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -16,7 +16,7 @@ ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
 def run_file(factory: pytest.TempPathFactory, *args: str) -> Run:
     path = copy_project("skew", factory.mktemp("skew"))
     (path / "pytest.ini").write_text("[pytest]\nfilterwarnings = ignore::FutureWarning\n")
-    return run_pytest(path, "-p", "no:cacheprovider", *args)
+    return run_pytest(path, *args, **WITHOUT_PLUGINS)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.rank.output import PrefixedStream
-from suites.selftest.project import Project, Run, copy_project, run_pytest
+from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 
 OPTIONS = ("-p", "no:cacheprovider", "--world-timeout=20")
 
@@ -22,7 +22,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Run:
     stale.mkdir(parents=True)
     for name in ("rank-0.stdout", "rank-7.stdout", "notes.txt"):
         (stale / name).write_text("of an earlier run\n")
-    return run_pytest(path, *OPTIONS, "--rank-output-dir=kept")
+    return run_pytest(path, *OPTIONS, "--rank-output-dir=kept", **WITHOUT_PLUGINS)
 
 
 def report(session: Run, name: str) -> str:

@@ -244,6 +244,17 @@ class TestWrong:
             total()
 
 
+@pytest.mark.parametrize("turn", ["fails", "next"])
+@on_2
+def test_all_fail(world, faults, backend, turn):
+    if turn == "next":
+        assert total() == [2, 2, 2]
+        return
+    faults.fail(before="all_reduce")
+    with faults.expect("InjectedFault"):
+        total()
+
+
 @on_2
 def test_healthy(world, backend):
     assert total() == [2, 2, 2]
