@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# pytest.fail.Exception, by the name under which it can be subclassed with types.
-from _pytest.outcomes import Failed
+# The exceptions of pytest.fail and pytest.skip, by names under which they can be subclassed with types.
+from _pytest.outcomes import Failed, Skipped
 
 
 class RankStateWarning(UserWarning):
@@ -47,3 +47,11 @@ class LaunchError(WorldError):
 
 class MessageRefused(ConnectionError):
     """A message from another host is not what that host has sent, or not in its place."""
+
+
+class NotOffered(Skipped):
+    """A plan does not offer this layout: its test is skipped. Every rank must raise it.
+
+    Args:
+        msg: the reason, such as "ep needs fsdp".
+    """

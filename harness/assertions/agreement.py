@@ -27,7 +27,7 @@ def fail_together(findings: Sequence[str], group: dist.ProcessGroup | None = Non
         AssertionError: the findings of all ranks, each behind the global rank that made it.
     """
     __tracebackhide__ = True
-    if not _largest(torch.tensor([len(findings)]), group).any():
+    if not largest(torch.tensor([len(findings)]), group).any():
         return
     lines = [
         f"rank {rank}: {finding}"
@@ -125,10 +125,10 @@ def _is_same_everywhere(value: object, group: dist.ProcessGroup | None) -> bool:
         return False
     words = torch.tensor(list(hashlib.sha256(repr(value).encode()).digest()))
     # The largest of a byte and the largest of its negative are a byte and its negative where all agree.
-    return bool((_largest(torch.cat([words, -words]), group).view(2, -1).sum(0) == 0).all())
+    return bool((largest(torch.cat([words, -words]), group).view(2, -1).sum(0) == 0).all())
 
 
-def _largest(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def largest(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the element-wise largest of `values`, int64 on CPU, of all ranks: one collective.
 
     To gather objects costs ten times as much, and most often there is nothing to say.
@@ -136,9 +136,9 @@ def _largest(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     if not dist.is_initialized():
         return values
     on_cpu = "cpu:" in str(dist.get_backend_config(group))
-    largest = values if on_cpu else values.to(torch.accelerator.current_accelerator())
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.cpu()
+    found = values if on_cpu else values.to(torch.accelerator.current_accelerator())
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.cpu()
 
 
 def _disagreement(name: str, by_rank: Mapping[int, torch.Tensor | None], first: int) -> str:

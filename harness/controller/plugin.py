@@ -108,7 +108,7 @@ class Controller:
             except OSError:  # pytest reports what is wrong with it
                 return
             mentioned = self._config.hook.pytest_ranks_mentioned
-            if b"ranks" in text or any(mentioned(config=self._config, text=text)):
+            if any(mentioned(config=self._config, text=text)) or b"ranks" in text:
                 with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
                     self._launch(text).prestart()
 

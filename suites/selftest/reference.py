@@ -25,7 +25,7 @@ from lockstep.options import SHORT, add_options, add_short_options
 
 CHECKOUT = Path(lockstep.__file__).parents[1]
 PAGES = CHECKOUT / "docs" / "reference"
-PACKAGES = ("", ".engine", ".conformance", ".assertions", ".recorders", ".shm")
+PACKAGES = ("", ".engine", ".conformance", ".assertions", ".layouts", ".recorders", ".shm")
 COMMANDS = ("doctor", "conformance", "port")
 NOTES = """\
 `pytest -n`, `-k`, `-x`, `--lf`, `--durations`, `--reruns` and the rest work as anywhere; `-s`,

@@ -130,6 +130,7 @@ def test_a_rank_starts_without_what_few_tests_use() -> None:
             "lockstep.assertions",
             "lockstep.conformance",
             "lockstep.engine",
+            "lockstep.layouts",
             "lockstep.recorders",
             "lockstep.shm",
         }
@@ -230,7 +231,7 @@ def test_public_names_are_what_the_package_says() -> None:
         lockstep.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["engine", "recorders", "assertions", "shm"])
+@pytest.mark.parametrize("name", ["engine", "recorders", "assertions", "layouts", "shm"])
 def test_packages_name_what_is_public(name: str) -> None:
     room = __import__(f"lockstep.{name}", fromlist=["__all__"])
     assert all(hasattr(room, public) for public in room.__all__)

@@ -1,0 +1,1 @@
+"""Layouts: items of a test for each layout of a plan, the smallest first."""

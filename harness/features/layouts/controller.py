@@ -1,0 +1,113 @@
+"""Layouts in the controller: which items run, and the line on each test at the end. Must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+from lockstep.controller.pytest_internals import make_report
+from lockstep.features.layouts.mark import Sizes, contains
+
+_PROPERTY = "layout"
+"""Of the reports of an item: the name of its test, and of its layout."""
+
+
+class Layouts:
+    """Selects layouts, and skips those that contain one that failed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._failed: dict[str, list[Sizes]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        globs: str | None = self._config.getoption("layouts")
+        if globs is None:
+            return
+        patterns = [each.strip() for each in globs.split(",")]
+        left_out = [
+            item
+            for item in items
+            if (sizes := _sizes_of(item)) and not any(fnmatchcase(sizes.name, each) for each in patterns)
+        ]
+        if left_out:
+            self._config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in set(left_out)]
+
+    @pytest.hookimpl(tryfirst=True)  # a stage of what does not run need not run
+    def pytest_ranks_before(self, item: pytest.Item) -> list[pytest.TestReport] | None:
+        """Skip a layout that contains one that failed."""
+        sizes = _sizes_of(item)
+        if sizes is None or self._config.getoption("all_layouts"):
+            return None
+        for failed in self._failed.get(_test_of(item), ()):
+            if contains(sizes, failed):
+                why = f"Skipped: contains {failed.name}, which failed"
+                longrepr = (str(item.path), (item.location[1] or 0) + 1, why)
+                return [
+                    self._noted(item, make_report(item, "setup", "skipped", longrepr)),
+                    make_report(item, "teardown", "passed"),
+                ]
+        return None
+
+    def pytest_ranks_reported(self, item: pytest.Item, reports: list[pytest.TestReport]) -> None:
+        sizes = _sizes_of(item)
+        if sizes is None:
+            return
+        for report in reports:
+            self._noted(item, report)
+        if any(report.failed for report in reports):
+            self._failed.setdefault(_test_of(item), []).append(sizes)
+
+    def _noted(self, item: pytest.Item, report: pytest.TestReport) -> pytest.TestReport:
+        sizes = _sizes_of(item)
+        assert sizes is not None, "an item of a layout"
+        report.user_properties.append((_PROPERTY, f"{_test_of(item)} {sizes.name}"))
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say of each test how many layouts held, and the smallest that failed."""
+        if not hasattr(self._config, "workerinput"):
+            for line in _lines(terminalreporter.stats):
+                terminalreporter.write_line(line)
+
+
+def _sizes_of(item: pytest.Item) -> Sizes | None:
+    sizes = getattr(getattr(item, "callspec", None), "params", {}).get("layout")
+    return sizes if isinstance(sizes, Sizes) else None
+
+
+def _test_of(item: pytest.Item) -> str:
+    """Return the node id of an item without its layout."""
+    sizes = _sizes_of(item)
+    assert sizes is not None, "an item of a layout"
+    test, _, parameters = item.nodeid.partition("[")
+    others = f"-{parameters.removesuffix(']')}-".replace(f"-{sizes.name}-", "-", 1).strip("-")
+    return f"{test}[{others}]" if others else test
+
+
+def _lines(stats: dict[str, list[Any]]) -> Iterator[str]:
+    found: dict[str, dict[str, str]] = {}
+    for kind, reports in stats.items():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == _PROPERTY and kind in ("passed", "failed", "error", "skipped"):
+                    test, _, layout = value.rpartition(" ")
+                    of_test = found.setdefault(test, {})
+                    if of_test.get(layout) not in ("failed", "error"):
+                        of_test[layout] = "failed" if kind == "error" else kind
+    for test, of_test in found.items():
+        if len(of_test) == 1:  # its verdict says it
+            continue
+        counts = {
+            kind: [name for name, each in of_test.items() if each == kind]
+            for kind in ("passed", "failed", "skipped")
+        }
+        line = f"layouts of {test}: {len(counts['passed'])} of {len(of_test)} held"
+        if failed := counts["failed"]:
+            line += f", {len(failed)} failed, {failed[0]} the smallest"
+        if counts["skipped"]:
+            line += f", {len(counts['skipped'])} not run"
+        yield line

@@ -1,0 +1,87 @@
+"""The mark `layouts`, and the layouts that it asks for.
+
+Used on both sides at collection; must not import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.bounds import MOST_PROCESSES, is_whole, shown
+from lockstep.marker import MarkError
+
+OF_RANKS = ("backend", "fresh", "timeout")
+"""Options that are those of the mark `ranks`, and no axes."""
+_AXIS = re.compile(r"[a-z][a-z_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The size of each axis, the outermost first."""
+
+    of_axes: tuple[tuple[str, int], ...]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.of_axes)
+
+    @property
+    def name(self) -> str:
+        """The axes larger than 1, as in "dp2-tp2"."""
+        return "-".join(f"{axis}{size}" for axis, size in self.of_axes if size > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutsMark:
+    """A validated mark `layouts(at_most=8, backend=None, fresh=False, timeout=None, **axes)`."""
+
+    layouts: tuple[Sizes, ...]
+    """Smallest first."""
+    of_ranks: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any]) -> LayoutsMark:
+    """Return what a mark asks for.
+
+    Raises:
+        MarkError: its arguments make no sense; the message says which, and what to write.
+    """
+    example = "write layouts(dp=(1, 2), tp=(1, 2), at_most=8)"
+    if args:
+        raise MarkError(f"layouts({shown(args[0])}): axes have names: {example}")
+    at_most = options.get("at_most", 8)
+    if not is_whole(at_most) or not 2 <= at_most <= MOST_PROCESSES:
+        raise MarkError(f"layouts(at_most={shown(at_most)}): a number of ranks from 2 to {MOST_PROCESSES}")
+    axes = {name: sizes for name, sizes in options.items() if name not in (*OF_RANKS, "at_most")}
+    for name, sizes in axes.items():
+        are_sizes = isinstance(sizes, tuple | list) and bool(sizes) and all(map(is_whole, sizes))
+        if not are_sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+            raise MarkError(f"layouts({name}={shown(sizes)}): sizes of an axis are whole numbers: {example}")
+        if not _AXIS.fullmatch(name):
+            raise MarkError(f"layouts({name}=...): an axis is a word of lower-case letters: {example}")
+    layouts = _layouts(axes, at_most)
+    if not layouts:
+        raise MarkError(f"layouts({', '.join(axes)}): no layout of 2 to {at_most} ranks: {example}")
+    return LayoutsMark(layouts, {name: options[name] for name in OF_RANKS if name in options})
+
+
+def _layouts(axes: Mapping[str, Any], at_most: int) -> tuple[Sizes, ...]:
+    each = (Sizes(tuple(zip(axes, sizes, strict=True))) for sizes in itertools.product(*axes.values()))
+    wanted = [sizes for sizes in each if 2 <= sizes.ranks <= at_most]
+    return tuple(sorted(wanted, key=_order))
+
+
+def _order(layout: Sizes) -> tuple[int, int, list[int]]:
+    """Return a key that puts few ranks first, then few axes, then the outer ones."""
+    return layout.ranks, layout.name.count("-"), [-size for _, size in layout.of_axes]
+
+
+def contains(layout: Sizes, smaller: Sizes) -> bool:
+    """Return whether a layout has all axes of another one that is not itself, each at least as large."""
+    sizes = dict(layout.of_axes)
+    return layout != smaller and all(sizes.get(axis, 1) >= size for axis, size in smaller.of_axes)

@@ -1,0 +1,224 @@
+"""The report of a layout that differs from the unsharded model: at most eight lines. Imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lockstep.layouts.layout import DATA_AXES, Layout
+from lockstep.layouts.moment import Moment, is_wrong
+from lockstep.layouts.norms import explain_norm
+from lockstep.layouts.reference import Reference
+from lockstep.layouts.shards import ShardMap
+from lockstep.layouts.suspect import CLOSE, Suspect, describe_factor, ranks
+from lockstep.layouts.weights import Weighing
+
+_LINES = 8
+_CAUSES = 3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first moment at which a layout differs.
+
+    Attributes:
+        microbatches: of the step.
+        moments: all that each rank holds.
+    """
+
+    layout: Layout
+    shards: ShardMap
+    reference: Reference
+    microbatches: int
+    moments: Mapping[int, Moment]
+
+    @property
+    def moment(self) -> Moment:
+        return next(iter(self.moments.values()))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The unsharded model's names, the last layer first."""
+        whole = self.moment.whole(self.reference)
+        return [name for name in reversed(self.reference.names) if name in whole]
+
+    @cached_property
+    def suspects(self) -> list[Suspect]:
+        """The wrong tensors, the last layer first."""
+        found = []
+        whole = self.moment.whole(self.reference)
+        wrong = {
+            each.name
+            for moment in self.moments.values()
+            for each, expected in moment.with_expected(self.reference)
+            if each.error(expected)
+        }
+        for name in self.names:
+            if name not in wrong:
+                continue
+            held = {
+                rank: each
+                for rank, moment in self.moments.items()
+                # Where a rank has two, tied but apart, the worse one.
+                for each in sorted(
+                    (each for each in moment.held if each.name == name and each.value is not None),
+                    key=lambda each: each.error(whole[each.name]),
+                )
+            }
+            values = {rank: each.value for rank, each in held.items() if each.value is not None}
+            regions = {rank: each.region for rank, each in held.items()}
+            suspect = Suspect(
+                *(name, self.moment.kind, self.layout, whole[name], values, regions, self.microbatches),
+                tuple(self._earlier(name)),
+            )
+            found.append(suspect)
+        return found
+
+    def _earlier(self, name: str) -> Iterator[torch.Tensor]:
+        steps = self.reference.steps[: self.moment.step]
+        if self.moment.kind == "gradient":
+            yield from (step.gradients[name] for step in reversed(steps))
+        elif self.moment.title.startswith("after"):
+            yield self.reference.steps[self.moment.step].before[name]
+
+    @cached_property
+    def weighing(self) -> Weighing:
+        """The blocks of the step's batch."""
+        axes = {axis: self.layout[axis] for axis in self.layout.large if axis in DATA_AXES}
+        rows = math.prod(axes.values()) * self.microbatches
+        sequence = self.layout["cp"] if self.reference.has_parts else 1
+        return Weighing(self.reference.blocks(self.moment.step, rows, sequence), axes, self.microbatches)
+
+
+def describe(failure: Failure, notes: Sequence[str] = ()) -> str:
+    """Return the report of a failure: the cause first, the last layer first."""
+    lines = [*_complaints(failure)]
+    if not lines:
+        causes, rest = _tensors(failure)
+        numbers = [*_loss(failure), *_norm(failure)]
+        lines = [*causes, *numbers, *rest] if failure.suspects else numbers
+    lines += [f"note: {note}" for note in notes]
+    title = f"{failure.layout.name} is not the unsharded model ({failure.moment.title}):"
+    return "\n".join([title, *(f"  {line}" for line in lines[: _LINES - 1])])
+
+
+def _complaints(failure: Failure) -> Iterator[str]:
+    found: dict[str, list[int]] = {}
+    for rank, moment in failure.moments.items():
+        for complaint in moment.complaints:
+            found.setdefault(complaint, []).append(rank)
+    for complaint, of_ranks in list(found.items())[:_CAUSES]:
+        yield f"{complaint} ({ranks(of_ranks)})"
+    if len(found) > _CAUSES:
+        yield f"and {len(found) - _CAUSES} more"
+
+
+def _tensors(failure: Failure) -> tuple[list[str], list[str]]:
+    """Return lines about wrong tensors that are explained, and about the rest."""
+    if not failure.suspects:
+        return [], []
+    by_cause = _by_cause(failure)
+    kind, total = failure.moment.kind, len(failure.names)
+    causes: list[str] = []
+    for cause, suspects in by_cause.items():
+        if cause and len(causes) < _CAUSES:
+            more = f" (and {len(suspects) - 1} more of {total})" if len(suspects) > 1 else ""
+            causes.append(f"{kind} of `{suspects[0].name}`{more} {cause}")
+    rest = []
+    if unexplained := by_cause.get("", []):
+        more = f" (and {len(unexplained) - 1} more of {total})" if len(unexplained) > 1 else ""
+        only = (
+            "; no single reduction, factor or part explains it"
+            if not causes
+            else ", which that may have caused"
+        )
+        rest.append(f"{kind} of `{unexplained[0].name}`{more} differs{only}")
+    errors = {
+        suspect: max(
+            float((value - suspect.expected[rank]).abs().max())
+            for rank, value in suspect.values.items()
+            if value.numel()
+        )
+        for suspect in failure.suspects
+    }
+    worst = max(errors, key=lambda each: errors[each] / each.scale)
+    rest.append(f"largest: {kind} `{worst.name}`: {errors[worst]:.3g} of {worst.scale:.3g}")
+    return causes, rest
+
+
+def _by_cause(failure: Failure) -> dict[str, list[Suspect]]:
+    """Return the wrong tensors by what explains each, "" where nothing does."""
+    causes = {suspect.name: suspect.explain() for suspect in failure.suspects}
+    if failure.moment.kind == "gradient":
+        assembled = {
+            suspect.name: suspect.assembled
+            for suspect in failure.suspects
+            if not causes[suspect.name] and suspect.assembled is not None
+        }
+        gradients = {name: each for name, each in assembled.items() if each is not None}
+        if gradients:
+            weighing = failure.weighing
+            together = weighing.explain(gradients)
+            causes |= {name: together or weighing.explain({name: each}) for name, each in gradients.items()}
+    found: dict[str, list[Suspect]] = {}
+    for suspect in failure.suspects:
+        found.setdefault(causes[suspect.name] or suspect.right_at(), []).append(suspect)
+    return found
+
+
+def _loss(failure: Failure) -> Iterator[str]:
+    expected = failure.reference.steps[failure.moment.step].loss
+    actual = {rank: moment.loss for rank, moment in failure.moments.items() if moment.loss is not None}
+    if failure.moment.kind != "gradient" or not any(is_wrong(each, expected) for each in actual.values()):
+        return
+    shown = ", ".join(dict.fromkeys(f"{each:.6g}" for each in actual.values()))
+    cause = _explain_loss(failure, actual, expected)
+    yield (
+        f"loss {cause} ({shown}, expected {expected:.6g})"
+        if cause
+        else f"loss is {shown}, expected {expected:.6g}"
+    )
+
+
+def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float) -> str:
+    layout = failure.layout
+    for axis in layout.large:
+        groups = [[actual.get(each) for each in layout.members([axis], rank)] for rank in actual]
+        known = [[each for each in group if each is not None] for group in groups]
+        if all(max(group) - min(group) <= CLOSE for group in known):
+            continue
+        for op, divide in (("sum", False), ("mean", True)):
+            if all(_is_close(sum(group) / (len(group) if divide else 1), expected) for group in known):
+                return f"equals the reference after a {op} over {axis}: that reduction is missing"
+    first = next(iter(actual.values()))
+    if not all(_is_close(each, first) for each in actual.values()):
+        return ""
+    if found := failure.weighing.explain_loss(first):
+        return found
+    factor = describe_factor(
+        first / expected, {axis: layout[axis] for axis in layout.large}, failure.microbatches
+    )
+    return f"is {factor}" if "by" in factor else ""
+
+
+def _is_close(actual: float, expected: float) -> bool:
+    return abs(actual - expected) <= CLOSE * abs(expected)
+
+
+def _norm(failure: Failure) -> Iterator[str]:
+    expected = failure.reference.steps[failure.moment.step].norm
+    actual = {rank: moment.norm for rank, moment in failure.moments.items() if moment.norm is not None}
+    if failure.moment.kind != "gradient" or not any(is_wrong(each, expected) for each in actual.values()):
+        return
+    held = {
+        rank: {each.name: each.region for each in moment.held} for rank, moment in failure.moments.items()
+    }
+    whole = failure.moment.whole(failure.reference)
+    # Of wrong gradients a right norm is wrong too.
+    cause = "" if failure.suspects else explain_norm(actual, whole, held, failure.layout)
+    shown = ", ".join(dict.fromkeys(f"{each:.6g}" for each in actual.values()))
+    yield f"total norm {cause or 'differs'} ({shown}, expected {expected:.6g})"

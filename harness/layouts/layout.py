@@ -1,0 +1,151 @@
+"""A layout: the axes of a plan, their sizes, and this rank's place on each. Inside a rank; imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""The axes that every layout has; those that a test does not name are of size 1."""
+DATA_AXES = ("dp", "dp_replicate", "fsdp", "dp_shard", "ep")
+"""The axes whose ranks have different rows of a batch."""
+
+
+class Layout:
+    """A mesh of the world's ranks, with a name for each axis. Every rank must make it.
+
+    Ranks are numbered along the last axis first. The mesh and its groups are of the axes larger than 1; they
+    end with `close`, which the fixture `layout` calls.
+
+    Attributes:
+        sizes: all axes, the outermost first.
+        name: the axes larger than 1, as in "dp2-tp2".
+
+    Args:
+        sizes: as above; their product is the size of the world.
+        device_type: of the mesh.
+
+    Raises:
+        ValueError: the world has another number of ranks.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], device_type: str = "cpu") -> None:
+        self.sizes = {**sizes, **{axis: 1 for axis in AXES if axis not in sizes}}
+        large = {axis: size for axis, size in sizes.items() if size > 1}
+        self.name = "-".join(f"{axis}{size}" for axis, size in large.items()) or "one rank"
+        self._large = large
+        self._mesh: DeviceMesh | None = None
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if math.prod(large.values()) != world:
+            raise ValueError(f"{self.name} has {math.prod(large.values())} ranks, this world {world}")
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        if large:
+            shape = tuple(large.values())
+            self._mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(large))
+
+    def __repr__(self) -> str:
+        return f"<layout {self.name}>"
+
+    def __getitem__(self, axis: str) -> int:
+        """Return the size of an axis."""
+        if axis not in self.sizes:
+            raise KeyError(f"{axis!r}: this layout has the axes {', '.join(self.sizes)}")
+        return self.sizes[axis]
+
+    def at(self, axis: str, rank: int | None = None) -> int:
+        """Return the coordinate of a rank on an axis, from 0; of this rank by default."""
+        size, place = self[axis], self.rank if rank is None else rank
+        for inner in reversed(self._large):
+            if inner == axis:
+                return place % size
+            place //= self._large[inner]
+        return 0
+
+    def part(self, axes: str | Sequence[str], rank: int | None = None) -> tuple[int, int]:
+        """Return which part of how many a rank has of what these axes cut, the first one outermost."""
+        index, count = 0, 1
+        for axis in as_axes(axes):
+            index, count = index * self[axis] + self.at(axis, rank), count * self[axis]
+        return index, count
+
+    @property
+    def large(self) -> tuple[str, ...]:
+        """The axes larger than 1."""
+        return tuple(self._large)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh of the axes larger than 1. Keep no reference to it when the test has ended."""
+        if self._mesh is None:
+            raise RuntimeError(f"{self.name}: the layout has no mesh, or has ended")
+        return self._mesh
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the group of this rank and those that differ from it on these axes alone.
+
+        That of several axes is made at its first use: all ranks of it must call this.
+
+        Raises:
+            ValueError: all of them are of size 1, where there is no group to communicate in.
+        """
+        large = tuple(axis for axis in self._large if axis in axes)
+        if unknown := [axis for axis in axes if axis not in self.sizes]:
+            raise KeyError(f"{unknown[0]!r}: this layout has the axes {', '.join(self.sizes)}")
+        if not large:
+            raise ValueError(
+                f"group({', '.join(map(repr, axes))}): of size 1 in {self.name}, where there is no group: "
+                f'ask first if layout["{axes[0] if axes else "tp"}"] > 1'
+            )
+        if len(large) == 1:
+            return self.mesh.get_group(large[0])
+        if len(large) == len(self._large):
+            assert dist.group.WORLD is not None, "a layout has a default group"
+            return dist.group.WORLD
+        if large not in self._groups:
+            made = dist.new_group(self.members(large), use_local_synchronization=True)
+            assert made is not None, "this rank is a member"
+            self._groups[large] = made
+        return self._groups[large]
+
+    def members(self, axes: Sequence[str], rank: int | None = None) -> list[int]:
+        """Return the ranks that differ from a rank on these axes alone, itself included, in order."""
+        others = [axis for axis in self._large if axis not in axes]
+        mine = [self.at(axis, rank) for axis in others]
+        world = range(math.prod(self._large.values()))
+        return [each for each in world if [self.at(axis, each) for axis in others] == mine]
+
+    def slice(self, tensor: torch.Tensor, axes: str | Sequence[str], dim: int = 0) -> torch.Tensor:
+        """Return this rank's part of a tensor that is cut over axes, as a view.
+
+        Parts are those of `torch.chunk`: the last ones may be shorter, or empty.
+        """
+        index, count = self.part(axes)
+        return chunk(tensor, index, count, dim)
+
+    def close(self) -> None:
+        """End the mesh and its groups."""
+        groups = [] if self._mesh is None else self._mesh.get_all_groups()
+        self._mesh = None
+        ended = [*groups, *self._groups.values()]
+        self._groups.clear()
+        for group in ended:
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+def as_axes(axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Return axes that are given as one name, or as several."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def chunk(tensor: torch.Tensor, index: int, count: int, dim: int = 0) -> torch.Tensor:
+    """Return part `index` of `count`, as `torch.chunk` cuts; behind the last one it is empty."""
+    length = tensor.shape[dim]
+    each = -(-length // count)
+    start = min(index * each, length)
+    return tensor.narrow(dim, start, min(each, length - start))

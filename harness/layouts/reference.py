@@ -1,0 +1,282 @@
+"""The unsharded run that layouts are held to, once a process.
+
+Inside a rank; imports torch, calls no collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.assertions.parity import MakeOptimizer
+from lockstep.layouts.batches import Batch, KeepPart, part_of
+from lockstep.layouts.shards import ShardMap
+from lockstep.recorders.tensors import named_tensors, short
+
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Tensors = dict[str, torch.Tensor]
+
+
+class Batches:
+    """Batches that are equal where all their tensors are, so that runs on them are found again."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.of_steps = tuple(batches)
+        digest = hashlib.sha256()
+        for name, each in named_tensors(list(batches)).items():
+            digest.update(f"{name} {each.dtype} {tuple(each.shape)}".encode())
+            digest.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self._digest = digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Batches) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The training of an unsharded model, by which its run is found again.
+
+    Attributes:
+        parts: keeps a sequence part of a batch.
+        terms: auxiliary terms of the loss by name, each a function of the whole batch.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    optimizer: MakeOptimizer
+    batches: Batches
+    parts: KeepPart | None = None
+    terms: tuple[tuple[str, Loss], ...] = ()
+
+
+@dataclass
+class Step:
+    """One step of the unsharded model: parameters before it, its loss, gradients and their norm."""
+
+    before: Tensors
+    loss: float
+    gradients: Tensors
+    norm: float = 0.0
+    after: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The loss of a step and its gradients, by blocks of the batch and auxiliary terms.
+
+    Attributes:
+        rows: number of blocks along dim 0.
+        sequence: number of parts of each, along the sequence; a block's number counts these first.
+        terms: names of auxiliary terms, whose gradients follow those of the blocks.
+        losses: of each block, nan where nothing is to be predicted.
+        gradients: of blocks and terms, stacked, by name.
+        whole: gradients of the whole batch.
+    """
+
+    rows: int
+    sequence: int
+    terms: tuple[str, ...]
+    losses: tuple[float, ...]
+    gradients: Tensors
+    whole: Tensors
+
+    @functools.cached_property
+    def weights(self) -> torch.Tensor | None:
+        """The weights of blocks and terms in the loss of the whole batch; None if it is no sum of them."""
+        return fit(self.gradients, self.whole)
+
+
+class Reference:
+    """The run of an unsharded model.
+
+    Attributes:
+        steps: in order.
+        largest: the largest absolute value of each parameter and gradient by step, for tolerances.
+
+    Raises:
+        ValueError: nothing could be concluded from a comparison with it: the message says why.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        model = task.build()
+        self._refuse_dtypes(model)
+        self.steps: list[Step] = []
+        optimizer = task.optimizer(model.parameters())
+        for batch in task.batches.of_steps:
+            optimizer.zero_grad()
+            before = _copies(model)
+            loss = task.loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = {
+                name: torch.zeros_like(each) if each.grad is None else each.grad.detach().clone()
+                for name, each in model.named_parameters()
+                if each.requires_grad
+            }
+            step = Step(before, float(loss.detach()), gradients)
+            step.norm = float(torch.stack([each.norm() for each in gradients.values()]).norm())
+            optimizer.step()
+            step.after = _copies(model)
+            self.steps.append(step)
+        self.names = tuple(self.steps[0].before)
+        self._refuse_dead_tensors()
+        self._blocks: dict[tuple[int, int, int], Blocks] = {}
+        self._are_moving: set[int] = set()
+
+    @property
+    def start(self) -> Tensors:
+        """The parameters before training."""
+        return self.steps[0].before
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a batch can be cut into sequence parts."""
+        return self._task.parts is not None
+
+    def blocks(self, step: int, rows: int, sequence: int = 1) -> Blocks:
+        """Return the gradients of blocks of a step's batch, computed at their first use."""
+        key = step, rows, sequence
+        if key not in self._blocks:
+            self._blocks[key] = self._make_blocks(*key)
+        return self._blocks[key]
+
+    def refuse_dead_parts(self, rows: int, sequence: int) -> None:
+        """Refuse batches of which a part, of so many, moves the loss in no step."""
+        for count, are_rows in ((rows, True), (sequence, False)):
+            if count < 2 or (key := count if are_rows else -count) in self._are_moving:
+                continue
+            alive = torch.zeros(count, dtype=torch.bool)
+            for step in range(len(self.steps)):
+                if bool(alive.all()):
+                    break
+                blocks = self.blocks(step, *((count, 1) if are_rows else (1, count)))
+                for gradient in blocks.gradients.values():
+                    alive |= gradient[:count].flatten(1).abs().amax(1) > 0
+            if not bool(alive.all()):
+                dead = int((~alive).nonzero()[0])
+                kind = "the rows" if are_rows else "the sequence"
+                raise ValueError(
+                    f"part {dead} of {count} of {kind} moves the loss in no step: a rank that loses it would "
+                    "go unseen; give it tokens that count"
+                )
+            self._are_moving.add(key)
+
+    def refuse_dead_experts(self, shards: ShardMap) -> None:
+        """Refuse experts that no token of any step reaches: along the dimension that the axis ep cuts."""
+        for name, example in self.steps[0].gradients.items():
+            for cut in shards.rule(name):
+                if "ep" not in cut.axes or cut.rows is not None or cut.parts:
+                    continue
+                seen = sum(step.gradients[name].abs() for step in self.steps)
+                assert isinstance(seen, torch.Tensor), "a step"
+                of_each = seen.movedim(cut.dim, 0).reshape(example.shape[cut.dim], -1).amax(1)
+                if bool((of_each == 0).any()):
+                    dead = int((of_each == 0).nonzero()[0])
+                    raise ValueError(
+                        f"`{name}` has no gradient at index {dead} of dim {cut.dim}: no token reaches that "
+                        "expert; give more tokens, or another seed"
+                    )
+
+    def _refuse_dtypes(self, model: nn.Module) -> None:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        if not any(each.requires_grad for _, each in named):
+            raise ValueError("build() returns a model without a parameter to train")
+        for name, each in named:
+            if each.is_floating_point() and each.dtype != torch.float64:
+                raise ValueError(f"`{name}` of the reference is {short(each.dtype)}: build it in float64")
+
+    def _refuse_dead_tensors(self) -> None:
+        for step, found in enumerate(self.steps):
+            if not torch.isfinite(torch.tensor([found.loss, found.norm])).all():
+                raise ValueError(f"the reference's loss or gradient is not finite in step {step}")
+        for name in self.steps[0].gradients:
+            if not any(bool(step.gradients[name].any()) for step in self.steps):
+                raise ValueError(
+                    f"`{name}` of the reference has no gradient, or zeros, in all steps: nothing of it would "
+                    "be compared; freeze it, or give batches that reach it"
+                )
+            if torch.equal(self.steps[0].before[name], self.steps[-1].after[name]):
+                raise ValueError(
+                    f"`{name}` of the reference does not move in {len(self.steps)} steps: give an optimizer "
+                    "that moves it"
+                )
+
+    def _make_blocks(self, step: int, rows: int, sequence: int) -> Blocks:
+        task, batch = self._task, self._task.batches.of_steps[step]
+        model = task.build()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.steps[step].before[name])
+        losses, found = [], []
+        for index in range(rows * sequence):
+            kept = part_of(batch, index // sequence, rows)
+            if sequence > 1:
+                assert task.parts is not None, "sequence parts are asked for where there is a function"
+                kept = task.parts(kept, index % sequence, sequence)
+            loss = task.loss(model, kept)
+            for _, term in task.terms:
+                loss = loss - term(model, kept)
+            losses.append(float(loss.detach()))
+            found.append(_gradients(model, loss))
+        found += [_gradients(model, term(model, batch)) for _, term in task.terms]
+        gradients = {name: torch.stack([each[name] for each in found]) for name in found[0]}
+        terms = tuple(name for name, _ in task.terms)
+        return Blocks(rows, sequence, terms, tuple(losses), gradients, self.steps[step].gradients)
+
+
+def fit(gradients: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the weights of gradients whose sum is the target, by least squares; None if it is no such sum.
+
+    A gradient that is zero gets the weight nan.
+
+    Args:
+        gradients: of several losses, stacked, by name.
+        target: by some of these names.
+    """
+    basis = torch.cat([gradients[name].flatten(1) for name in target], 1)
+    wanted = torch.cat([each.reshape(-1) for each in target.values()])
+    # Each tensor counts as much as any other, however small its values are.
+    scale = torch.cat([each.abs().amax().clamp(min=1e-300).expand(each.numel()) for each in target.values()])
+    alive = basis.abs().amax(1) > 0
+    basis, wanted = (basis / scale)[alive], wanted / scale
+    if wanted.numel() < 2 * len(basis) or not len(basis) or not bool(torch.isfinite(wanted).all()):
+        return None
+    solved = torch.linalg.lstsq(basis.T, wanted[:, None], driver="gelsd").solution[:, 0]
+    if float((solved @ basis - wanted).abs().max()) > 1e-9 or int(torch.linalg.matrix_rank(basis)) < len(
+        basis
+    ):
+        return None
+    weights = torch.full(alive.shape, torch.nan, dtype=torch.float64)
+    weights[alive] = solved
+    return weights
+
+
+def _gradients(model: nn.Module, loss: torch.Tensor) -> Tensors:
+    """Return the gradients of a loss: zeros where it has none, or, without a token to predict, is nan."""
+    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    none: Sequence[Any] = [None] * len(named)
+    is_finite = bool(torch.isfinite(loss)) and loss.requires_grad
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True) if is_finite else none
+    return {
+        name: torch.zeros_like(each) if gradient is None else gradient.nan_to_num()
+        for (name, each), gradient in zip(named.items(), found, strict=True)
+    }
+
+
+def _copies(model: nn.Module) -> Tensors:
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@functools.lru_cache(maxsize=8)
+def reference_of(task: Task) -> Reference:
+    """Return the run of a task, computed once in a process."""
+    return Reference(task)

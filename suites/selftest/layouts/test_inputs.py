@@ -1,0 +1,168 @@
+"""Inputs under which a wrong plan could pass, each refused by its name; and marks that ask for no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.features.layouts.mark import MarkError, contains, parse_mark
+from lockstep.layouts import Layout, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
+from suites.selftest.layouts.model import SHARDS, VOCAB, Block, Plan, build, loss
+
+BATCHES = witness_batches(VOCAB)
+
+
+def changed(step: int, change: Callable[[dict[str, torch.Tensor]], object]) -> list[dict[str, torch.Tensor]]:
+    """Return the batches, one of them changed."""
+    batches = [{name: each.clone() for name, each in batch.items()} for batch in BATCHES]
+    change(batches[step])
+    return batches
+
+
+def repeat(batch: dict[str, torch.Tensor]) -> None:
+    for each in batch.values():
+        each[12:] = each[:12]
+
+
+def without_half() -> list[dict[str, torch.Tensor]]:
+    return [
+        {**batch, "labels": batch["labels"].index_fill(0, torch.arange(12, 24), -100)} for batch in BATCHES
+    ]
+
+
+def unseeded() -> nn.Module:
+    return Block()
+
+
+def with_dead_parameter() -> nn.Module:
+    model = build()
+    model.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    return model
+
+
+def in_float32() -> nn.Module:
+    return build().float()
+
+
+def frozen() -> nn.Module:
+    return build().requires_grad_(False)
+
+
+def stuck(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters)[1:], 0.1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one batch": (
+        {"batches": BATCHES[:1]},
+        "one batch: a gradient left in from the step before would go unseen",
+    ),
+    "microbatches": (
+        {"microbatches": (1, 3)},
+        r"microbatches=\(1, 3\) for 3 batches: give one number for each",
+    ),
+    "no tensor": ({"batches": ["a", *BATCHES[1:]]}, "batch 0 is str: give a tensor, or a mapping of tensors"),
+    "few rows": ({"microbatches": (1, 20, 1)}, "batch 1 has 24 rows: too few for 2 parts of 20 microbatches"),
+    "alike parts": (
+        {"batches": changed(1, repeat)},
+        "parts 0 and 3 of 6 of batch 1 are alike: a rank that reads",
+    ),
+    "alike steps": (
+        {"batches": [*BATCHES[:2], BATCHES[0]]},
+        "batches 0 and 2 are alike: give each step its own data",
+    ),
+    "dead part": ({"batches": without_half()}, "part 1 of 2 of the rows moves the loss in no step"),
+    "dead parameter": (
+        {"build": with_dead_parameter},
+        "`unused` of the reference has no gradient, or zeros, in all",
+    ),
+    "float32": ({"build": in_float32}, r"`embed.weight` of the reference is float32: build it in float64"),
+    "frozen": ({"build": frozen}, "build.. returns a model without a parameter to train"),
+    "stuck": ({"optimizer": stuck}, "`embed.weight` of the reference does not move in 3 steps"),
+    "unseeded": (
+        {"build": unseeded},
+        "build.. gives `embed.weight` other values at its second call: seed it",
+    ),
+    "no match": (
+        {"shards": ShardMap({"*.wo": Sharded("tp")})},
+        r"entry '\*.wo' matches no parameter: embed.weight, ",
+    ),
+    "expert": (
+        {"shards": ShardMap({"embed.weight": Sharded("ep")}), "batches": witness_batches(VOCAB - 1)},
+        "`embed.weight` has no gradient at index 16 of dim 0: no token reaches that expert",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.layouts(dp=(1, 2))
+def test_an_input_under_which_bugs_pass_is_refused(layout: Layout, name: str) -> None:
+    given, message = REFUSED[name]
+    arguments: dict[str, Any] = {"build": build, "batches": BATCHES, "shards": SHARDS, **given}
+    with pytest.raises(ValueError, match=message):
+        assert_same_as_unsharded(layout, parallelize=Plan, loss=loss, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (
+            ShardMap({**SHARDS.rules, "up.*": Sharded("tp", dim=3)}),
+            "the shard map cuts dim 3 of `up.weight`, which has 2 dims",
+        ),
+        (
+            ShardMap({**SHARDS.rules, "up.*": Sharded("tp", parts=(3, 4))}),
+            r"entry of `up.weight`: parts=\(3, 4\) of a dimen",
+        ),
+        (
+            ShardMap(SHARDS.rules, rename=lambda name, _: f"x.{name}"),
+            "`embed.weight` is `x.embed.weight` by the",
+        ),
+        (ShardMap({"up.*": Sharded("tp")}), r"`qkv.weight` has the shape \[12, 8\], its part \[24, 8\]"),
+    ],
+    ids=["dim", "parts", "names", "cut"],
+)
+@pytest.mark.layouts(tp=(1, 2))
+def test_a_shard_map_that_does_not_fit_is_refused(layout: Layout, shards: ShardMap, message: str) -> None:
+    class Built(Plan):
+        def __init__(self, model: nn.Module, layout: Layout) -> None:
+            super().__init__(model, layout)
+            shards.write(self.model, model, layout)
+
+    with pytest.raises(ValueError, match=message):
+        assert_same_as_unsharded(layout, build, Built, BATCHES, loss, shards=SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        (((1, 2),), {}, r"layouts\(\(1, 2\)\): axes have names: write layouts\(dp="),
+        ((), {}, r"layouts\(\): no layout of 2 to 8 ranks"),
+        ((), {"dp": 2}, r"layouts\(dp=2\): sizes of an axis are whole numbers"),
+        ((), {"dp": (0, 2)}, r"layouts\(dp=\(0, 2\)\): sizes"),
+        ((), {"dp": (2, 2)}, r"layouts\(dp=\(2, 2\)\): sizes"),
+        ((), {"DP": (1, 2)}, r"layouts\(DP=\.\.\.\): an axis is a word"),
+        ((), {"dp": (1, 2), "at_most": 1}, r"layouts\(at_most=1\): a number of ranks from 2 to"),
+        ((), {"dp": (16,)}, r"layouts\(dp\): no layout of 2 to 8 ranks"),
+    ],
+)
+def test_a_mark_that_asks_for_no_layout_is_refused(args: Any, options: Any, message: str) -> None:
+    with pytest.raises(MarkError, match=message):
+        parse_mark(args, options)
+
+
+def test_layouts_come_smallest_first_and_outer_axes_first() -> None:
+    mark = parse_mark((), {"dp": (1, 2), "fsdp": (1, 2, 4), "tp": (1, 2), "at_most": 4, "backend": "shm"})
+    names = [each.name for each in mark.layouts]
+    assert names == ["dp2", "fsdp2", "tp2", "fsdp4", "dp2-fsdp2", "dp2-tp2", "fsdp2-tp2"]
+    assert [each.ranks for each in mark.layouts] == [2, 2, 2, 4, 4, 4, 4]
+    assert mark.of_ranks == {"backend": "shm"}
+    by_name = {each.name: each for each in mark.layouts}
+    assert contains(by_name["dp2-fsdp2"], by_name["fsdp2"])
+    assert contains(by_name["fsdp4"], by_name["fsdp2"])
+    assert not contains(by_name["dp2-tp2"], by_name["fsdp2"])
+    assert not contains(by_name["dp2"], by_name["dp2"])

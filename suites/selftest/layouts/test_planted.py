@@ -1,0 +1,130 @@
+"""Bugs planted in a right plan, one at a time: each report names the one that is there, at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.layouts import Layout, assert_same_as_unsharded, keep_labels, witness_batches
+from suites.selftest.layouts.model import (
+    SHARDS,
+    VOCAB,
+    Plan,
+    PlanWithNorm,
+    PlanWithPenalty,
+    PlanWithStep,
+    build,
+    loss,
+    loss_with_penalty,
+    penalty,
+    plan_with,
+)
+
+BATCHES = witness_batches(VOCAB)
+
+
+def report(layout: Layout, bug: str, kind: type[Plan] = Plan) -> list[str]:
+    """Return the lines of the report on a plan with a bug."""
+    with pytest.raises(AssertionError) as caught:
+        assert_same_as_unsharded(
+            layout, build, plan_with(bug, kind), BATCHES, loss, shards=SHARDS, parts=keep_labels
+        )
+    return [line.strip() for line in str(caught.value).splitlines()]
+
+
+OF_DATA = {
+    "not reduced": "(and 9 more of 10) equals the reference after a sum over AXIS: that",
+    "head not reduced": "`head.bias` (and 1 more of 10) equals the reference after a sum over AXIS",
+    "divided": "(and 9 more of 10) is 1/2 of the reference: divided by AXIS (2) once too often",
+    "mean of means": "is a mean of the means of each PART: they count alike, though",
+    "left in": "is the reference plus that of the step before: left in, not zeroed",
+    "one replica": "is right at AXIS 0 alone: replicas differ",
+    "last microbatch": "lacks microbatches 0, 1 of 3",
+    "mean of microbatches": "is a mean of the means of each microbatch",
+    "lost part": "lacks PART 1 of 2",
+    "not finite": "gradient of `head.bias` is not finite on rank 1",
+    "no gradient": "gradient of `head.bias` is None, and that of the unsharded model is not (rank",
+    "loss not reduced": "loss equals the reference after a sum over AXIS: that reduction is missing",
+    "float32 scalar": "times the reference",
+    "float32 buffer": "buffer `scale` is float32: keep it in float64 (ranks 0, 1)",
+    "renamed": "`bottom.weight` is no parameter of the unsharded model: rename it",
+}
+
+
+@pytest.mark.parametrize("bug", OF_DATA)
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_bug_over_data_ranks_is_named(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug)
+    assert OF_DATA[bug].replace("AXIS", "dp").replace("PART", "dp part") in lines[1], lines
+
+
+@pytest.mark.parametrize("bug", ["not reduced", "divided", "mean of means", "lost part", "one replica"])
+@pytest.mark.layouts(cp=(1, 2))
+def test_a_bug_over_sequence_ranks_is_named(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug)
+    assert OF_DATA[bug].replace("AXIS", "cp").replace("PART", "sequence part") in lines[1], lines
+
+
+OF_TENSORS = {
+    "no sum backward": "differs; no single reduction, factor or part explains it",
+    "norm not reduced": "gradient of `norm.weight` equals the reference after a sum over",
+    "reduced over what cuts": "gradient of `down.weight` is the sum of the parts of all ranks of tp",
+    "packed weight cut whole": "parameter of `qkv.weight` has the reference's values along dim 0 in",
+    "no bias": "tp2 is not the unsharded model: no rank has `up.bias`",
+}
+
+
+@pytest.mark.parametrize("bug", OF_TENSORS)
+@pytest.mark.layouts(tp=(1, 2))
+def test_a_bug_over_tensor_ranks_is_named(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug)
+    assert OF_TENSORS[bug] in "\n".join(lines[:2]), lines
+
+
+@pytest.mark.layouts(dp=(1, 2), tp=(1, 2))
+def test_two_axes_of_one_size_are_both_named(layout: Layout) -> None:
+    if layout.name == "dp2-tp2":
+        lines = report(layout, "divided")
+        assert "is 1/4 of the reference: divided by dp and tp (4) once too often" in lines[1], lines
+    else:
+        assert layout.name in ("dp2", "tp2")
+
+
+NORMS = {
+    "norm omits": "total norm leaves out `embed.weight` (",
+    "norm of this rank": "total norm lacks a sum over tp (",
+    "norm counts replicas": "total norm counts what is replicated over tp more than once (",
+}
+
+
+@pytest.mark.parametrize("bug", NORMS)
+@pytest.mark.layouts(tp=(1, 2))
+def test_a_wrong_norm_is_explained(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug, PlanWithNorm)
+    assert lines[1].startswith(NORMS[bug]), lines
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("bug", "sentence"),
+    [
+        ("no penalty", "lacks the term `penalty` of the loss"),
+        ("penalty on each rank", "has the term `penalty` of the loss as 2 times the reference"),
+    ],
+)
+@pytest.mark.layouts(dp=(1, 2))
+def test_an_auxiliary_term_that_is_missing_or_doubled_is_named(
+    layout: Layout, bug: str, sentence: str
+) -> None:
+    arguments = (layout, build, plan_with("", PlanWithPenalty), BATCHES, loss_with_penalty)
+    assert_same_as_unsharded(*arguments, shards=SHARDS, terms={"penalty": penalty})
+    arguments = (layout, build, plan_with(bug, PlanWithPenalty), BATCHES, loss_with_penalty)
+    with pytest.raises(AssertionError) as caught:
+        assert_same_as_unsharded(*arguments, shards=SHARDS, terms={"penalty": penalty})
+    assert sentence in str(caught.value).splitlines()[1]
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_parameter_that_no_optimizer_has_is_named(layout: Layout) -> None:
+    lines = report(layout, "", PlanWithStep)
+    assert lines[0] == "dp2 is not the unsharded model (after step 0):"
+    assert lines[1] == "parameter of `head.bias` did not move in this step: no optimizer has it"

@@ -1,0 +1,214 @@
+"""Right plans hold: by hand, with DTensor, FSDP2, our engine and stages; and what they read of the layout."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lockstep import engine
+from lockstep.layouts import Layout, NotOffered, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
+from suites.selftest.layouts.model import SHARDS, VOCAB, PlanWithNorm, build, loss
+
+BATCHES = witness_batches(VOCAB)
+
+
+@pytest.mark.layouts(dp=(1, 2), cp=(1, 2), tp=(1, 2), at_most=4)
+def test_plans_by_hand_hold(layout: Layout) -> None:
+    notes = assert_same_as_unsharded(layout, build, PlanWithNorm, BATCHES, loss, shards=SHARDS)
+    assert notes == []
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, inner)
+        self.down = nn.Linear(inner, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+def build_mlps(inner: int = 5) -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(Mlp(inner), Mlp(inner), Mlp(inner)).double()
+
+
+def build_even() -> nn.Sequential:
+    """Return what RowwiseParallel can cut: torch 2.13 has no uneven parts there."""
+    return build_mlps(6)
+
+
+def mean_square(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def pairs(steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {name: torch.randn(24, 6, generator=generator, dtype=torch.float64) for name in "xy"}
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("front", [fully_shard, engine.fully_shard], ids=["fsdp2", "engine"])
+@pytest.mark.layouts(fsdp=(1, 2))
+def test_modules_that_shard_themselves_hold(layout: Layout, front: object) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        assert callable(front)
+        for block in model.children():
+            front(block, mesh=layout.mesh["fsdp"])
+        front(model, mesh=layout.mesh["fsdp"])
+        return model
+
+    assert_same_as_unsharded(layout, build_mlps, parallelize, pairs(), mean_square)
+
+
+@pytest.mark.layouts(fsdp=(1, 2), tp=(1, 2), at_most=4)
+def test_tensor_parallel_modules_hold(layout: Layout) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        for block in model.children():
+            if layout["tp"] > 1:
+                parallelize_module(
+                    block, layout.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                )
+            if layout["fsdp"] > 1:
+                fully_shard(block, mesh=layout.mesh["fsdp"])
+        return model
+
+    assert_same_as_unsharded(layout, build_even, parallelize, pairs(), mean_square)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, 7.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_declared_partial_gradient_is_reduced_and_noted(layout: Layout) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        whole = nn.Parameter(DTensor.from_local(model.scale.detach(), layout.mesh, [Replicate()]))
+        model.scale = whole
+        plain = DTensor.to_local
+        model.forward = lambda x: x * plain(whole, grad_placements=[Partial("avg")])
+        return model
+
+    notes = assert_same_as_unsharded(layout, Scale, parallelize, pairs(), mean_square)
+    assert notes == ["gradient of `scale` is (Partial(avg),): reduced here, as it declares"]
+
+
+class Stage:
+    """A pipeline by hand: each rank numbers its blocks from 0, and has its gradients in `main_grad`."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout, self.at = layout, layout.at("pp")
+        blocks = list(model.children())
+        self.model = nn.Sequential(*(blocks[:2] if self.at == 0 else blocks[2:]))
+        for each in self.model.parameters():
+            each.main_grad = torch.zeros_like(each)
+
+    def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> torch.Tensor | None:
+        for each in self.model.parameters():
+            each.main_grad.zero_()
+        total = torch.zeros((), dtype=torch.float64)
+        for x, y in zip(batch["x"].chunk(microbatches), batch["y"].chunk(microbatches), strict=True):
+            if self.at == 0:
+                sent = self.model(x)
+                gradient = torch.empty_like(sent)
+                dist.send(sent.detach(), 1)
+                dist.recv(gradient, 1)
+                sent.backward(gradient)
+            else:
+                received = torch.empty_like(x)
+                dist.recv(received, 0)
+                part = (self.model(received.requires_grad_()) - y).square().mean() / microbatches
+                part.backward()
+                total += part.detach()
+                dist.send(received.grad, 0)
+        for each in self.model.parameters():
+            each.main_grad.add_(each.grad)
+        return total if self.at else None
+
+
+def name_of_stage(name: str, layout: Layout) -> str:
+    number, _, rest = name.partition(".")
+    return f"{int(number) + 2 * layout.at('pp')}.{rest}"
+
+
+@pytest.mark.layouts(pp=(1, 2))
+def test_stages_that_number_layers_from_0_hold(layout: Layout) -> None:
+    gradients = ShardMap(
+        rename=name_of_stage,
+        gradients=lambda model: {name: each.main_grad for name, each in model.named_parameters()},
+    )
+    assert_same_as_unsharded(layout, build_mlps, Stage, pairs(), mean_square, shards=gradients)
+
+
+@pytest.mark.layouts(tp=(1, 2), ep=(1, 2), at_most=4)
+def test_a_layout_says_sizes_places_and_parts(layout: Layout) -> None:
+    assert (layout["dp"], layout.at("dp")) == (1, 0)
+    assert layout.part(("tp", "ep")) == (layout.rank, dist.get_world_size())
+    whole = torch.arange(5)
+    assert (
+        torch.cat([whole[:3], whole[3:]][layout.at("tp") :][:1]).equal(layout.slice(whole, "tp"))
+        or layout["tp"] == 1
+    )
+    with pytest.raises(ValueError, match=r"of size 1 in .*, where there is no group"):
+        layout.group("dp")
+    with pytest.raises(KeyError, match="this layout has the axes tp, ep, pp, dp, fsdp, cp"):
+        layout["sp"]
+    assert dist.get_world_size(layout.group("tp", "ep")) == layout["tp"] * layout["ep"]
+
+
+@pytest.mark.layouts(dp=(1, 2), cp=(1, 2), tp=(1, 2), at_most=8)
+def test_a_group_of_two_axes_is_made_where_it_is_used(layout: Layout) -> None:
+    if layout.name != "dp2-cp2-tp2":
+        return
+    if layout.at("dp") == 0:
+        value = torch.tensor([layout.rank])
+        dist.all_reduce(value, group=layout.group("cp", "tp"))
+        assert value.item() == 6
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.layouts(dp=(1, 2))
+def test_no_thread_stays_behind(layout: Layout, number: int) -> None:
+    assert_same_as_unsharded(layout, build, PlanWithNorm, BATCHES, loss, shards=SHARDS)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads < 30, threads
+
+
+@pytest.mark.layouts(dp=(1, 2), ep=(1, 2), at_most=4)
+def test_what_a_plan_does_not_offer_is_skipped(layout: Layout) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        raise NotOffered("dp alone")
+
+    with pytest.raises(NotOffered, match="dp alone"):
+        assert_same_as_unsharded(layout, build_mlps, parallelize, pairs(), mean_square)
+
+
+@pytest.mark.parametrize(
+    ("cut", "parts"),
+    [
+        (Sharded("tp"), [[0, 1, 2], [3, 4]]),
+        (Sharded("tp", padded=True), [[0, 1, 2], [3, 4, -1]]),
+        (Sharded("tp", parts=(2, 3)), [[0, 2, 3], [1, 4]]),
+        (Sharded("tp", rows=lambda length, count, index: range(index, length, count)), [[0, 2, 4], [1, 3]]),
+    ],
+    ids=["chunks", "padded", "packed", "interleaved"],
+)
+def test_the_rows_of_a_part_are_what_the_cut_says(cut: Sharded, parts: list[list[int]]) -> None:
+    assert [cut.indices(5, index, 2).tolist() for index in range(2)] == parts
