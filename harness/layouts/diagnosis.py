@@ -12,7 +12,8 @@ import torch
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Moment, is_wrong
 from lockstep.layouts.norms import explain_norm
-from lockstep.layouts.reference import Reference
+from lockstep.layouts.parting import Comparison, describe_parting
+from lockstep.layouts.reference import Reference, Tensors
 from lockstep.layouts.shards import ShardMap
 from lockstep.layouts.suspect import CLOSE, Suspect, describe_factor, ranks
 from lockstep.layouts.weights import Weighing
@@ -28,6 +29,7 @@ class Failure:
     Attributes:
         microbatches: of the step.
         moments: all that each rank holds.
+        traces: outputs and their gradients of each rank, by module, where the step ran once more.
     """
 
     layout: Layout
@@ -35,6 +37,7 @@ class Failure:
     reference: Reference
     microbatches: int
     moments: Mapping[int, Moment]
+    traces: Mapping[int, tuple[Tensors, Tensors]] | None = None
 
     @property
     def moment(self) -> Moment:
@@ -100,10 +103,28 @@ def describe(failure: Failure, notes: Sequence[str] = ()) -> str:
     if not lines:
         causes, rest = _tensors(failure)
         numbers = [*_loss(failure), *_norm(failure)]
-        lines = [*causes, *numbers, *rest] if failure.suspects else numbers
+        parting = [text] if failure.suspects and (text := _parting(failure)) else []
+        lines = [*causes, *numbers, *rest, *parting] if causes else [*parting, *numbers, *rest]
     lines += [f"note: {note}" for note in notes]
     title = f"{failure.layout.name} is not the unsharded model ({failure.moment.title}):"
     return "\n".join([title, *(f"  {line}" for line in lines[: _LINES - 1])])
+
+
+def _parting(failure: Failure) -> str:
+    """Return where the sharded and the unsharded run part."""
+    if failure.traces is None:
+        return ""
+    whole = failure.reference.trace(failure.moment.step).joined()
+    outputs, gradients = (
+        Comparison(
+            failure.layout,
+            failure.shards,
+            whole[place],
+            {rank: each[place] for rank, each in failure.traces.items()},
+        )
+        for place in range(2)
+    )
+    return describe_parting(outputs, gradients)
 
 
 def _complaints(failure: Failure) -> Iterator[str]:
@@ -137,16 +158,8 @@ def _tensors(failure: Failure) -> tuple[list[str], list[str]]:
             else ", which that may have caused"
         )
         rest.append(f"{kind} of `{unexplained[0].name}`{more} differs{only}")
-    errors = {
-        suspect: max(
-            float((value - suspect.expected[rank]).abs().max())
-            for rank, value in suspect.values.items()
-            if value.numel()
-        )
-        for suspect in failure.suspects
-    }
-    worst = max(errors, key=lambda each: errors[each] / each.scale)
-    rest.append(f"largest: {kind} `{worst.name}`: {errors[worst]:.3g} of {worst.scale:.3g}")
+    worst = max(failure.suspects, key=lambda each: each.error / each.scale)
+    rest.append(f"largest: {kind} `{worst.name}`: {worst.error:.3g} of {worst.scale:.3g}")
     return causes, rest
 
 
@@ -175,13 +188,8 @@ def _loss(failure: Failure) -> Iterator[str]:
     actual = {rank: moment.loss for rank, moment in failure.moments.items() if moment.loss is not None}
     if failure.moment.kind != "gradient" or not any(is_wrong(each, expected) for each in actual.values()):
         return
-    shown = ", ".join(dict.fromkeys(f"{each:.6g}" for each in actual.values()))
-    cause = _explain_loss(failure, actual, expected)
-    yield (
-        f"loss {cause} ({shown}, expected {expected:.6g})"
-        if cause
-        else f"loss is {shown}, expected {expected:.6g}"
-    )
+    cause, shown = _explain_loss(failure, actual, expected), _shown(actual, expected)
+    yield f"loss {cause} ({shown})" if cause else f"loss is {shown}"
 
 
 def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float) -> str:
@@ -205,6 +213,14 @@ def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float
     return f"is {factor}" if "by" in factor else ""
 
 
+def _shown(actual: Mapping[int, float], expected: float) -> str:
+    """Return the numbers of ranks and the one that is expected, with the digits in which they differ."""
+    texts = list(dict.fromkeys(f"{each:.6g}" for each in actual.values()))
+    if texts == [f"{expected:.6g}"]:
+        return f"{texts[0]}, off by {max(abs(each - expected) for each in actual.values()):.1e}"
+    return f"{', '.join(texts)}, expected {expected:.6g}"
+
+
 def _is_close(actual: float, expected: float) -> bool:
     return abs(actual - expected) <= CLOSE * abs(expected)
 
@@ -220,5 +236,4 @@ def _norm(failure: Failure) -> Iterator[str]:
     whole = failure.moment.whole(failure.reference)
     # Of wrong gradients a right norm is wrong too.
     cause = "" if failure.suspects else explain_norm(actual, whole, held, failure.layout)
-    shown = ", ".join(dict.fromkeys(f"{each:.6g}" for each in actual.values()))
-    yield f"total norm {cause or 'differs'} ({shown}, expected {expected:.6g})"
+    yield f"total norm {cause or 'differs'} ({_shown(actual, expected)})"

@@ -19,6 +19,7 @@ from lockstep.layouts.batches import Batch, KeepPart, part_of, refuse
 from lockstep.layouts.diagnosis import Failure, describe
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Held, Moment, is_wrong
+from lockstep.layouts.parting import Trace
 from lockstep.layouts.reference import Batches, Loss, Reference, Task, reference_of
 from lockstep.layouts.shards import ShardMap, region_of
 from lockstep.recorders.tensors import local_part, short
@@ -115,13 +116,23 @@ def assert_same_as_unsharded(
     for name, parameter in model.named_parameters():
         if not torch.equal(parameter, reference.start[name]):
             raise ValueError(f"build() gives `{name}` other values at its second call: seed it")
-    trainer = parallelize(model, layout)
     del model
-    if isinstance(trainer, nn.Module):
-        trainer = PlainTrainer(trainer, loss, layout)
-    run = _ShardedRun(trainer, reference, shards, layout)
-    run.train(batches, microbatches, optimizer)
-    run.check(microbatches)
+
+    def train(batches: Sequence[Batch], trace: Trace | None = None) -> _ShardedRun:
+        trainer = parallelize(build(), layout)
+        if isinstance(trainer, nn.Module):
+            trainer = PlainTrainer(trainer, loss, layout)
+        run = _ShardedRun(trainer, reference, shards, layout)
+        run.train(batches, microbatches, optimizer, trace)
+        return run
+
+    run = train(batches)
+    if (wrong := run.first_wrong()) is not None:
+        trace = None
+        if wrong.kind == "gradient":  # a failure has time to train once more
+            trace = Trace()
+            train(batches[: wrong.step + 1], trace)
+        run.fail(wrong, microbatches[wrong.step], trace)
     return run.notes
 
 
@@ -146,16 +157,26 @@ class _ShardedRun:
     _regions: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
 
-    def train(self, batches: Sequence[Batch], microbatches: Sequence[int], make: MakeOptimizer) -> None:
-        """Train, and note each moment."""
+    def train(
+        self,
+        batches: Sequence[Batch],
+        microbatches: Sequence[int],
+        make: MakeOptimizer,
+        trace: Trace | None = None,
+    ) -> None:
+        """Train, and note each moment; end with the backward of the last batch if that is to be traced."""
         trainer, model = self.trainer, self.trainer.model
         start = self._moment(0, "before step 0", "parameter", self._parameters())
         self._complain_of_dtypes(start)
         step_alone = getattr(trainer, "step", None)
         optimizer = None if step_alone else make(model.parameters())
-        for step, (batch, micro) in enumerate(zip(batches, microbatches, strict=True)):
+        for step, (batch, micro) in enumerate(zip(batches, microbatches, strict=False)):
             if optimizer is not None:
                 optimizer.zero_grad()
+            if trace is not None and step == len(batches) - 1:
+                with trace.record(model, self._name_of_module):
+                    trainer(batch, micro)
+                return
             loss = trainer(batch, micro)
             norm = trainer.grad_norm() if hasattr(trainer, "grad_norm") else None
             moment = self._moment(step, f"step {step}", "gradient", self._gradients())
@@ -163,8 +184,12 @@ class _ShardedRun:
             (step_alone or optimizer.step)()  # type: ignore[union-attr]
             self._moment(step, f"after step {step}", "parameter", self._parameters())
 
-    def check(self, microbatches: Sequence[int]) -> None:
-        """Agree with the other ranks, by one small collective, that all is right; raise if it is not."""
+    def first_wrong(self) -> Moment | None:
+        """Agree with the other ranks, by one small collective, on the first moment at which one is wrong.
+
+        Raises:
+            AssertionError: no rank has a parameter, or the loss.
+        """
         __tracebackhide__ = True
         wrong = (place for place, moment in enumerate(self.moments) if self._is_wrong(moment))
         first = next(wrong, _NEVER)
@@ -179,15 +204,23 @@ class _ShardedRun:
             raise AssertionError(f"{title}: no rank has {listed}{more}")
         if not agreed[1]:
             raise AssertionError(f"{title}: the trainer returns the loss on no rank")
-        if -agreed[0] == _NEVER:
-            return
-        moments = gathered(self.moments[-agreed[0]])
-        text = None
+        return None if -agreed[0] == _NEVER else self.moments[-agreed[0]]
+
+    def fail(self, wrong: Moment, microbatches: int, trace: Trace | None) -> None:
+        """Raise the report on a moment, the same on every rank."""
+        __tracebackhide__ = True
+        moments, text = gathered(wrong), None
+        traces = None if trace is None else gathered(trace.joined())
         if self.layout.rank == 0:
-            step = next(iter(moments.values())).step
-            failure = Failure(self.layout, self.shards, self.reference, microbatches[step], moments)
+            failure = Failure(self.layout, self.shards, self.reference, microbatches, moments, traces)
             text = describe(failure, self.notes)
         raise AssertionError(gathered(text)[0])
+
+    def _name_of_module(self, own: str) -> str:
+        """Return the unsharded model's name for one of this rank's modules."""
+        if not own:
+            return own if self.layout["pp"] == 1 else "a stage"
+        return self.shards.name(f"{own}.weight", self.layout).removesuffix(".weight")
 
     def _is_wrong(self, moment: Moment) -> bool:
         expected = self.reference.steps[moment.step]

@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.assertions.parity import MakeOptimizer
 from lockstep.layouts.batches import Batch, KeepPart, part_of
+from lockstep.layouts.parting import Trace
 from lockstep.layouts.shards import ShardMap
 from lockstep.recorders.tensors import named_tensors, short
 
@@ -142,6 +143,13 @@ class Reference:
         """Whether a batch can be cut into sequence parts."""
         return self._task.parts is not None
 
+    def trace(self, step: int) -> Trace:
+        """Return what the modules compute in a step."""
+        trace, model = Trace(), self._model_of(step)
+        with trace.record(model):
+            self._task.loss(model, self._task.batches.of_steps[step]).backward()  # type: ignore[no-untyped-call]
+        return trace
+
     def blocks(self, step: int, rows: int, sequence: int = 1) -> Blocks:
         """Return the gradients of blocks of a step's batch, computed at their first use."""
         key = step, rows, sequence
@@ -210,12 +218,17 @@ class Reference:
                     "that moves it"
                 )
 
-    def _make_blocks(self, step: int, rows: int, sequence: int) -> Blocks:
-        task, batch = self._task, self._task.batches.of_steps[step]
-        model = task.build()
+    def _model_of(self, step: int) -> nn.Module:
+        """Return the unsharded model as it was before a step."""
+        model = self._task.build()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.steps[step].before[name])
+        return model
+
+    def _make_blocks(self, step: int, rows: int, sequence: int) -> Blocks:
+        task, batch = self._task, self._task.batches.of_steps[step]
+        model = self._model_of(step)
         losses, found = [], []
         for index in range(rows * sequence):
             kept = part_of(batch, index // sequence, rows)

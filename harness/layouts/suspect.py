@@ -57,6 +57,12 @@ class Suspect:
         return self.parts_of(self.whole)
 
     @cached_property
+    def error(self) -> float:
+        """The largest difference on any rank; infinite where a value is not finite."""
+        differences = [(value - self.expected[rank]).abs().reshape(-1) for rank, value in self.values.items()]
+        return float(torch.cat(differences).nan_to_num(math.inf).max())
+
+    @cached_property
     def scale(self) -> float:
         return float(self.whole.abs().max()) or 1.0
 
@@ -275,6 +281,8 @@ def describe_factor(factor: float, sizes: Mapping[str, int], microbatches: int) 
             if found and (inverse or wanted > 1):
                 times = f"1/{wanted:.4g} of" if inverse else f"{wanted:.4g} times"
                 return f"{times} the reference: {verb} by {either(found)} ({wanted:.4g}) once too often"
+    if abs(factor - 1) < 1e-6:
+        return f"1 {factor - 1:+.1e} times the reference: float32 somewhere, perhaps"
     return f"{factor:.6g} times the reference"
 
 

@@ -44,7 +44,7 @@ OF_DATA = {
     "not finite": "gradient of `head.bias` is not finite on rank 1",
     "no gradient": "gradient of `head.bias` is None, and that of the unsharded model is not (rank",
     "loss not reduced": "loss equals the reference after a sum over AXIS: that reduction is missing",
-    "float32 scalar": "times the reference",
+    "float32 scalar": "(and 9 more of 10) is 1 -2.0e-08 times the reference: float32 somewhere, perhaps",
     "float32 buffer": "buffer `scale` is float32: keep it in float64 (ranks 0, 1)",
     "renamed": "`bottom.weight` is no parameter of the unsharded model: rename it",
 }
@@ -65,7 +65,9 @@ def test_a_bug_over_sequence_ranks_is_named(layout: Layout, bug: str) -> None:
 
 
 OF_TENSORS = {
-    "no sum backward": "differs; no single reduction, factor or part explains it",
+    "no sum backward": "first divergence: the gradient of the output of `qkv`; all outputs agree",
+    "no sum forward": "first divergence: the output of `up`",
+    "bias on each rank": "first divergence: the output of `up`",
     "norm not reduced": "gradient of `norm.weight` equals the reference after a sum over",
     "reduced over what cuts": "gradient of `down.weight` is the sum of the parts of all ranks of tp",
     "packed weight cut whole": "parameter of `qkv.weight` has the reference's values along dim 0 in",
@@ -78,6 +80,18 @@ OF_TENSORS = {
 def test_a_bug_over_tensor_ranks_is_named(layout: Layout, bug: str) -> None:
     lines = report(layout, bug)
     assert OF_TENSORS[bug] in "\n".join(lines[:2]), lines
+
+
+@pytest.mark.parametrize(
+    ("bug", "last"),
+    [
+        ("not reduced", "all outputs and their gradients agree: it goes wrong after backward"),
+        ("lost part", "largest: gradient `out.bias`: 0.0343 of 0.027"),  # gradients of it do not agree
+    ],
+)
+@pytest.mark.layouts(dp=(1, 2))
+def test_the_last_line_says_whether_backward_was_right(layout: Layout, bug: str, last: str) -> None:
+    assert report(layout, bug)[-1] == last
 
 
 @pytest.mark.layouts(dp=(1, 2), tp=(1, 2))

@@ -1,0 +1,185 @@
+"""The first module of a sharded run that computes something else than the unsharded model. Imports torch.
+
+A rank's rows of an output are compared with all rows of the unsharded one, so that it does not matter which
+tokens a rank has, in which order: whole, cut along the last dim, or after a sum over an axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.layouts.layout import Layout, chunk
+from lockstep.layouts.shards import ShardMap
+from lockstep.layouts.suspect import CLOSE
+from lockstep.recorders.tensors import local_part, named_tensors
+
+SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
+_ROWS = 256
+"""Of an output that are compared."""
+
+
+@dataclass
+class Trace:
+    """The outputs of modules and their gradients, as rows, by name and in the order of their first end."""
+
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @contextmanager
+    def record(self, model: nn.Module, name_of: Callable[[str], str] = str) -> Iterator[None]:
+        """Record what the modules of a model compute."""
+        handles = [
+            module.register_forward_hook(self._hook(name_of(name))) for name, module in model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = next(iter(named_tensors(output).values()), None)
+            if tensor is None or tensor.dim() < 2 or not tensor.is_floating_point():
+                return
+            self.outputs.setdefault(name, []).append(_rows(tensor))
+            if tensor.requires_grad:
+                gradients = self.gradients.setdefault(name, [])
+                tensor.register_hook(lambda gradient: gradients.append(_rows(gradient)))  # type: ignore[no-untyped-call]
+
+        return note
+
+    def joined(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return outputs and gradients, those of all calls in one tensor of rows."""
+        outputs, gradients = (
+            {
+                name: torch.cat(each)
+                for name, each in named.items()
+                if len({rows.shape[1] for rows in each}) == 1
+            }
+            for named in (self.outputs, self.gradients)
+        )
+        return outputs, gradients
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of each rank, against those of the unsharded model.
+
+    Attributes:
+        whole: of the unsharded model, by module, in order.
+        by_rank: of each rank, by module.
+    """
+
+    layout: Layout
+    shards: ShardMap
+    whole: Mapping[str, torch.Tensor]
+    by_rank: Mapping[int, Mapping[str, torch.Tensor]]
+
+    def status(self, name: str, scale: float = 1.0) -> str:
+        """Return SAME, DIFFERENT, UNKNOWN where shapes do not compare, or what it lacks: "a sum over tp"."""
+        whole = self.whole[name]
+        held = {rank: named[name] / scale for rank, named in self.by_rank.items() if name in named}
+        if not held or not bool(whole.any()):
+            return UNKNOWN
+        expected = {rank: self._columns(name, whole, rank, rows.shape[1]) for rank, rows in held.items()}
+        if any(each is None for each in expected.values()):
+            return UNKNOWN
+        known = {rank: each for rank, each in expected.items() if each is not None}
+        if all(_are_among(rows, known[rank]) for rank, rows in held.items()):
+            is_cut = any(each.shape[1] < whole.shape[1] for each in known.values())
+            return SAME if is_cut or _are_among(whole, torch.cat(list(held.values()))) else DIFFERENT
+        for axis in self.layout.large:
+            groups = [
+                [held[each] for each in self.layout.members([axis], rank) if each in held] for rank in held
+            ]
+            if all(len({each.shape for each in group}) == 1 for group in groups):
+                sums = [torch.stack(group).sum(0) for group in groups]
+                if all(_are_among(total, known[rank]) for rank, total in zip(held, sums, strict=True)):
+                    return f"a sum over {axis}"
+        return DIFFERENT
+
+    def _columns(self, name: str, whole: torch.Tensor, rank: int, width: int) -> torch.Tensor | None:
+        """Return the columns that a rank's rows have: all, or those that its part of the weight makes."""
+        if whole.shape[1] == width:
+            return whole
+        for cut in self.shards.rule(f"{name}.weight"):
+            index, count = self.layout.part(cut.axes, rank)
+            along = cut.indices(whole.shape[1], index, count) if cut.dim == 0 else whole.new_empty(0)
+            if len(along) == width:
+                return whole[:, along]
+        for axis in self.layout.large:
+            part = chunk(whole, self.layout.at(axis, rank), self.layout[axis], 1)
+            if part.shape[1] == width:
+                return part
+        return None
+
+    def factor(self, name: str) -> float:
+        """Return by which factor all rows are too large: a loss may be divided after backward."""
+        whole = self.whole[name]
+        rows = next((named[name] for named in self.by_rank.values() if name in named), None)
+        if rows is None or rows.shape[1] != whole.shape[1] or not bool(rows.any()):
+            return 1.0
+        row = rows[int(rows.norm(dim=1).argmax())]
+        lengths = whole.norm(dim=1)
+        likeness = (whole @ row) / (lengths.clamp(min=1e-300) * row.norm())
+        found = int(likeness.argmax())
+        return float(row.norm() / lengths[found]) if float(likeness[found]) > 1 - CLOSE else 1.0
+
+
+def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
+    """Return where the two runs part, "" if that cannot be said."""
+    found = {name: outputs.status(name) for name in outputs.whole}
+    names = list(found)
+    for place, name in enumerate(names):
+        if found[name] == DIFFERENT:
+            before = names[place - 1] if place else ""
+            behind = (
+                f", behind `{before}`, which lacks {found[before]}"
+                if " over " in found.get(before, "")
+                else ""
+            )
+            return f"first divergence: the output of {_module(name)}{behind}"
+    if SAME not in found.values():
+        return ""
+    order = [name for name in reversed(names) if name in gradients.whole]
+    if not order:
+        return ""
+    scale = gradients.factor(order[0])
+    of_gradients = {name: gradients.status(name, scale) for name in order}
+    if of_gradients[order[0]] != SAME:
+        return ""  # the loss itself weighs its parts in another way
+    for name, status in of_gradients.items():
+        if status not in (SAME, UNKNOWN):
+            lacks = f", which lacks {status}" if status != DIFFERENT else ""
+            return (
+                f"first divergence: the gradient of the output of {_module(name)}{lacks}; all outputs agree"
+            )
+    return "all outputs and their gradients agree: it goes wrong after backward"
+
+
+def _module(name: str) -> str:
+    return f"`{name}`" if name else "the model"
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    rows = local_part(tensor).detach()
+    return rows.reshape(-1, rows.shape[-1]).clone()
+
+
+def _are_among(rows: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether each row is one of the unsharded tensor's."""
+    if rows.shape[1] != whole.shape[1]:
+        return False
+    some = rows[:: max(1, len(rows) // _ROWS)]
+    if not bool(torch.isfinite(some).all()):
+        return False
+    # By matrix products it would be exact to 1e-8 only.
+    distances = torch.cdist(some, whole, p=float("inf"), compute_mode="donot_use_mm_for_euclid_dist")
+    return float(distances.amin(1).max()) <= CLOSE * float(whole.abs().max())
