@@ -52,7 +52,7 @@ def pytest_ranks_mentioned(config: pytest.Config, text: bytes) -> bool:
 
 def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
     if config.stash.get(_has_layouts, False):
-        hints.append("lockstep.layouts")  # with DTensor, a second of each rank
+        hints += ["lockstep.layouts", "torch._dynamo"]  # by the first optimizer step; seconds in each rank
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
