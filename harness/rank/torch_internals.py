@@ -10,6 +10,7 @@ import datetime
 import functools
 import gc
 import json
+import operator
 import os
 import pickle
 import sys
@@ -272,6 +273,14 @@ _REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unre
 # `torch.distributed.tensor.experimental.register_sharding` calls.
 _RULES = ("register_sharding_prop_rule", "register_op_strategy", "register_single_dim_op_strategy")
 
+# What else of DTensor keeps meshes of tests, and so their groups and the threads of gloo. If one moves: what
+# `gc.get_referrers` shows of a mesh after its test.
+_HOLDING_MESHES = {
+    "_redistribute": ("clear_redistribute_planner_cache", "_gen_transform_infos.cache_clear"),
+    "_collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
+    "_sharding_prop": ("ShardingPropagator._propagate_tensor_meta_cached.cache_clear",),
+}
+
 
 class DTensorResults:
     """The results that operators of DTensor remember, dropped where they may be of other groups.
@@ -321,6 +330,11 @@ class DTensorResults:
             with contextlib.suppress(AttributeError):
                 tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
             getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+        for module, names in _HOLDING_MESHES.items():
+            found: Any = sys.modules.get(f"torch.distributed.tensor.{module}")
+            for name in names:
+                with contextlib.suppress(AttributeError):  # of another version, or not imported
+                    operator.attrgetter(name)(found)()
 
 
 def show_freed_tensors() -> None:
