@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 import torch
 
@@ -29,7 +30,7 @@ class Failure:
     Attributes:
         microbatches: of the step.
         moments: all that each rank holds.
-        traces: outputs and their gradients of each rank, by module, where the step ran once more.
+        traces: outputs and their gradients of each rank, by module, of the step run once more; None if not.
     """
 
     layout: Layout
@@ -37,7 +38,7 @@ class Failure:
     reference: Reference
     microbatches: int
     moments: Mapping[int, Moment]
-    traces: Mapping[int, tuple[Tensors, Tensors]] | None = None
+    traces: Mapping[int, tuple[Tensors, Tensors] | None]
 
     @property
     def moment(self) -> Moment:
@@ -112,7 +113,8 @@ def describe(failure: Failure, notes: Sequence[str] = ()) -> str:
 
 def _parting(failure: Failure) -> str:
     """Return where the sharded and the unsharded run part."""
-    if failure.traces is None:
+    traces = {rank: each for rank, each in failure.traces.items() if each is not None}
+    if len(traces) < len(failure.traces):
         return ""
     whole = failure.reference.trace(failure.moment.step).joined()
     outputs, gradients = (
@@ -120,7 +122,7 @@ def _parting(failure: Failure) -> str:
             failure.layout,
             failure.shards,
             whole[place],
-            {rank: each[place] for rank, each in failure.traces.items()},
+            {rank: each[place] for rank, each in traces.items()},
         )
         for place in range(2)
     )
@@ -194,14 +196,18 @@ def _loss(failure: Failure) -> Iterator[str]:
 
 def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float) -> str:
     layout = failure.layout
-    for axis in layout.large:
-        groups = [[actual.get(each) for each in layout.members([axis], rank)] for rank in actual]
+    for axes in (
+        over for number in range(len(layout.large)) for over in combinations(layout.large, number + 1)
+    ):
+        groups = [[actual.get(each) for each in layout.members(axes, rank)] for rank in actual]
         known = [[each for each in group if each is not None] for group in groups]
         if all(max(group) - min(group) <= CLOSE for group in known):
             continue
         for op, divide in (("sum", False), ("mean", True)):
             if all(_is_close(sum(group) / (len(group) if divide else 1), expected) for group in known):
-                return f"equals the reference after a {op} over {axis}: that reduction is missing"
+                return (
+                    f"equals the reference after a {op} over {' and '.join(axes)}: that reduction is missing"
+                )
     first = next(iter(actual.values()))
     if not all(_is_close(each, first) for each in actual.values()):
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from lockstep.layouts.diagnosis import Failure, describe
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Held, Moment, is_wrong
 from lockstep.layouts.parting import Trace
-from lockstep.layouts.reference import Batches, Loss, Reference, Task, reference_of
+from lockstep.layouts.reference import Batches, Loss, Reference, Task, Tensors, reference_of
 from lockstep.layouts.shards import ShardMap, region_of
 from lockstep.recorders.tensors import local_part, short
 
@@ -122,17 +123,19 @@ def assert_same_as_unsharded(
         trainer = parallelize(build(), layout)
         if isinstance(trainer, nn.Module):
             trainer = PlainTrainer(trainer, loss, layout)
+        _refuse_trainer(trainer)
         run = _ShardedRun(trainer, reference, shards, layout)
         run.train(batches, microbatches, optimizer, trace)
         return run
 
     run = train(batches)
     if (wrong := run.first_wrong()) is not None:
-        trace = None
+        traced = None
         if wrong.kind == "gradient":  # a failure has time to train once more
-            trace = Trace()
-            train(batches[: wrong.step + 1], trace)
-        run.fail(wrong, microbatches[wrong.step], trace)
+            with suppress(Exception):  # the report says what was wrong in the first run
+                train(batches[: wrong.step + 1], trace := Trace())
+                traced = trace.joined()
+        run.fail(wrong, microbatches[wrong.step], traced)
     return run.notes
 
 
@@ -142,6 +145,14 @@ def _refuse_rules(shards: ShardMap, reference: Reference) -> None:
             raise ValueError(
                 f"the shard map's entry {pattern!r} matches no parameter: {', '.join(reference.names)}"
             )
+
+
+def _refuse_trainer(trainer: object) -> None:
+    if not callable(trainer) or not isinstance(getattr(trainer, "model", None), nn.Module):
+        raise TypeError(
+            f"parallelize() returns {type(trainer).__name__}: return a module, or a trainer with a module "
+            "`model` that is called with a batch and a number of microbatches"
+        )
 
 
 @dataclass
@@ -206,11 +217,11 @@ class _ShardedRun:
             raise AssertionError(f"{title}: the trainer returns the loss on no rank")
         return None if -agreed[0] == _NEVER else self.moments[-agreed[0]]
 
-    def fail(self, wrong: Moment, microbatches: int, trace: Trace | None) -> None:
+    def fail(self, wrong: Moment, microbatches: int, traced: tuple[Tensors, Tensors] | None) -> None:
         """Raise the report on a moment, the same on every rank."""
         __tracebackhide__ = True
         moments, text = gathered(wrong), None
-        traces = None if trace is None else gathered(trace.joined())
+        traces = gathered(traced)
         if self.layout.rank == 0:
             failure = Failure(self.layout, self.shards, self.reference, microbatches, moments, traces)
             text = describe(failure, self.notes)
@@ -247,7 +258,9 @@ class _ShardedRun:
             if name not in wholes:
                 continue  # a frozen one has no gradient
             region = self._region(name, parameter if value is None else value, wholes[name].shape, own)
-            held = Held(name, own, region, None if value is None else local_part(value).detach().clone())
+            held = Held(
+                name, own, region, None if value is None else local_part(value).detach().cpu().clone()
+            )
             if complaint := held.complaint(wholes[name], kind):
                 moment.complaints.append(complaint)
             else:

@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.assertions.parity import MakeOptimizer
 from lockstep.layouts.batches import Batch, KeepPart, part_of
+from lockstep.layouts.layout import as_axes
 from lockstep.layouts.parting import Trace
 from lockstep.layouts.shards import ShardMap
 from lockstep.recorders.tensors import named_tensors, short
@@ -182,7 +183,7 @@ class Reference:
         """Refuse experts that no token of any step reaches: along the dimension that the axis ep cuts."""
         for name, example in self.steps[0].gradients.items():
             for cut in shards.rule(name):
-                if "ep" not in cut.axes or cut.rows is not None or cut.parts:
+                if "ep" not in as_axes(cut.axes) or cut.rows is not None or cut.parts:
                     continue
                 seen = sum(step.gradients[name].abs() for step in self.steps)
                 assert isinstance(seen, torch.Tensor), "a step"

@@ -152,7 +152,7 @@ def region_of(
     placements = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
     # Without a source rank each rank cuts its own copy: no collective.
     cut = distribute_tensor(_numbered(shape), tensor.device_mesh, placements, src_data_rank=None)
-    return cut.to_local()
+    return cut.to_local().cpu()
 
 
 def take(whole: torch.Tensor, region: torch.Tensor) -> torch.Tensor:

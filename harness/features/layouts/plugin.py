@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -102,3 +103,4 @@ def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
     made = Layout(dict(request.param.of_axes), session.world.device.type)
     yield made
     made.close()
+    gc.collect()  # models refer to the mesh, often in cycles, and it to its groups: gloo's threads would stay
